@@ -1,0 +1,363 @@
+"""A Hugging Face checkpoint on disk, known from its headers alone.
+
+Opening reads config.json, the index and every shard's header, and cross-checks them; no tensor data
+is touched, no pickle opened, no remote code run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qconvert.errors import CheckpointError
+from qconvert.family import Census, Family, census, family_for
+from qconvert.graph import Source
+from qconvert.header import Header, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WORK_DIR = ".qconvert"
+MANIFEST = "qconvert.json"
+RECEIPT = "qconvert.receipt.jsonl"
+
+# Side files are copied by deny-list: a processor file nobody thought of must survive. What is
+# denied is weights in other formats (pickles above all, which are never opened), what qconvert
+# itself regenerates, and version control.
+DENIED_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack",
+    ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
+)  # fmt: skip
+DENIED_NAMES = frozenset({INDEX, MANIFEST, RECEIPT, "config.json", ".gitattributes"})
+DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file. `size` and `mtime_ns` are what it had when its header was read: a
+    source that changes during a run is refused by them."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """One quantization block and where it stands, e.g. `config.json: quantization_config`."""
+
+    where: str
+    block: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.block.get("quant_method", ""))
+
+
+@dataclass(frozen=True)
+class Checkpoint(Mapping[str, Source]):
+    """Tensor names to Sources, in natural order of the shards, with config and side files.
+
+    `side_files` are relative paths that travel along byte for byte; `denied_files` those that do
+    not. `warnings` are oddities that do not stop a conversion.
+    """
+
+    root: Path
+    shards: tuple[Shard, ...]
+    sources: Mapping[str, Source]
+    config: Mapping[str, Any]
+    config_bytes: bytes
+    side_files: tuple[str, ...]
+    denied_files: tuple[str, ...]
+    header_digest: str
+    indexed: bool
+    metadata: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Source:
+        return self.sources[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def open(cls, where: str | Path) -> Checkpoint:
+        """Open a folder, one .safetensors file, or the id of a repo in the local Hub cache.
+
+        Raises CheckpointError for anything unsound: see qconvert.header, and here: a missing or
+        broken config.json, an index naming a missing file or a path outside the folder, a tensor
+        in two shards, an index and headers that disagree.
+        """
+        root, only = _locate(where)
+        config, config_bytes = _read_config(root)
+        files, weight_map, warnings = _shard_files(root, only)
+        shards: list[Shard] = []
+        sources: dict[str, Source] = {}
+        metadata: dict[str, str] = {}
+        digest = sha256()
+        for number, file in enumerate(files):
+            before = _stat(file)
+            header = read_header(file)
+            digest.update(header.raw)
+            shards.append(Shard(file, header.file_size, before.st_mtime_ns))
+            metadata.update(header.metadata)
+            for entry in header.entries:
+                if entry.name in sources:
+                    other = shards[sources[entry.name].shard].path.name
+                    raise CheckpointError(
+                        f"tensor {entry.name!r} is in both {other} and {file.name}; "
+                        "remove the shard that does not belong"
+                    )
+                sources[entry.name] = Source(entry.name, entry.type, number, entry.offset)
+            if weight_map is not None:
+                _check_shard_against_index(file, root, header, weight_map)
+        if weight_map is not None:
+            _check_index_complete(root, weight_map, sources)
+        if not sources:
+            raise CheckpointError(f"{root}: its safetensors files hold no tensor")
+        side, denied = _side_files(root, {file.relative_to(root).as_posix() for file in files})
+        return cls(
+            root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
+            weight_map is not None, metadata, tuple(warnings + _total_size(root, sources)),
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(source.type.nbytes for source in self.sources.values())
+
+    @cached_property
+    def family(self) -> Family:
+        return family_for(self.config, self.sources)
+
+    @cached_property
+    def census(self) -> Census:
+        """Every tensor sorted by role."""
+        return census(self.family, self.config, self.sources)
+
+    @cached_property
+    def quantization_configs(self) -> tuple[QuantConfig, ...]:
+        """Every quantization block: root, nested configs, and modelopt's hf_quant_config.json.
+
+        All of them matter: a stale nested block overrides the root's in some runtimes.
+        """
+        found = list(_nested_quantization(self.config, "config.json"))
+        extra = self.root / "hf_quant_config.json"
+        if extra.is_file():
+            block = _read_json(extra)
+            inner = block.get("quantization", block)
+            if not isinstance(inner, dict):
+                raise CheckpointError(f"{extra}: `quantization` must be an object")
+            found.append(QuantConfig("hf_quant_config.json", {"quant_method": "modelopt", **inner}))
+        return tuple(found)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """qconvert.json of a folder that qconvert made, else None."""
+        file = self.root / MANIFEST
+        return _read_json(file) if file.is_file() else None
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a shard's size or modification time is not what it was."""
+        for shard in self.shards:
+            now = _stat(shard.path)
+            if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise CheckpointError(
+                    f"{shard.path} changed while it was being converted; leave the source alone "
+                    "and start again (qconvert clean OUT first)"
+                )
+
+
+def file_size(file: Path) -> int:
+    """Size in bytes. Raises CheckpointError if the file cannot be read (a broken link, say)."""
+    return _stat(file).st_size
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _locate(where: str | Path) -> tuple[Path, Path | None]:
+    """The checkpoint's folder and, where a single file was named, that file."""
+    path = Path(where)
+    if path.is_dir():
+        return path, None
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
+        return path.parent, path
+    text = str(where)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        # Importing the client costs time, so only where a repo id is the last thing it can be.
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(text, local_files_only=True)), None
+        except LocalEntryNotFoundError:
+            raise CheckpointError(
+                f"{text} is neither a folder nor in the local Hub cache; fetch it first: "
+                f"hf download {text}"
+            ) from None
+    raise CheckpointError(f"{path}: no such file or folder")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing; a checkpoint cannot be read without it") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
+    config = _read_json(root / "config.json")
+    return config, (root / "config.json").read_bytes()
+
+
+def _shard_files(
+    root: Path, only: Path | None
+) -> tuple[list[Path], dict[str, str] | None, list[str]]:
+    """The files to read, the index's weight_map (None without an index), and warnings."""
+    if only is not None:
+        return [only], None, []
+    if (root / INDEX).is_file():
+        weight_map = _read_json(root / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{root / INDEX}: has no weight_map")
+        files = []
+        for name in sorted({_inside(root, key, file) for key, file in weight_map.items()}):
+            file = root / name
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{root / INDEX} names {name}, which is missing; the download is incomplete"
+                )
+            files.append(file)
+        return files, weight_map, []
+    found = sorted(root.glob("*.safetensors"))
+    if len(found) > 1:
+        counts = {match.group(2) for f in found if (match := _SHARD.search(f.name))}
+        if len(counts) != 1 or int(counts.pop()) != len(found):
+            raise CheckpointError(
+                f"{root}: {len(found)} .safetensors files, no {INDEX}, and their names do not form "
+                "one complete set; fetch the index, or name one file"
+            )
+        return found, None, [f"{INDEX} is missing; the {len(found)} shards' headers were used"]
+    if not found:
+        raise CheckpointError(
+            f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "
+            "convert them with safetensors first"
+        )
+    return found, None, []
+
+
+def _inside(root: Path, tensor: str, file: Any) -> str:
+    path = PurePosixPath(file) if isinstance(file, str) else None
+    if path is None or path.is_absolute() or ".." in path.parts or "\\" in file or not path.parts:
+        raise CheckpointError(
+            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a file "
+            "inside the folder"
+        )
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a "
+            ".safetensors file; pickles are never opened"
+        )
+    return str(path)
+
+
+def _check_shard_against_index(
+    file: Path, root: Path, header: Header, weight_map: Mapping[str, str]
+) -> None:
+    name = file.relative_to(root).as_posix()
+    for entry in header.entries:
+        said = weight_map.get(entry.name)
+        if said != name:
+            where = "does not name it" if said is None else f"puts it in {said}"
+            raise CheckpointError(
+                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; fetch both again"
+            )
+
+
+def _check_index_complete(
+    root: Path, weight_map: Mapping[str, str], sources: Mapping[str, Source]
+) -> None:
+    for name, file in weight_map.items():
+        if name not in sources:
+            raise CheckpointError(
+                f"{root / INDEX} puts tensor {name!r} in {file}, whose header lacks it; "
+                "fetch both again"
+            )
+
+
+def _total_size(root: Path, sources: Mapping[str, Source]) -> list[str]:
+    """Published indexes are often wrong here and no loader minds, so it is only a warning."""
+    if not (root / INDEX).is_file():
+        return []
+    said = (_read_json(root / INDEX).get("metadata") or {}).get("total_size")
+    true = sum(source.type.nbytes for source in sources.values())
+    if isinstance(said, int | float) and int(said) != true:
+        return [f"{INDEX} says total_size {int(said)}, the tensors add up to {true}"]
+    return []
+
+
+def _side_files(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files to carry along and files not to, both as sorted relative paths."""
+    kept: list[str] = []
+    denied: list[str] = []
+    for folder, folders, names in os.walk(root, followlinks=False):
+        base = Path(folder).relative_to(root)
+        denied += [f"{(base / f).as_posix()}/" for f in folders if f in DENIED_FOLDERS]
+        folders[:] = sorted(f for f in folders if f not in DENIED_FOLDERS)
+        for name in names:
+            path = (base / name).as_posix()
+            if path in shards or path == "config.json" or path == INDEX:
+                continue
+            bad = name in DENIED_NAMES or name.lower().endswith(DENIED_SUFFIXES)
+            bad = bad or name.endswith(".index.json")
+            (denied if bad else kept).append(path)
+    return tuple(sorted(kept)), tuple(sorted(denied))
+
+
+def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[QuantConfig]:
+    for key, value in block.items():
+        if not isinstance(value, dict):
+            continue
+        if key in ("quantization_config", "compression_config"):
+            yield QuantConfig(f"{where}: {key}", value)
+        elif key.endswith("_config"):
+            yield from _nested_quantization(value, f"{where}: {key}")
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every quantization block taken out, nested ones too."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config") and isinstance(value, dict):
+            continue
+        nested = isinstance(value, dict) and key.endswith("_config")
+        kept[key] = without_quantization(value) if nested else value
+    return kept

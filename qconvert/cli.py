@@ -1,0 +1,69 @@
+"""The front door. Commands stand in qconvert/commands, one subject a file; nothing here or there
+imports torch before there is something to compute."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+import click
+
+from qconvert import __version__
+from qconvert.commands.check import diff, inspect, validate
+from qconvert.commands.convert import dequant, plan, run
+from qconvert.commands.house import clean, demo, recipes
+from qconvert.errors import QConvertError
+
+OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="qconvert")
+def cli() -> None:
+    """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
+
+    Streams in bounded memory, resumes where it was interrupted, accounts for every byte. A source
+    is a folder, one .safetensors file, or the id of a repo in the local Hub cache.
+
+    \b
+    Examples:
+      qconvert inspect DeepSeek-V3
+      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --dry-run
+      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16
+      qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3
+
+    Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 130 interrupted.
+    """
+
+
+for command in (inspect, plan, run, dequant, diff, validate, recipes, clean, demo):
+    cli.add_command(command)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends a run as Ctrl-C does: finished work is kept."""
+    raise KeyboardInterrupt
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit. User errors are one sentence, without a traceback."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else OK)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(USAGE)
+    except QConvertError as error:
+        click.echo(f"qconvert: error: {error}", err=True)
+        sys.exit(FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo(
+            "qconvert: interrupted; finished work is kept, the same command goes on", err=True
+        )
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left; there is nobody to tell.
+        sys.stderr.close()
+        sys.exit(OK)

@@ -1,0 +1,1 @@
+"""One subject of the command line a file."""

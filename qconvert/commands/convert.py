@@ -1,0 +1,237 @@
+"""plan, run, and a command for each conversion, which is a recipe in flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+import click
+
+from qconvert.commands.options import OUT, SOURCE, Size
+
+if TYPE_CHECKING:
+    from qconvert.plan import Pass, Plan
+    from qconvert.recipe import Recipe
+    from qconvert.run.executor import Prepared
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class RunOptions(TypedDict):
+    """Options that every conversion has."""
+
+    memory: int | None
+    jobs: int | None
+    max_shard_size: int | None
+    sha256: bool
+    dry_run: bool
+    print_recipe: bool
+    dump_after: str | None
+    as_json: bool
+
+
+def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_PLANNING: Callable[[F], F] = _stacked(
+    click.option(
+        "--memory", type=Size(), help="Memory of all processes, e.g. 512MiB. [default: 1 GiB, or "
+        "half of what is free]",
+    ),
+    click.option("--jobs", type=click.IntRange(min=1), help="Worker processes. [default: auto]"),
+    click.option("--max-shard-size", type=Size(), help="Largest output file. [default: 5GB]"),
+    click.option(
+        "--dump-after", metavar="PASS",
+        help="Print every tensor as it stands after PASS (`source`, `end`, or a pass) and stop.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout."),
+)  # fmt: skip
+_RUNNING: Callable[[F], F] = _stacked(
+    _PLANNING,
+    click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+)
+_CONVERSION: Callable[[F], F] = _stacked(
+    _RUNNING,
+    click.option(
+        "--print-recipe", is_flag=True, help="Print this command as a YAML recipe and stop."
+    ),
+)
+
+
+@click.command()
+@click.argument("recipe")
+@SOURCE
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@_PLANNING
+def plan(
+    recipe: str,
+    source: str,
+    out: Path | None,
+    memory: int | None,
+    jobs: int | None,
+    max_shard_size: int | None,
+    dump_after: str | None,
+    as_json: bool,
+) -> None:
+    """Show what RECIPE would make of SRC, from its headers alone.
+
+    RECIPE is a YAML file or a built-in name. With OUT, the time is estimated with the write speed
+    of its disk.
+
+    \b
+    Examples:
+      qconvert plan dequant-fp8 DeepSeek-V3
+      qconvert plan dequant-fp8 DeepSeek-V3 /data/out --json
+      qconvert plan dequant-fp8 DeepSeek-V3 --dump-after dequant | less
+    """
+    from qconvert.recipe import load_recipe
+
+    options = RunOptions(
+        memory=memory, jobs=jobs, max_shard_size=max_shard_size, sha256=False, dry_run=True,
+        print_recipe=False, dump_after=dump_after, as_json=as_json,
+    )  # fmt: skip
+    convert(load_recipe(recipe), source, out, options)
+
+
+@click.command()
+@click.argument("recipe")
+@SOURCE
+@OUT
+@_RUNNING
+def run(recipe: str, source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Carry out RECIPE on SRC into the folder OUT.
+
+    Interrupted, by anything, the same command goes on where it stopped.
+
+    \b
+    Examples:
+      qconvert run dequant-fp8 DeepSeek-V3 DeepSeek-V3-bf16
+      qconvert run ./mine.yaml Qwen/Qwen3-30B-A3B-FP8 out --memory 4GiB --jobs 8
+    """
+    from qconvert.recipe import load_recipe
+
+    options["print_recipe"] = False
+    convert(load_recipe(recipe), source, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option("--drop-mtp", is_flag=True, help="Leave the MTP (draft) layers out.")
+@_CONVERSION
+def dequant(source: str, out: Path, drop_mtp: bool, **options: Unpack[RunOptions]) -> None:
+    """Turn the FP8 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
+
+    Block, per-channel and per-tensor scales; MTP layers are kept unless dropped by --drop-mtp.
+
+    \b
+    Examples:
+      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --dry-run
+      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --memory 8GiB
+      qconvert dequant Qwen/Qwen3-30B-A3B-FP8 out --print-recipe > mine.yaml
+    """
+    from qconvert.passes.dequant import Dequant
+    from qconvert.passes.drop import Drop
+    from qconvert.recipe import Recipe
+
+    steps: tuple[Pass, ...] = (Drop(what="mtp"), Dequant()) if drop_mtp else (Dequant(),)
+    convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
+
+
+def convert(recipe: Recipe, source: str, out: Path | None, options: RunOptions) -> None:
+    """Plan a recipe and, unless it is a dry run, carry it out, telling the user."""
+    if options["print_recipe"]:
+        click.echo(recipe.to_yaml(), nl=False)
+        return
+    from qconvert.checkpoint import Checkpoint
+    from qconvert.plan import Plan, run_passes
+    from qconvert.run.executor import Options, prepare
+    from qconvert.run.shards import DEFAULT_SHARD_BYTES
+
+    start = Plan.identity(Checkpoint.open(source))
+    if options["dump_after"] is not None:
+        click.echo(_dump(start, recipe, options["dump_after"]))
+        return
+    planned = run_passes(start, recipe.passes)
+    shard_size = options["max_shard_size"] or recipe.max_shard_size or DEFAULT_SHARD_BYTES
+    ready = prepare(
+        planned, Options(options["memory"], options["jobs"], shard_size, options["sha256"])
+    )
+    _show_plan(ready, out, options)
+    if not options["dry_run"]:
+        assert out is not None
+        _carry_out(ready, out, options["as_json"])
+
+
+def _dump(start: Plan, recipe: Recipe, wanted: str) -> str:
+    from qconvert.errors import RecipeError
+    from qconvert.plan import run_passes
+    from qconvert.report import dump
+
+    names = [step.name for step in recipe.passes]
+    if wanted == "source":
+        return dump(start)
+    if wanted == "end":
+        return dump(run_passes(start, recipe.passes))
+    if wanted not in names:
+        known = ", ".join(["source", *names, "end"])
+        raise RecipeError(f"--dump-after {wanted}: the recipe has no such pass; choose of {known}")
+    plan = start
+    for step in recipe.passes[: names.index(wanted) + 1]:
+        plan = step(plan)
+    return dump(plan)
+
+
+def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
+    """The plan goes to stdout where it is the result, to stderr where a run follows."""
+    from qconvert.report import Rates, plan_json, plan_text
+    from qconvert.run.probe import read_rate, write_rate
+
+    if options["as_json"] and not options["dry_run"]:
+        return
+    write = write_rate(out) if out is not None else None
+    rates = Rates(read_rate(ready.plan.checkpoint), write)
+    if options["as_json"]:
+        click.echo(json.dumps(plan_json(ready, rates), indent=2))
+    else:
+        text = plan_text(ready, None if out is None else str(out), rates)
+        click.echo(text, err=not options["dry_run"])
+
+
+def _carry_out(ready: Prepared, out: Path, as_json: bool) -> None:
+    import time
+
+    from qconvert.commands.progress import Bar
+    from qconvert.recipe import format_size
+    from qconvert.run.executor import run_prepared
+
+    begin = time.monotonic()
+    with Bar() as bar:
+        receipt = run_prepared(ready, out, events=bar)
+    seconds = time.monotonic() - begin
+    for remark in receipt.remarks:
+        click.echo(f"remark  {remark}", err=True)
+    if as_json:
+        summary = {
+            "out": str(out), "fingerprint": receipt.fingerprint, "files": list(receipt.files),
+            "bytes": receipt.nbytes, "seconds": seconds, "remarks": list(receipt.remarks),
+            "already_done": receipt.already_done, "resumed_units": receipt.resumed_units,
+        }  # fmt: skip
+        click.echo(json.dumps(summary, indent=2))
+    elif receipt.already_done:
+        click.echo(f"{out} already holds this very result; nothing to do")
+    else:
+        resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
+        click.echo(
+            f"wrote {out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "
+            f"({format_size(receipt.nbytes / seconds)}/s){resumed}"
+        )

@@ -1,0 +1,82 @@
+"""The main job on an embedded sample, start to end: plan, convert, validate, and compare the result
+with an independent computation."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.errors import OutputError, RunError
+from qconvert.passes.dequant import Dequant
+from qconvert.plan import Plan, run_passes
+from qconvert.report import Rates, plan_text
+from qconvert.run.executor import Options, prepare, run_prepared
+from qconvert.run.probe import read_rate, write_rate
+from qconvert.sample import write_sample
+from qconvert.validation import validate_folder
+
+
+def run_demo(folder: Path | None) -> None:
+    """Make the sample, dequantize and validate it. Raises QConvertError if anything does not hold.
+
+    `folder` keeps the files; without it they go to a temporary folder and are removed.
+    """
+    if folder is not None:
+        if folder.exists() and any(folder.iterdir()):
+            raise OutputError(f"{folder} is not empty; choose a new folder for the demo")
+        _demo(folder)
+        return
+    scratch = Path(tempfile.mkdtemp(prefix="qconvert-demo-"))
+    try:
+        _demo(scratch)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _demo(folder: Path) -> None:
+    source, out = folder / "sample-fp8", folder / "sample-bf16"
+    write_sample(source)
+    click.echo(f"$ qconvert dequant {source.name} {out.name}")
+    plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
+    ready = prepare(plan, Options())
+    rates = Rates(read_rate(plan.checkpoint), write_rate(out))
+    click.echo(plan_text(ready, out.name, rates).replace(str(source), source.name))
+    receipt = run_prepared(ready, out)
+    click.echo(f"\nwrote {', '.join(receipt.files)}")
+    click.echo(f"\n$ qconvert validate {out.name} --against {source.name} --level full")
+    report = validate_folder(out, str(source), full=True)
+    for text in report.proved:
+        click.echo(f"proved: {text}")
+    for finding in report.findings:
+        click.echo(f"{finding.severity}: {finding.rule} {finding.where}: {finding.message}")
+    if report.findings or report.not_checked:
+        raise RunError("the demo's result did not validate")
+    count = _compare_with_torch(source, out)
+    click.echo(f"proved: {count} weights equal torch's own decoding, bit for bit")
+
+
+def _compare_with_torch(source: Path, out: Path) -> int:
+    """Dequantize every FP8 weight again with torch's cast, and compare. Returns how many."""
+    import torch
+    from safetensors import safe_open
+
+    original, made = Checkpoint.open(source), Checkpoint.open(out)
+
+    def load(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        file = checkpoint.shards[checkpoint[name].shard].path
+        with safe_open(file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+
+    weights = [name for name in original if f"{name}_scale_inv" in original]
+    for name in weights:
+        weight, scale = load(original, name), load(original, f"{name}_scale_inv")
+        rows, columns = weight.shape
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        if not torch.equal((weight.float() * spread).bfloat16(), load(made, name)):
+            raise RunError(f"tensor {name!r} differs from torch's decoding")
+    return len(weights)

@@ -1,0 +1,27 @@
+"""Every error a user can meet. Each message names the tensor or file, what was expected, what was
+found and what to do; the command line prints it as one sentence and exits 1, without a traceback.
+"""
+
+
+class QConvertError(Exception):
+    """Base of all refusals and failures that are about the user's data, plan or machine."""
+
+
+class CheckpointError(QConvertError):
+    """The source (or an output being read back) is not a sound checkpoint."""
+
+
+class PlanError(QConvertError):
+    """The plan cannot be carried out, or would lose or invent bytes. Nothing has been read."""
+
+
+class RecipeError(QConvertError):
+    """A recipe file is not valid; the message carries its line."""
+
+
+class OutputError(QConvertError):
+    """The output folder cannot be used: foreign, locked, read-only, too small a disk, other plan."""
+
+
+class RunError(QConvertError):
+    """Something went wrong while bytes were moving. Nothing was published; the work is resumable."""

@@ -1,0 +1,131 @@
+"""Tensor names: where the layer and expert numbers are, and which order people expect.
+
+A *template* is a name with its numbers taken out: `model.layers.3.mlp.experts.7.up_proj.weight`
+has the template `model.layers.{L}.mlp.experts.{E}.up_proj.weight`, layer 3 and expert 7. Looking a
+template up in a dict is what keeps role matching linear in the number of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_NUMBER = re.compile(r"\d+")
+
+# Last components that belong to a module's parameters. `weight_scale_inv` of DeepSeek and Qwen FP8
+# (a multiplier despite its name); `weight_scale`, `weight_packed`, ... of compressed-tensors;
+# `scale` of DeepSeek-V4.
+PARAMETERS = frozenset(
+    {
+        "weight",
+        "bias",
+        "scale",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "weight_global_scale",
+        "weight_packed",
+        "weight_shape",
+        "weight_zero_point",
+        "input_scale",
+        "input_global_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+    }
+)
+
+
+# Which weight a scale may belong to, by suffix; the longest suffix that fits decides.
+_WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (".weight_scale_inv", (".weight",)),
+    (".weight_scale", (".weight", ".weight_packed")),
+    (".weight_scale_2", (".weight",)),
+    (".weight_global_scale", (".weight_packed",)),
+    (".scale", (".weight",)),
+    ("_proj_scale_inv", ("_proj",)),
+    ("_proj_scale", ("_proj",)),
+)
+
+
+class Parsed(NamedTuple):
+    """A name's template and numbers. `layer` and `expert` are None where the name has none."""
+
+    template: str
+    layer: int | None
+    expert: int | None
+
+
+def parse(name: str) -> Parsed:
+    """Take the numbers out of a dotted name.
+
+    A number after a component `experts` becomes `{E}`; the first other number `{L}`; any further
+    ones `{I}`.
+    """
+    layer: int | None = None
+    expert: int | None = None
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        # isdecimal() takes other scripts' digits too, hence the second question.
+        if not (part.isdecimal() and part.isascii()):
+            continue
+        if i and parts[i - 1] == "experts" and expert is None:
+            expert = int(part)
+            parts[i] = "{E}"
+        elif layer is None:
+            layer = int(part)
+            parts[i] = "{L}"
+        else:
+            parts[i] = "{I}"
+    return Parsed(".".join(parts), layer, expert)
+
+
+def split_parameter(name: str) -> tuple[str, str]:
+    """`a.b.weight` -> (`a.b`, `weight`); a bare parameter such as `a.A_log` -> (`a.A_log`, ``)."""
+    module, _, last = name.rpartition(".")
+    return (module, last) if module and last in PARAMETERS else (name, "")
+
+
+def scale_candidates(weight: str) -> tuple[str, ...]:
+    """Names an FP8 weight's scale may have. 3-D expert stacks (`experts.gate_up_proj`) have no
+    `.weight`, and carry theirs as a suffix."""
+    if weight.endswith(".weight"):
+        stem = weight.removesuffix(".weight")
+        return (f"{stem}.weight_scale_inv", f"{stem}.weight_scale", f"{stem}.scale")
+    return (f"{weight}_scale_inv", f"{weight}_scale")
+
+
+def weight_candidates(scale: str) -> tuple[str, ...]:
+    """Names of the weights that may own a scale, () where the name is not a weight's scale."""
+    for suffix, weights in _WEIGHT_OF_SCALE:
+        if scale.endswith(suffix):
+            return tuple(scale.removesuffix(suffix) + weight for weight in weights)
+    return ()
+
+
+def natural_key(name: str) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
+    """Sort key of the order a model runs in.
+
+    Vision tower, embeddings, layers by number, final norm and head, MTP. Numbers compare as
+    numbers, so layer 10 follows layer 9.
+    """
+    rank, layer = 3, 0
+    if name.startswith(("mtp.", "model.mtp.")):
+        rank = 4
+    elif "visual." in name or "vision" in name:
+        rank = 0
+    elif ".layers." in name:
+        rank = 2
+        found = _NUMBER.match(name, name.index(".layers.") + len(".layers."))
+        layer = int(found.group()) if found else 0
+    elif "embed" in name:
+        rank = 1
+    parts = tuple(
+        (0, int(part)) if part.isascii() and part.isdecimal() else (1, part)
+        for part in name.split(".")
+    )
+    return rank, layer, parts

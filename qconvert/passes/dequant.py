@@ -1,0 +1,232 @@
+"""dequant: every FP8 weight becomes BF16, its scales are consumed, every quantization block goes.
+
+The block size comes from the config and is never inferred from shapes: dividing rows by scale rows
+is silently wrong for hundreds of ragged row counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+from qconvert.checkpoint import Checkpoint, QuantConfig, without_quantization
+from qconvert.errors import PlanError
+from qconvert.graph import Output, apply
+from qconvert.names import scale_candidates, weight_candidates
+from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.plan import LogEntry, Plan
+
+SPENT_RULE = "dequant: activation and KV-cache scales of an FP8 model"
+_SPENT = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Dequant:
+    """FP8 weights (block, per-channel or per-tensor scales) to BF16.
+
+    Raises PlanError where nothing is FP8, where the config does not say how, where a weight lacks
+    its scale or a scale its weight, where a grid does not fit, and where a role it touches lacks a
+    layer or expert that the config counts.
+    """
+
+    name: ClassVar[str] = "dequant"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    def __call__(self, plan: Plan) -> Plan:
+        weights = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
+        if not weights:
+            raise PlanError(
+                "no FP8 weight found; a BF16 checkpoint needs no dequantizing, and 4-bit formats "
+                "are not read by this pass"
+            )
+        scheme = _scheme(plan.checkpoint)
+        expected = _require_complete(plan, weights)
+        tensors: dict[str, Output] = {}
+        scales = {name: _scale_name(plan, name) for name in weights}
+        consumed = set(scales.values())
+        dropped = dict(plan.dropped)
+        for name, output in plan.tensors.items():
+            if name in scales:
+                tensors[name] = _dequantized(name, scales[name], plan, scheme)
+            elif name.endswith(_SPENT):
+                for piece in output.pieces:
+                    dropped[piece.origin.name] = SPENT_RULE  # type: ignore[union-attr]
+            elif name not in consumed:
+                tensors[name] = output
+        files = {name: "dequant: its quantization block no longer holds" for name in _STALE}
+        present = {name: why for name, why in files.items() if name in plan.side_files}
+        return plan.logged(
+            LogEntry(self.name, repr(self), len(weights), expected),
+            tensors=tensors,
+            config=without_quantization(plan.config),
+            side_files=tuple(name for name in plan.side_files if name not in present),
+            dropped=dropped,
+            dropped_files={**plan.dropped_files, **present},
+        )
+
+
+_STALE = ("hf_quant_config.json",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the config says weights are scaled: in blocks, or (block None) per channel or tensor.
+    `u8_exponents` says whether U8 scales are E8M0."""
+
+    block: tuple[int, int] | None
+    where: str
+    u8_exponents: bool
+
+
+def _is_fp8_weight(name: str, output: Output) -> bool:
+    return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
+
+
+def _scheme(checkpoint: Checkpoint) -> _Scheme:
+    """The one scheme all quantization blocks agree on. Raises PlanError for none or several."""
+    found = [(_one_scheme(config), config) for config in checkpoint.quantization_configs]
+    if not found:
+        raise PlanError(
+            "there are FP8 weights but config.json has no quantization_config; qconvert does not "
+            "guess block sizes: add the block the model was quantized with"
+        )
+    first, first_config = found[0]
+    for scheme, config in found[1:]:
+        if scheme.block != first.block:
+            raise PlanError(
+                f"{first_config.where} and {config.where} disagree on the weight block "
+                f"({first.block} and {scheme.block}); remove the stale one"
+            )
+    return first
+
+
+def _one_scheme(config: QuantConfig) -> _Scheme:
+    block = config.block
+    u8 = block.get("scale_fmt") == "ue8m0"
+    if config.method == "compressed-tensors":
+        sizes = {_compressed_tensors_block(config, group) for group in _groups(config)}
+        if len(sizes) != 1:
+            raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
+        return _Scheme(sizes.pop(), config.where, u8)
+    if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
+        algorithm = str(block.get("quant_algo", "FP8"))
+        if not algorithm.startswith("FP8"):
+            raise PlanError(f"{config.where}: quant_algo {algorithm!r} is not FP8")
+        size = block.get("weight_block_size")
+        return _Scheme(None if size is None else _block_size(config, size), config.where, u8)
+    raise PlanError(
+        f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
+        "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized)"
+    )
+
+
+def _groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
+    groups = config.block.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise PlanError(f"{config.where}: compressed-tensors without config_groups")
+    for key, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise PlanError(f"{config.where}: {key} says nothing of weights")
+        yield weights
+
+
+def _compressed_tensors_block(
+    config: QuantConfig, weights: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+        raise PlanError(
+            f"{config.where}: weights are {weights.get('num_bits')}-bit {weights.get('type')}, "
+            "expected 8-bit float"
+        )
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        return _block_size(config, weights.get("block_structure"))
+    if strategy in ("tensor", "channel"):
+        return None
+    raise PlanError(f"{config.where}: FP8 weight strategy {strategy!r} is not known")
+
+
+def _block_size(config: QuantConfig, size: Any) -> tuple[int, int]:
+    sides = list(size) if isinstance(size, list | tuple) else []
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(f"{config.where}: expected a weight block of two sizes, found {size!r}")
+    return sides[0], sides[1]
+
+
+def _scale_name(plan: Plan, weight: str) -> str:
+    tried = scale_candidates(weight)
+    found = [name for name in tried if name in plan.tensors]
+    if len(found) != 1:
+        what = "has no scale" if not found else f"has {len(found)} scales"
+        raise PlanError(f"FP8 weight {weight!r} {what} ({' or '.join(tried)})")
+    return found[0]
+
+
+def _dequantized(name: str, scale_name: str, plan: Plan, scheme: _Scheme) -> Output:
+    weight, scale = plan.tensors[name], plan.tensors[scale_name]
+    if scale.type.dtype == "U8" and not scheme.u8_exponents:
+        raise PlanError(
+            f"scale {scale_name!r} is U8, which is an exponent only where {scheme.where} says "
+            "scale_fmt: ue8m0; qconvert does not guess"
+        )
+    try:
+        if scheme.block is not None:
+            return apply(DequantFp8(scheme.block), weight, scale)[0]
+        return _per_channel_or_tensor(weight, scale)
+    except PlanError as error:
+        raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
+
+
+def _per_channel_or_tensor(weight: Output, scale: Output) -> Output:
+    """Scale [] or [1] for the whole tensor; [..., N] or [..., N, 1] a row; [E] or [E, 1, 1] for
+    each expert of a 3-D weight."""
+    *lead, rows, columns = weight.type.shape
+    count = scale.type.numel
+    if count == 1:
+        flat = weight.reshape((prod(lead) * rows, columns))
+        op = DequantFp8(flat.type.shape)  # type: ignore[arg-type]
+        return apply(op, flat, scale.reshape((1, 1)))[0].reshape(weight.type.shape)
+    shape = scale.type.shape
+    if shape in ((*lead, rows), (*lead, rows, 1)):
+        return apply(DequantFp8((1, columns)), weight, scale.reshape((*lead, rows, 1)))[0]
+    if lead and shape in (tuple(lead), (*lead, 1, 1)):
+        return apply(DequantFp8((rows, columns)), weight, scale.reshape((*lead, 1, 1)))[0]
+    raise PlanError(
+        f"the config states no block size, so the scale must be per tensor ([] or [1]) or per "
+        f"channel ({[*lead, rows]} or {[*lead, rows, 1]}), found {list(shape)}"
+    )
+
+
+def _require_complete(plan: Plan, weights: list[str]) -> int | None:
+    """Every layer and expert of every role this pass touches must be there. Returns how many
+    weights that makes, None for a family that cannot count."""
+    found = plan.census()
+    touched = {}
+    for name in weights:
+        place = found.places.get(name)
+        if place is not None:
+            touched[place.role.name, place.parameter] = place.role
+    for (_, parameter), role in touched.items():
+        missing = found.missing(role, parameter)
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise PlanError(
+                f"{missing[0]!r}{more} is missing: the config counts {found.dims.num_layers} "
+                f"layers and {found.dims.num_experts} experts, and {role.name!r} has fewer"
+            )
+    if plan.checkpoint.family.name == "generic":
+        return None
+    fp8 = set(weights)
+    unquantized = sum(
+        1
+        for name, place in found.places.items()
+        if (place.role.name, place.parameter) in touched and name not in fp8
+    )
+    total = sum(len(list(found.expected(role))) for role in touched.values())
+    return total - unquantized
+
+
+PASS = Dequant

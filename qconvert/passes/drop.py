@@ -1,0 +1,81 @@
+"""drop: leave tensors out, by a rule that has a name. Nothing else may lose a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+from qconvert.errors import PlanError
+from qconvert.graph import Output, Source
+from qconvert.plan import LogEntry, Plan
+
+# Config keys that count draft layers; left as they were, a runtime would look for the weights.
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop the MTP (draft) layers, or every tensor whose name fits a shell pattern.
+
+    A pattern needs `why`, which is recorded with the tensors. Raises PlanError where nothing
+    matches, and (in Plan.check) where experts or MTP would be dropped in part.
+    """
+
+    name: ClassVar[str] = "drop"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    what: Literal["mtp"] | None = None
+    match: str | None = None
+    why: str | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        if (self.what is None) == (self.match is None):
+            raise PlanError("give either `what: mtp` or `match: PATTERN`")
+        if self.match is not None and not self.why:
+            raise PlanError(f"`match: {self.match}` needs `why:`, the reason to record")
+        dims = plan.checkpoint.census.dims
+        family = plan.checkpoint.family
+
+        def goes(name: str) -> bool:
+            if self.match is not None:
+                return fnmatchcase(name, self.match)
+            return family.is_mtp(name, dims)
+
+        rule = f"drop: {self.why}" if self.match is not None else "drop: what=mtp"
+        gone = [name for name in plan.tensors if goes(name)]
+        if not gone:
+            raise PlanError(f"nothing matches {self.match or self.what!r}")
+        dropped = dict(plan.dropped)
+        for name in gone:
+            dropped.update(dict.fromkeys(_sources(name, plan.tensors[name]), rule))
+        removed = set(gone)
+        kept = {name: output for name, output in plan.tensors.items() if name not in removed}
+        config = _without_mtp(plan.config) if self.what == "mtp" else plan.config
+        entry = LogEntry(self.name, repr(self), len(gone), None)
+        return plan.logged(entry, tensors=kept, dropped=dropped, config=config)
+
+
+def _sources(name: str, output: Output) -> list[str]:
+    found = []
+    for piece in output.pieces:
+        if not isinstance(piece.origin, Source):
+            raise PlanError(f"{name!r} is already computed by an earlier pass; drop before it")
+        found.append(piece.origin.name)
+    return found
+
+
+def _without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _MTP_COUNTS:
+            kept[key] = 0
+        elif key == "text_config" and isinstance(value, Mapping):
+            kept[key] = _without_mtp(value)
+        else:
+            kept[key] = value
+    return kept
+
+
+PASS = Drop

@@ -1,0 +1,332 @@
+"""execute: a checked plan becomes a folder, in bounded memory, resumable, published at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256 as new_sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from qconvert import __version__
+from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
+from qconvert.plan import Plan
+from qconvert.run.committer import COMMIT_BYTES, Committer
+from qconvert.run.files import Files
+from qconvert.run.journal import Journal
+from qconvert.run.memory import Share, default_memory, share_out
+from qconvert.run.pool import Numbered, run_here, run_workers
+from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, lay_out
+from qconvert.run.unit_runner import Place
+from qconvert.run.worker import Done, Progress, Setup
+from qconvert.run.workspace import Workspace, check_apart, check_disk
+from qconvert.units import Unit, units
+
+_READ_BYTES = 4 << 20
+# Journal, receipt and index lines of one tensor, generously.
+_RECORD_BYTES = 2048
+
+
+class Events(Protocol):
+    """What a run tells while it goes on."""
+
+    def start(self, total: int, done: int) -> None:
+        """Bytes to write in all, and those an interrupted run left finished."""
+
+    def wrote(self, nbytes: int) -> None:
+        """That many more bytes were written."""
+
+    def phase(self, text: str) -> None:
+        """What follows the writing: hashing, publishing."""
+
+
+class Silent:
+    """Events nobody listens to."""
+
+    def start(self, total: int, done: int) -> None:
+        pass
+
+    def wrote(self, nbytes: int) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a plan. None lets qconvert choose: `memory` min(1 GiB, half of what is free),
+    `jobs` the cores that pay. Sizes in bytes. `commit_bytes` is how much work a crash may lose."""
+
+    memory: int | None = None
+    jobs: int | None = None
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    sha256: bool = False
+    commit_bytes: int = COMMIT_BYTES
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
+    whether it had been finished before."""
+
+    out: Path
+    fingerprint: str
+    files: tuple[str, ...]
+    nbytes: int
+    remarks: tuple[str, ...] = ()
+    resumed_units: int = 0
+    already_done: bool = False
+    share: Share | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan ready to run: its units, files, and share of memory. Everything that can be refused
+    without touching the output folder has been."""
+
+    plan: Plan
+    options: Options
+    fingerprint: str
+    units: tuple[Unit, ...]
+    layout: Layout
+    share: Share
+
+
+def prepare(plan: Plan, options: Options) -> Prepared:
+    """Cut the plan into units and files and share out the memory. Raises PlanError where a unit
+    cannot fit. Reads no tensor data and writes nothing."""
+    cut = tuple(units(plan))
+    metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
+    layout = lay_out(plan.tensors, options.max_shard_size, metadata)
+    memory = default_memory() if options.memory is None else options.memory
+    share = share_out(cut, len(plan.checkpoint), memory, options.jobs)
+    return Prepared(plan, options, plan.fingerprint(), cut, layout, share)
+
+
+def execute(
+    plan: Plan,
+    out: Path,
+    options: Options | None = None,
+    *,
+    events: Events | None = None,
+    files: Files | None = None,
+) -> Receipt:
+    """Run a checked plan into folder `out`.
+
+    Interrupted, by anything, the same call goes on where it stopped; the result is byte for byte
+    that of an undisturbed run. Raises OutputError (foreign or locked folder, other plan, full
+    disk), CheckpointError (the source changed), RunError (data that cannot be right), PlanError
+    (memory too small). Nothing is published unless all of it is.
+    """
+    return run_prepared(prepare(plan, options or Options()), out, events=events, files=files)
+
+
+def run_prepared(
+    ready: Prepared, out: Path, *, events: Events | None = None, files: Files | None = None
+) -> Receipt:
+    """The second half of `execute`, for callers that have shown the user the first."""
+    told: Events = events or Silent()
+    disk = files or Files()
+    check_apart(out, ready.plan.checkpoint)
+    ready.plan.checkpoint.check_unchanged()
+    identity = _identity(ready)
+    if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
+        check_disk(out, _disk_bytes(ready))
+        disk.make_folder(out)
+    space = Workspace(out, identity, ready.layout.commit_name, disk)
+    if space.done:
+        names = tuple(_publish_order(ready))
+        return Receipt(out, ready.fingerprint, names, ready.layout.nbytes, already_done=True)
+    journal: Journal | None = None
+    try:
+        journal = space.begin(ready.layout) if space.remembered is None else space.resume()
+        receipt = _fill_and_publish(ready, space, journal, told, disk)
+        journal.close()
+        journal = None
+        space.tidy()
+        return receipt
+    except BaseException:
+        if journal is not None:
+            journal.close()
+        space.release()
+        raise
+
+
+def _fill_and_publish(
+    ready: Prepared, space: Workspace, journal: Journal, told: Events, files: Files
+) -> Receipt:
+    kept = dict(space.remembered.units) if space.remembered is not None else {}
+    remarks = list(space.remembered.remarks) if space.remembered is not None else []
+    resumed = len(kept)
+    names = _publish_order(ready)
+    publishing = space.remembered is not None and space.remembered.publish is not None
+    if not publishing:
+        _run_units(ready, space, journal, told, files, kept, remarks)
+        ready.plan.checkpoint.check_unchanged()
+        told.phase("publishing")
+        _stage_the_rest(ready, space, kept)
+    space.publish(names, journal)
+    unique = tuple(dict.fromkeys(remarks))
+    return Receipt(
+        space.out, ready.fingerprint, tuple(names), ready.layout.nbytes, unique, resumed,
+        share=ready.share,
+    )  # fmt: skip
+
+
+def _run_units(
+    ready: Prepared,
+    space: Workspace,
+    journal: Journal,
+    told: Events,
+    files: Files,
+    kept: dict[int, list[dict[str, Any]]],
+    remarks: list[str],
+) -> None:
+    """Run the units that the journal does not know, and add their records to `kept`."""
+    todo: list[Numbered] = [
+        (number, unit) for number, unit in enumerate(ready.units) if number not in kept
+    ]
+    total = sum(unit.write for unit in ready.units)
+    told.start(total, total - sum(unit.write for _, unit in todo))
+    if not todo:
+        return
+    paths = [space.stage / file.name for file in ready.layout.files]
+    places = {name: Place(file, at) for name, (file, at) in ready.layout.places.items()}
+    setup = Setup(ready.plan.checkpoint.shards, paths, ready.share.arena, os.getpid())
+    committer = Committer(journal, files, paths, ready.options.commit_bytes)
+    stream: Iterator[Progress | Done] = (
+        run_here(setup, todo, places, files)
+        if ready.share.jobs == 1
+        else run_workers(setup, ready.share.jobs, todo, places, space.lock_fd)
+    )
+    try:
+        for message in stream:
+            if isinstance(message, Progress):
+                told.wrote(message.nbytes)
+                continue
+            kept[message.number] = list(message.result.records)
+            remarks += message.result.remarks
+            committer.add(message.number, message.result)
+    except KeyboardInterrupt:
+        committer.commit()
+        raise
+    committer.commit()
+
+
+def _identity(ready: Prepared) -> dict[str, Any]:
+    """What makes this run this run. A journal with another identity is not resumed; the manifest
+    keeps all of it but the file times."""
+    checkpoint = ready.plan.checkpoint
+    return {
+        "qconvert": __version__,
+        "fingerprint": ready.fingerprint,
+        "source": checkpoint.header_digest,
+        "passes": [entry.spec for entry in ready.plan.log],
+        "max_shard_size": ready.options.max_shard_size,
+        "sha256": ready.options.sha256,
+        "stat": [[shard.size, shard.mtime_ns] for shard in checkpoint.shards],
+    }
+
+
+def side_bytes(plan: Plan) -> int:
+    """Size of the side files that travel along. Raises CheckpointError if one cannot be read."""
+    return sum(file_size(plan.checkpoint.root / name) for name in plan.side_files)
+
+
+def _disk_bytes(ready: Prepared) -> int:
+    records = _RECORD_BYTES * len(ready.plan.tensors)
+    return ready.layout.nbytes + side_bytes(ready.plan) + records
+
+
+def _publish_order(ready: Prepared) -> list[str]:
+    """Files in the order they are renamed: what makes the folder a checkpoint comes last."""
+    commit = ready.layout.commit_name
+    shards = [file.name for file in ready.layout.files if file.name != commit]
+    return [*shards, *ready.plan.side_files, RECEIPT, MANIFEST, "config.json", commit]
+
+
+def _stage_the_rest(
+    ready: Prepared, space: Workspace, records: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> None:
+    """Side files, config, index, manifest and receipt, beside the finished shards."""
+    plan = ready.plan
+    for name in plan.side_files:
+        space.copy_file(plan.checkpoint.root / name, name)
+    config = config_bytes(plan)
+    space.write_file(space.stage / "config.json", memoryview(config))
+    index = ready.layout.index_json()
+    if index is not None:
+        space.write_file(space.stage / INDEX, memoryview(index))
+    manifest = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
+    space.write_file(space.stage / MANIFEST, memoryview(manifest))
+    by_name = {record["name"]: record for made in records.values() for record in made}
+    lines = [by_name[name] for file in ready.layout.files for name, _, _ in file.tensors]
+    lines += _file_records(ready, space, index is not None)
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+    space.write_file(space.stage / RECEIPT, memoryview(text))
+
+
+def _file_records(ready: Prepared, space: Workspace, indexed: bool) -> list[dict[str, Any]]:
+    """A receipt line for every file: shards with their size (and sha256 where asked), the others
+    with their hash."""
+    found: list[dict[str, Any]] = []
+    for file in ready.layout.files:
+        line: dict[str, Any] = {"file": file.name, "nbytes": file.size}
+        if ready.options.sha256:
+            line["sha256"] = _sha256(space.stage / file.name)
+        found.append(line)
+    others = [*ready.plan.side_files, "config.json", MANIFEST, *([INDEX] if indexed else [])]
+    for name in others:
+        data = (space.stage / name).read_bytes()
+        digest = xxhash.xxh3_128(data).hexdigest()
+        line = {"file": name, "nbytes": len(data), "xxh3": digest}
+        if ready.options.sha256:
+            line["sha256"] = new_sha256(data).hexdigest()
+        found.append(line)
+    return found
+
+
+def _sha256(path: Path) -> str:
+    digest = new_sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def config_bytes(plan: Plan) -> bytes:
+    """config.json: the source's own bytes where no pass changed it."""
+    if plan.config == plan.checkpoint.config:
+        return plan.checkpoint.config_bytes
+    return (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def manifest_of(ready: Prepared) -> dict[str, Any]:
+    """qconvert.json: what was made, from what, by which passes, and what was lost. It holds no
+    time and no path, so the same conversion writes the same bytes anywhere."""
+    plan = ready.plan
+    dims = plan.checkpoint.census.dims
+    rules: dict[str, list[str]] = {}
+    for name, rule in sorted(plan.dropped.items()):
+        rules.setdefault(rule, []).append(name)
+    identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
+    return {
+        "identity": identity,
+        "family": plan.checkpoint.family.name,
+        "layers": dims.num_layers,
+        "experts": dims.num_experts,
+        "passes": [
+            {"name": e.name, "spec": e.spec, "matched": e.matched, "expected": e.expected}
+            for e in plan.log
+        ],
+        "lossy_steps": plan.losses(),
+        "dropped": rules,
+        "dropped_files": dict(sorted(plan.dropped_files.items())),
+        "bytes": {"in": plan.bytes_in, "out": plan.bytes_out, "dropped": plan.bytes_dropped},
+        **plan.facts,
+    }

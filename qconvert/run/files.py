@@ -1,0 +1,118 @@
+"""Every write to disk goes through here, so that tests can kill the process, or cut the power,
+between any two of them.
+
+What survives a power cut: file data after `sync`, names after `sync_folder` of their folder. The
+rest of the machine room assumes nothing more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qconvert.errors import OutputError
+
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.ENOSPC:
+            hint = "; free some space and run the same command again: finished work is kept"
+        raise OutputError(f"{path}: cannot {what}: {error.strerror or error}{hint}") from error
+
+
+class Files:
+    """The operating system's file calls, with errors that name the file."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents; one that exists is fine."""
+        with _naming(path, "create the folder"):
+            path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path, size: int) -> None:
+        """Create a file of exactly `size` bytes with its disk blocks reserved, so that a full disk
+        shows now. File systems that cannot reserve get a sparse file of that size."""
+        with _naming(path, f"reserve {size} bytes"):
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o666)
+            try:
+                if size and not _fallocate(fd, size):
+                    os.ftruncate(fd, size)
+            finally:
+                os.close(fd)
+
+    def open(self, path: Path) -> int:
+        """A descriptor for reading and writing in place."""
+        with _naming(path, "open"):
+            return os.open(path, os.O_RDWR)
+
+    def write(self, fd: int, path: Path, data: memoryview, offset: int) -> None:
+        """Write all of `data` at byte `offset`."""
+        with _naming(path, "write"):
+            while data.nbytes:
+                done = os.pwrite(fd, data, offset)
+                data, offset = data[done:], offset + done
+
+    def append(self, fd: int, path: Path, data: bytes) -> None:
+        """Write all of `data` at the end."""
+        with _naming(path, "write"):
+            rest = memoryview(data)
+            os.lseek(fd, 0, os.SEEK_END)
+            while rest.nbytes:
+                rest = rest[os.write(fd, rest) :]
+
+    def truncate(self, fd: int, path: Path, size: int) -> None:
+        with _naming(path, "shorten"):
+            os.ftruncate(fd, size)
+
+    def sync(self, fd: int, path: Path) -> None:
+        """Make the file's data and size survive a power cut."""
+        with _naming(path, "sync"):
+            os.fdatasync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make names created, renamed or removed in a folder survive a power cut."""
+        with _naming(path, "sync the folder"):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        with _naming(old, f"rename to {new}"):
+            os.rename(old, new)
+
+    def remove_tree(self, path: Path) -> None:
+        with _naming(path, "remove"):
+            shutil.rmtree(path)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+def _fallocate(fd: int, size: int) -> bool:
+    """Reserve blocks; False where the file system cannot.
+
+    Not os.posix_fallocate: where the file system lacks the call, the C library imitates it by
+    writing a byte into every block.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if call is None:
+        return False
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if call(fd, 0, 0, size) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_FALLOCATE:
+        return False
+    raise OSError(number, os.strerror(number))

@@ -1,0 +1,94 @@
+"""How much memory there is, how much a run may take, and how it is shared out.
+
+`--memory` bounds the anonymous memory of all processes of a run, beyond what an interpreter with
+torch imported costs each of them. File pages in the kernel's cache are not counted: they are given
+back on demand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.errors import PlanError
+from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Unit, compute_bytes
+
+DEFAULT_BYTES = 1 << 30
+# What the plan, the units and the receipts of one planned tensor cost the main process: see
+# tests/test_memory.py, which measures it.
+PLAN_BYTES_PER_TENSOR = 2048
+# A worker beyond its arena: pickled units, receipt records, torch's small temporaries.
+WORKER_BYTES = 24 << 20
+# Below this much output a process's start costs more than it saves.
+BYTES_PER_JOB = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The decision: how many workers, and the arena each of them gets, in bytes."""
+
+    jobs: int
+    arena: int
+    total: int
+
+
+def free_bytes() -> int:
+    """Memory that could be taken now: the machine's, or the cgroup's where that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return min(available, int(limit) - used) if limit.isdecimal() else available
+
+
+def default_memory() -> int:
+    """1 GiB, or half of what is free where that is less."""
+    return min(DEFAULT_BYTES, free_bytes() // 2)
+
+
+def share_out(
+    units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
+) -> Share:
+    """Workers and arena for a budget. Raises PlanError naming the tensor that cannot fit and the
+    smallest --memory that would do.
+
+    Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
+    workers are never slower than many starved ones.
+    """
+    plan = tensors * PLAN_BYTES_PER_TENSOR
+    worst = max(units, key=lambda unit: unit.peak)
+    comfortable = max(worst.peak, COPY_BYTES, max(map(_comfort, units)))
+    if plan + WORKER_BYTES + worst.peak > memory:
+        need = plan + WORKER_BYTES + worst.peak
+        raise PlanError(
+            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
+            f"{_mib(plan)} for the plan and {_mib(WORKER_BYTES)} for a worker, the smallest "
+            f"--memory that would do is {_mib(need)} (given: {_mib(memory)})"
+        )
+    output = sum(unit.write for unit in units)
+    wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
+    wanted = max(1, min(wanted, len(units)))
+    for count in range(wanted, 0, -1):
+        arena = (memory - plan) // count - WORKER_BYTES
+        if arena >= comfortable or count == 1:
+            return Share(count, min(arena, comfortable), plan + count * (WORKER_BYTES + min(arena, comfortable)))
+    raise AssertionError("one worker always fits: checked above")
+
+
+def _comfort(unit: Unit) -> int:
+    return max(
+        (compute_bytes(step, PART_BYTES) for step in unit.steps if isinstance(step, Compute)),
+        default=0,
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // (1 << 20))}MiB"
+

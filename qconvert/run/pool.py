@@ -1,0 +1,153 @@
+"""Who runs the units: this process, or several workers fed over pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from qconvert import errors
+from qconvert.errors import RunError
+from qconvert.run.arena import Arena
+from qconvert.run.files import Files
+from qconvert.run.reader import Reader
+from qconvert.run.unit_runner import Place, UnitRunner
+from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup
+from qconvert.units import Compute, Unit
+
+# Consecutive units travel together, so that a worker reads and writes long runs of a file.
+BATCH_BYTES = 64 << 20
+_BATCHES_AHEAD = 2
+
+Numbered = tuple[int, Unit]
+
+
+def run_here(
+    setup: Setup, todo: Sequence[Numbered], places: Mapping[str, Place], files: Files
+) -> Iterator[Progress | Done]:
+    """Run units in this process, one after another."""
+    pending: list[int] = []
+    runner = UnitRunner(
+        Reader(setup.shards), files, setup.paths, Arena(setup.arena), pending.append
+    )
+    threads = _one_torch_thread() if any(_computes(unit) for _, unit in todo) else None
+    try:
+        for number, unit in todo:
+            result = runner.run(unit, places)
+            yield Progress(sum(pending))
+            pending.clear()
+            yield Done(number, result)
+    finally:
+        runner.close()
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+
+
+def _one_torch_thread() -> int:
+    """One thread a process is the fastest: tiles are too small to share out. Returns the former
+    number."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return threads
+
+
+def _computes(unit: Unit) -> bool:
+    return any(isinstance(step, Compute) for step in unit.steps)
+
+
+class _Worker:
+    def __init__(self, setup: Setup, lock_fd: int) -> None:
+        ours, theirs = Pipe()
+        self.connection: Connection[Any, Any] = ours
+        # -P: the current folder is not a place to import from.
+        command = [sys.executable, "-P", "-m", "qconvert.run.worker", str(theirs.fileno())]
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), lock_fd),
+            env={**os.environ, **threads},
+        )
+        theirs.close()
+        self.ahead = 0
+        self.connection.send(setup)
+
+    def send(self, batch: Batch) -> None:
+        self.ahead += 1
+        self.connection.send(batch)
+
+    def died(self) -> RunError:
+        code = self.process.wait()
+        why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        hint = " (out of memory? try fewer --jobs)" if code == -9 else ""
+        return RunError(f"a worker process {why}{hint}; run the same command again to go on")
+
+    def stop(self) -> None:
+        self.connection.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+
+
+def run_workers(
+    setup: Setup,
+    jobs: int,
+    todo: Sequence[Numbered],
+    places: Mapping[str, Place],
+    lock_fd: int,
+) -> Iterator[Progress | Done]:
+    """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
+    batches = deque(_batches(todo, places))
+    workers = [_Worker(setup, lock_fd) for _ in range(min(jobs, len(batches)))]
+    try:
+        for worker in workers * _BATCHES_AHEAD:
+            if batches:
+                worker.send(batches.popleft())
+        busy = {worker.connection: worker for worker in workers}
+        while busy:
+            for ready in wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]
+                try:
+                    message = worker.connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise worker.died() from None
+                if isinstance(message, Failed):
+                    raise getattr(errors, message.kind)(message.message)
+                if isinstance(message, BatchDone):
+                    worker.ahead -= 1
+                    if batches:
+                        worker.send(batches.popleft())
+                    elif not worker.ahead:
+                        worker.connection.send(None)
+                        del busy[worker.connection]
+                else:
+                    yield message
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _batches(todo: Sequence[Numbered], places: Mapping[str, Place]) -> Iterator[Batch]:
+    group: list[Numbered] = []
+    size = 0
+    for number, unit in todo:
+        group.append((number, unit))
+        size += unit.write
+        if size >= BATCH_BYTES:
+            yield _batch(group, places)
+            group, size = [], 0
+    if group:
+        yield _batch(group, places)
+
+
+def _batch(group: Sequence[Numbered], places: Mapping[str, Place]) -> Batch:
+    names = [name for _, unit in group for name, _ in unit.outputs]
+    return Batch(tuple(group), {name: places[name] for name in names})

@@ -1,0 +1,50 @@
+"""How fast this machine reads the source and writes the output, measured in a moment, so that a plan
+can say how long it will take here."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from qconvert.checkpoint import Checkpoint
+
+_BYTES = 64 << 20
+_CHUNK = 4 << 20
+_LEAST = 1 << 20  # less tells nothing
+
+
+def read_rate(checkpoint: Checkpoint) -> float | None:
+    """Bytes a second reading up to 64 MiB of the largest shard, None where that is too little to
+    tell. What the page cache holds already reads faster than the disk will."""
+    largest = max(checkpoint.shards, key=lambda shard: shard.size)
+    buffer = memoryview(bytearray(_CHUNK))
+    begin = time.perf_counter()
+    done = 0
+    with largest.path.open("rb", buffering=0) as stream:
+        while done < _BYTES and (count := stream.readinto(buffer)):
+            done += count
+    return done / (time.perf_counter() - begin) if done >= _LEAST else None
+
+
+def write_rate(out: Path) -> float | None:
+    """Bytes a second writing and syncing 64 MiB where the output will be, in a file that has no
+    name and leaves no trace. None where the folder or its parents cannot hold one."""
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError:
+        return None
+    try:
+        chunk = os.urandom(1 << 20) * (_CHUNK >> 20)
+        begin = time.perf_counter()
+        for _ in range(_BYTES // _CHUNK):
+            os.write(fd, chunk)
+        os.fdatasync(fd)
+        return _BYTES / (time.perf_counter() - begin)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)

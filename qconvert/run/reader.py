@@ -1,0 +1,59 @@
+"""Source bytes, read at known offsets, from files that must not change meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from qconvert.checkpoint import Shard
+from qconvert.errors import RunError
+from qconvert.graph import Source
+
+
+class Reader:
+    """Reads slices of sources. Descriptors are opened on first use and kept."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._open: dict[int, int] = {}
+
+    def _descriptor(self, number: int) -> int:
+        fd = self._open.get(number)
+        if fd is not None:
+            return fd
+        shard = self._shards[number]
+        try:
+            fd = os.open(shard.path, os.O_RDONLY)
+        except OSError as error:
+            raise RunError(f"{shard.path}: cannot be read: {error.strerror or error}") from error
+        now = os.fstat(fd)
+        if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
+            os.close(fd)
+            raise RunError(
+                f"{shard.path} changed while it was being converted; leave the source alone and "
+                "start again (qconvert clean OUT first)"
+            )
+        self._open[number] = fd
+        return fd
+
+    def read(self, source: Source, start: int, into: memoryview) -> None:
+        """Fill `into` with the source's bytes from `start` on. Raises RunError on a short read."""
+        fd = self._descriptor(source.shard)
+        at = source.offset + start
+        while into.nbytes:
+            try:
+                done = os.preadv(fd, [into], at)
+            except OSError as error:
+                path = self._shards[source.shard].path
+                raise RunError(
+                    f"{path}: tensor {source.name!r}: cannot be read: {error.strerror or error}"
+                ) from error
+            if not done:
+                path = self._shards[source.shard].path
+                raise RunError(f"{path}: tensor {source.name!r}: the file ends at byte {at}")
+            into, at = into[done:], at + done
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()

@@ -1,0 +1,94 @@
+"""Which output goes into which file, at which byte: all known before the first read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qconvert.checkpoint import INDEX, SINGLE
+from qconvert.graph import Output
+from qconvert.header import build_header
+from qconvert.names import natural_key
+from qconvert.spec import DTYPE_BITS, TensorType
+
+DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """One safetensors file to be: its name, header bytes, and each tensor with its offset."""
+
+    name: str
+    header: bytes
+    tensors: tuple[tuple[str, TensorType, int], ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All files of an output. `places` maps a tensor to (file index, offset in that file)."""
+
+    files: tuple[OutFile, ...]
+    places: Mapping[str, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def index_json(self) -> bytes | None:
+        """The index, or None for a single file (which needs none)."""
+        if len(self.files) == 1:
+            return None
+        weight_map = {name: file.name for file in self.files for name, _, _ in file.tensors}
+        total = sum(t.nbytes for file in self.files for _, t, _ in file.tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return (json.dumps(index, indent=2) + "\n").encode()
+
+    @property
+    def commit_name(self) -> str:
+        """The file whose rename makes the folder a checkpoint: the index, or the single file."""
+        return INDEX if len(self.files) > 1 else SINGLE
+
+
+def lay_out(
+    outputs: Mapping[str, Output], max_bytes: int, metadata: Mapping[str, str]
+) -> Layout:
+    """Fill files in the order a model runs in, each with at most `max_bytes` of tensor data (a
+    larger tensor gets a file of its own)."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(outputs, key=natural_key):
+        size = outputs[name].type.nbytes
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    files = []
+    places = {}
+    for number, group in enumerate(groups):
+        ordered = _aligned_order([(name, outputs[name].type) for name in group])
+        header, offsets = build_header(ordered, metadata)
+        last = offsets[-1] + ordered[-1][1].nbytes if ordered else len(header)
+        name = (
+            SINGLE
+            if len(groups) == 1
+            else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        )
+        placed = tuple((n, t, at) for (n, t), at in zip(ordered, offsets, strict=True))
+        files.append(OutFile(name, header, placed, last))
+        places.update({n: (number, at) for n, _, at in placed})
+    return Layout(tuple(files), places)
+
+
+def _aligned_order(tensors: list[tuple[str, TensorType]]) -> list[tuple[str, TensorType]]:
+    """The given order if it leaves every tensor at a multiple of its element size, else largest
+    elements first (as safetensors' own writer sorts): loaders map tensors in place, and the format
+    allows no padding between them."""
+    at = 0
+    for _, tensor_type in tensors:
+        if at % max(1, DTYPE_BITS[tensor_type.dtype] // 8):
+            return sorted(tensors, key=lambda pair: -DTYPE_BITS[pair[1].dtype])
+        at += tensor_type.nbytes
+    return tensors

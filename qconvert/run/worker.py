@@ -1,0 +1,135 @@
+"""A worker process: takes units over a pipe, runs them, sends back what they left behind.
+
+Started as `python -m qconvert.run.worker FD`, not forked: a process that has already used torch's
+threads must not fork. It ignores Ctrl-C (the main process decides) and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from qconvert import errors
+from qconvert.checkpoint import Shard
+from qconvert.run.arena import Arena
+from qconvert.run.files import Files
+from qconvert.run.reader import Reader
+from qconvert.run.unit_runner import Place, UnitResult, UnitRunner
+from qconvert.units import Unit
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PROGRESS_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker needs once: the source's shards, the files to write, its arena in bytes."""
+
+    shards: Sequence[Shard]
+    paths: Sequence[Path]
+    arena: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Units to run, with their numbers and the places of their outputs."""
+
+    units: Sequence[tuple[int, Unit]]
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes written since the last word."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished unit."""
+
+    number: int
+    result: UnitResult
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A batch's last word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An error the user should see: the name of its class in qconvert.errors, and its message."""
+
+    kind: str
+    message: str
+
+
+Message = Progress | Done | BatchDone | Failed
+
+
+class ProgressMeter:
+    """Adds up small writes and speaks up every _PROGRESS_BYTES."""
+
+    def __init__(self, connection: Connection[Message, Batch | None]) -> None:
+        self._connection = connection
+        self._bytes = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if self._bytes >= _PROGRESS_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._connection.send(Progress(self._bytes))
+        self._bytes = 0
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; macOS has no such call, there the
+    closed pipe ends it at the next unit."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
+    """Run batches until told to stop (None) or the pipe closes."""
+    meter = ProgressMeter(connection)
+    runner = UnitRunner(
+        Reader(setup.shards), Files(), setup.paths, Arena(setup.arena), meter
+    )
+    try:
+        while (batch := connection.recv()) is not None:
+            for number, unit in batch.units:
+                connection.send(Done(number, runner.run(unit, batch.places)))
+            meter.flush()
+            connection.send(BatchDone())
+    except errors.QConvertError as error:
+        connection.send(Failed(type(error).__name__, str(error)))
+    except (EOFError, BrokenPipeError):
+        return
+    finally:
+        runner.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Message, Batch | None] = Connection(int(sys.argv[1]))
+    setup = Connection.recv(connection)
+    assert isinstance(setup, Setup)
+    _die_with(setup.parent)
+    serve(connection, setup)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Units: the plan cut into the smallest pieces of work that can be done, and remembered, alone.
+
+A unit is a connected component: outputs that share a computed value belong together, so that each
+value is computed once. Within a unit, steps run one after another; a step is either a copy of
+source bytes or a group of connected nodes. Only one step's buffers live at a time, and a step of
+one node is further cut by its op, so the memory a unit needs is far below its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, whole
+from qconvert.plan import Plan, nodes
+from qconvert.spec import TensorType
+
+ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
+# Copies go through one buffer, this large at most and no smaller than the second figure.
+COPY_BYTES = 4 << 20
+MIN_COPY_BYTES = 64 << 10
+# How much an op is asked to work on at once: a part stays in the cache that cores share.
+PART_BYTES = 6 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Source bytes [start, stop) go to byte `at` of output `output` (an index into the unit's)."""
+
+    source: Source
+    start: int
+    stop: int
+    output: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes [start, stop) of port `port` of node `node` go to byte `at` of output `output`."""
+
+    node: int
+    port: int
+    start: int
+    stop: int
+    output: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Connected nodes, arguments before users, and where their results go."""
+
+    nodes: tuple[Apply, ...]
+    writes: tuple[Write, ...]
+
+
+Step = Copy | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Outputs that must be made together, the steps that make them, and their bytes. `peak` is the
+    least memory the hungriest step can run in."""
+
+    outputs: tuple[tuple[str, Output], ...]
+    steps: tuple[Step, ...]
+    read: int
+    write: int
+    peak: int
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a whole number of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def part_bytes(op: Op, part: Part) -> int:
+    """Memory one part of an op's work takes: arguments, results and scratch."""
+    types = [t for _, t in part.args]
+    buffers = [t.nbytes for t in types] + [t.nbytes for _, t in part.outs]
+    return sum(map(aligned, buffers)) + aligned(op.scratch(*types))
+
+
+def compute_bytes(step: Compute, limit: int = 1) -> int:
+    """Memory a step takes when its op is asked for parts of `limit` bytes. Ops put their largest
+    part first. Several connected nodes are not cut: all their buffers live at once."""
+    if len(step.nodes) == 1:
+        node = step.nodes[0]
+        return _first_part_bytes(node.op, limit, tuple(arg.type for arg in node.args))
+    return sum(
+        part_bytes(node.op, whole(node.op, [arg.type for arg in node.args])) for node in step.nodes
+    )
+
+
+@lru_cache(maxsize=4096)
+def _first_part_bytes(op: Op, limit: int, types: tuple[TensorType, ...]) -> int:
+    """Remembered, because a model has few shapes and many tensors."""
+    first = next(op.parts(limit, *types), None)
+    return part_bytes(op, first) if first is not None else 0
+
+
+def units(plan: Plan) -> list[Unit]:
+    """The plan's units, in the order of their first output. Linear in outputs and nodes."""
+    names = list(plan.tensors)
+    parent = list(range(len(names)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    owner: dict[int, int] = {}
+    for i, name in enumerate(names):
+        for node in nodes([plan.tensors[name]]):
+            first = owner.setdefault(id(node), i)
+            a, b = find(first), find(i)
+            if a != b:
+                parent[max(a, b)] = min(a, b)
+    groups: dict[int, list[str]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault(find(i), []).append(name)
+    return [_unit([(name, plan.tensors[name]) for name in group]) for group in groups.values()]
+
+
+def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:
+    component = _components([output for _, output in outputs])
+    steps: list[Copy | int] = []
+    writes: dict[int, list[tuple[Value, Write]]] = {}
+    for index, (_, output) in enumerate(outputs):
+        at = 0
+        for origin, start, stop in output.pieces:
+            if isinstance(origin, Source):
+                steps.append(Copy(origin, start, stop, index, at))
+            else:
+                group = component[id(origin.node)]
+                if group not in writes:
+                    writes[group] = []
+                    steps.append(group)
+                # The node's index is known only once the group is ordered: 0 for now.
+                write = Write(0, origin.port, start, stop, index, at)
+                writes[group].append((origin, write))
+            at += stop - start
+    built = tuple(
+        step if isinstance(step, Copy) else _compute(writes[step]) for step in steps
+    )
+    peak = 0
+    read = 0
+    for made in built:
+        if isinstance(made, Copy):
+            read += made.stop - made.start
+            peak = max(peak, min(made.stop - made.start, MIN_COPY_BYTES))
+        else:
+            read += sum(_source_bytes(arg.pieces) for node in made.nodes for arg in node.args)
+            peak = max(peak, compute_bytes(made))
+    write_bytes = sum(output.type.nbytes for _, output in outputs)
+    return Unit(tuple(outputs), built, read, write_bytes, peak)
+
+
+def _source_bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces if isinstance(piece.origin, Source))
+
+
+def _components(outputs: Sequence[Output]) -> Mapping[int, int]:
+    """Group of every node: nodes joined through arguments share one."""
+    parent: dict[int, int] = {}
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for node in nodes(outputs):
+        parent.setdefault(id(node), id(node))
+        for before in _arguments(node):
+            parent[find(id(before))] = find(id(node))
+    return {i: find(i) for i in parent}
+
+
+def _arguments(node: Apply) -> Iterator[Apply]:
+    for arg in node.args:
+        for piece in arg.pieces:
+            if isinstance(piece.origin, Value):
+                yield piece.origin.node
+
+
+def _compute(writes: Sequence[tuple[Value, Write]]) -> Compute:
+    ordered = tuple(nodes([value.output for value, _ in writes]))
+    position = {id(node): i for i, node in enumerate(ordered)}
+    return Compute(
+        ordered,
+        tuple(
+            Write(position[id(value.node)], w.port, w.start, w.stop, w.output, w.at)
+            for value, w in writes
+        ),
+    )
+

@@ -1,0 +1,136 @@
+"""Validators: what they are, how they are found, and the report that ends a validation.
+
+A validator is a file in `validators/` with a `VALIDATOR`. It reads a finished folder (and its
+source, where given) and yields findings; it never imports what made the folder. The report says
+what was proved and, as plainly, what was not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
+from qconvert.errors import CheckpointError
+from qconvert.family import discover
+
+Need = Literal["source", "receipt", "data"]
+
+_MISSING: dict[str, str] = {
+    "source": "give --against SRC",
+    "receipt": f"the folder has no {RECEIPT}",
+    "data": "give --level full",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing wrong. `rule` is a stable id; `where` a tensor or file."""
+
+    rule: str
+    severity: Literal["error", "warning"]
+    where: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A finished folder as validators see it: its checkpoint, and its receipt's lines."""
+
+    checkpoint: Checkpoint
+    source: Checkpoint | None = None
+
+    @cached_property
+    def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
+        """Receipt lines, None where there is none. Raises CheckpointError where it is broken."""
+        file = self.checkpoint.root / RECEIPT
+        if not file.is_file():
+            return None
+        try:
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        except ValueError as error:
+            raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
+        if any(not isinstance(line, dict) for line in lines):
+            raise CheckpointError(f"{file}: every line must be a JSON object")
+        return tuple(lines)
+
+
+class Validator(Protocol):
+    """`proves` is one phrase for the report; `needs` what must be at hand."""
+
+    name: str
+    proves: str
+    needs: frozenset[Need]
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]: ...
+
+
+@dataclass
+class Report:
+    """Findings, what was proved, what was not looked at."""
+
+    findings: list[Finding] = field(default_factory=list)
+    proved: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "findings": [
+                {"rule": f.rule, "severity": f.severity, "where": f.where, "message": f.message}
+                for f in self.findings
+            ],
+            "proved": self.proved,
+            "not_checked": self.not_checked,
+        }
+
+
+def validators() -> list[Validator]:
+    """Every validator, in file order. An import error is fatal and names the file."""
+    return [
+        module.VALIDATOR
+        for module in discover("qconvert.validators")
+        if hasattr(module, "VALIDATOR")
+    ]
+
+
+def validate_folder(out: Path, against: str | None = None, *, full: bool = False) -> Report:
+    """Run every validator that has what it needs. A folder that cannot even be opened is a finding
+    (QC001); a source that cannot be opened is the caller's error and raises CheckpointError."""
+    report = Report()
+    if (out / WORK_DIR).is_dir():
+        report.findings.append(
+            Finding(
+                "QC002", "error", str(out), f"{WORK_DIR}/ is there: a conversion is unfinished; "
+                "run its command again, or qconvert clean",
+            )
+        )  # fmt: skip
+    source = Checkpoint.open(against) if against is not None else None
+    try:
+        folder = Folder(Checkpoint.open(out), source)
+        have: set[Need] = set()
+        if source is not None:
+            have.add("source")
+        if folder.receipt is not None:
+            have.add("receipt")
+        if full:
+            have.add("data")
+    except CheckpointError as error:
+        report.findings.append(Finding("QC001", "error", str(out), str(error)))
+        report.not_checked.append("everything else: the folder cannot be opened")
+        return report
+    report.proved.append("headers, index and file sizes agree")
+    for validator in validators():
+        lacking = sorted(validator.needs - have)
+        if lacking:
+            why = ", ".join(_MISSING[need] for need in lacking)
+            report.not_checked.append(f"{validator.proves} ({why})")
+            continue
+        found = list(validator(folder))
+        report.findings += found
+        if not any(finding.severity == "error" for finding in found):
+            report.proved.append(validator.proves)
+    return report

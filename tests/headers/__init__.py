@@ -1,0 +1,133 @@
+"""Headers of published checkpoints, without their data.
+
+One YAML file a model: its config, and a line for each kind of tensor. A line's `layers` is a range
+such as "0-60" or "3-47:4" (every fourth), several of them joined by commas, or a name of one from
+the file's `layers`; `experts: 256` repeats it for that many experts; `scale: F32` adds the block
+scales of an FP8 weight. `modules_to_not_convert` becomes that list of the quantization config.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qconvert.names import natural_key
+from qconvert.spec import TensorType, ceil_div
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class HeaderSet:
+    """A checkpoint's config.json, its tensors in the order a model runs in, and how many files the
+    published one has."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorType]
+    shards: int
+
+
+def names() -> list[str]:
+    """The models there are headers of."""
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+
+
+@cache
+def load(model: str) -> HeaderSet:
+    """The headers of one model. Every test gets the same object: change none of it."""
+    text = (_FOLDER / f"{model}.yaml").read_text(encoding="utf-8")
+    raw = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    config, groups = raw["config"], raw.get("layers", {})
+    if "modules_to_not_convert" in raw:
+        config["quantization_config"]["modules_to_not_convert"] = [
+            name for line in raw["modules_to_not_convert"] for name in _names(line, groups)
+        ]
+    block = config.get("quantization_config", {}).get("weight_block_size")
+    tensors: dict[str, TensorType] = {}
+    for line in raw["tensors"]:
+        weight = TensorType(line["dtype"], tuple(line["shape"]))
+        for name in _names(line, groups):
+            if name in tensors:
+                raise ValueError(f"{model}.yaml has {name} twice")
+            tensors[name] = weight
+            if "scale" in line:
+                grid = tuple(ceil_div(*pair) for pair in zip(weight.shape, block, strict=True))
+                tensors[f"{name}_scale_inv"] = TensorType(line["scale"], grid)
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    return HeaderSet(config, ordered, raw["shards"])
+
+
+def write_sparse(headers: HeaderSet, folder: Path, *, shards: int | None = None) -> None:
+    """Write the checkpoint as files of full size that take next to no room: headers, then a hole."""
+    files = _split(headers.tensors, headers.shards if shards is None else shards)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        _write_file(folder / file, part)
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for tensor in headers.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / "config.json", headers.config)
+    _write_json(folder / "tokenizer.json", {"version": "1.0", "model": {"type": "BPE"}})
+    _write_json(folder / "tokenizer_config.json", {"model_max_length": 131072})
+
+
+def _numbers(layers: str) -> list[int]:
+    """`0-2,5-13:4` -> 0, 1, 2, 5, 9, 13."""
+    found: list[int] = []
+    for part in layers.split(","):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        found += range(int(first), int(last or first) + 1, int(step or 1))
+    return found
+
+
+def _names(line: Mapping[str, Any], groups: Mapping[str, str]) -> Iterator[str]:
+    """The names a line stands for, layer by layer."""
+    template: str = line["name"]
+    layers = str(line.get("layers", "0"))
+    for layer in _numbers(groups.get(layers, layers)):
+        in_layer = template.replace("{L}", str(layer))
+        for expert in range(line.get("experts", 1)):
+            yield in_layer.replace("{E}", str(expert))
+
+
+def _split(tensors: Mapping[str, TensorType], shards: int) -> Sequence[Mapping[str, TensorType]]:
+    """Cut the tensors, in their order, into files of about equal size, none of them empty."""
+    if not 1 <= shards <= len(tensors):
+        raise ValueError(f"{len(tensors)} tensors do not make {shards} files")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    files: list[dict[str, TensorType]] = [{}]
+    done = 0
+    for position, (name, tensor) in enumerate(tensors.items()):
+        full = (done + tensor.nbytes / 2) * shards > total * len(files)
+        last_chance = len(tensors) - position <= shards - len(files)
+        if files[-1] and len(files) < shards and (full or last_chance):
+            files.append({})
+        files[-1][name] = tensor
+        done += tensor.nbytes
+    return files
+
+
+def _write_file(file: Path, tensors: Mapping[str, TensorType]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.truncate(8 + len(text) + end)
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

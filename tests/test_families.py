@@ -1,0 +1,356 @@
+"""The families know every name of the published checkpoints, and miss what is missing."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import headers
+import pytest
+
+from qconvert.family import Census, Family, Role, census, families, family_for
+
+FAMILY_OF = {
+    "deepseek-v3": "deepseek_v3",
+    "qwen3-30b-a3b-fp8": "qwen3_moe",
+    "qwen3-next-80b-a3b": "qwen3_next",
+    "qwen3-next-80b-a3b-fp8": "qwen3_next",
+    "qwen3.5-0.8b": "qwen3_5",
+    "qwen3.5-27b-fp8": "qwen3_5",
+    "qwen3.5-35b-a3b": "qwen3_5",
+    "qwen3.5-35b-a3b-fp8": "qwen3_5",
+}
+# Tensors of the published files, and their elements.
+PUBLISHED = {
+    "deepseek-v3": (91_991, 684_531_386_000),
+    "qwen3-30b-a3b-fp8": (37_491, 30_533_947_392),
+    "qwen3-next-80b-a3b": (75_944, 81_324_862_720),
+    "qwen3.5-0.8b": (488, 873_438_784),
+    "qwen3.5-35b-a3b": (1_811, 35_951_822_704),
+}
+MTP_TENSORS = {
+    "deepseek-v3": 14 + 2 * 3 * 257 + 2 + 6,
+    "qwen3-30b-a3b-fp8": 0,
+    "qwen3-next-80b-a3b": 17 + 3 * 512,
+    "qwen3-next-80b-a3b-fp8": 17 + 7 + 2 * 3 * 512,
+    "qwen3.5-0.8b": 15,
+    "qwen3.5-27b-fp8": 15 + 7,
+    "qwen3.5-35b-a3b": 785,
+    "qwen3.5-35b-a3b-fp8": 17 + 7 + 2 * 3 * 256,
+}
+every_model = pytest.mark.parametrize("model", sorted(FAMILY_OF))
+
+
+def _family(name: str) -> Family:
+    return next(family for family in families() if family.name == name)
+
+
+@cache
+def _census(model: str) -> Census:
+    found = headers.load(model)
+    return census(family_for(found.config, ()), found.config, found.tensors)
+
+
+def _by_role(taken: Census) -> dict[tuple[Role, str], list[str]]:
+    """Names by role and parameter, in checkpoint order."""
+    grouped: dict[tuple[Role, str], list[str]] = {}
+    for name, place in taken.places.items():
+        grouped.setdefault((place.role, place.parameter), []).append(name)
+    return grouped
+
+
+def test_discovery_finds_the_families() -> None:
+    assert {family.name: family.model_types for family in families()} == {
+        "deepseek_v3": ("deepseek_v3", "deepseek_v32"),
+        "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "qwen3_moe": ("qwen3_moe",),
+        "qwen3_next": ("qwen3_next",),
+    }
+
+
+def test_every_header_set_is_tested() -> None:
+    assert headers.names() == sorted(FAMILY_OF)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_role_names_are_unique(family: Family) -> None:
+    twice = [name for name, times in Counter(r.name for r in family.roles).items() if times > 1]
+    assert not twice
+
+
+@pytest.mark.parametrize("model", sorted(PUBLISHED))
+def test_header_sets_add_up_to_what_was_published(model: str) -> None:
+    tensors = headers.load(model).tensors
+    assert (len(tensors), sum(t.numel for t in tensors.values())) == PUBLISHED[model]
+
+
+@every_model
+def test_every_name_has_one_role(model: str) -> None:
+    taken = _census(model)
+    assert taken.family.name == FAMILY_OF[model]
+    assert taken.unknown == ()
+    assert list(taken.places) == list(headers.load(model).tensors)
+    for name in taken.places:
+        roles, layer, _, _ = taken.family.candidates(name)
+        groups = taken.dims.groups
+        fitting = [r for r in roles if not r.layers or layer in groups.get(r.layers, ())]
+        assert len(fitting) == 1, name
+
+
+@every_model
+def test_nothing_is_missing(model: str) -> None:
+    assert _census(model).absent() == []
+
+
+@every_model
+def test_a_lost_tensor_is_missed(model: str) -> None:
+    """Lose one tensor of every role that has several: each role misses its own and no other."""
+    found, grouped = headers.load(model), _by_role(_census(model))
+    lost = {key: names[len(names) // 2] for key, names in grouped.items() if len(names) > 1}
+    left = found.tensors.keys() - set(lost.values())
+    taken = census(_census(model).family, found.config, sorted(left))
+    assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
+
+
+@every_model
+def test_a_lost_role_is_missed(model: str) -> None:
+    """The same for roles of a single tensor, of which nothing is left to take the name from."""
+    found, grouped = headers.load(model), _by_role(_census(model))
+    lost = {key: names[0] for key, names in grouped.items() if len(names) == 1}
+    left = found.tensors.keys() - set(lost.values())
+    taken = census(_census(model).family, found.config, sorted(left))
+    assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
+
+
+def test_deepseek_v3_counts() -> None:
+    taken = _census("deepseek-v3")
+    weights = Counter(p.role.name for p in taken.places.values() if p.parameter == "weight")
+    scales = Counter(
+        p.role.name for p in taken.places.values() if p.parameter == "weight_scale_inv"
+    )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert weights[f"experts.{name}"] == scales[f"experts.{name}"] == 58 * 256
+        assert weights[f"mtp.experts.{name}"] == scales[f"mtp.experts.{name}"] == 256
+        assert weights[f"mlp.{name}"] == 3
+        assert weights[f"shared_experts.{name}"] == 58
+    assert weights["attn.q_a_proj"] == 61
+    assert weights["mtp.attn.q_a_proj"] == weights["mtp.eh_proj"] == 1
+    assert scales["mtp.eh_proj"] == 0
+
+
+@every_model
+def test_draft_tensors(model: str) -> None:
+    taken = _census(model)
+    draft = [name for name in taken.places if taken.family.is_mtp(name, taken.dims)]
+    assert len(draft) == MTP_TENSORS[model]
+    assert draft == [n for n, place in taken.places.items() if place.role.name.startswith("mtp.")]
+
+
+def test_dims() -> None:
+    deepseek = _census("deepseek-v3").dims
+    assert (deepseek.num_layers, deepseek.num_experts, deepseek.mtp_layers) == (61, 256, 1)
+    assert deepseek.groups["moe"] == tuple(range(3, 61))
+    assert deepseek.gdn is None
+    dense = _census("qwen3.5-27b-fp8").dims
+    assert (dense.num_layers, dense.num_experts, dense.hidden_size) == (64, 0, 5120)
+    assert dense.gdn == (16, 48, 128, 128)
+    assert dense.groups["full_attention"] == tuple(range(3, 64, 4))
+    assert not dense.tied
+    assert _census("qwen3.5-0.8b").dims.tied
+    assert _census("qwen3-next-80b-a3b").dims.mtp_layers == 1
+
+
+@pytest.mark.parametrize("silent", ["layer_types", "full_attention_interval"])
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-35b-a3b"])
+def test_either_way_of_stating_the_full_attention_layers_will_do(model: str, silent: str) -> None:
+    """transformers 4 wrote an interval, transformers 5 writes the kinds of all layers."""
+    config = headers.load(model).config
+    text = dict(config.get("text_config", config))
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    text["layer_types"] = kinds * (text["num_hidden_layers"] // 4)
+    del text[silent]
+    restated = {**config, "text_config": text} if "text_config" in config else text
+    assert _census(model).family.dims(restated) == _census(model).dims
+
+
+def test_dense_layers_of_a_moe_model() -> None:
+    config = {"num_hidden_layers": 6, "num_experts": 8, "decoder_sparse_step": 2}
+    groups = _family("qwen3_moe").dims({**config, "mlp_only_layers": [3]}).groups
+    assert (groups["moe"], groups["dense"]) == ((1, 5), (0, 2, 3, 4))
+    config = {"num_hidden_layers": 5, "n_routed_experts": 8, "moe_layer_freq": 2}
+    groups = _family("deepseek_v3").dims({**config, "first_k_dense_replace": 1}).groups
+    assert (groups["moe"], groups["dense"]) == ((2, 4), (0, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [
+        ("qwen3.5-35b-a3b", "model.language_model.layers.4"),
+        ("qwen3-next-80b-a3b", "model.layers.4"),
+    ],
+)
+def test_both_forms_of_linear_attention_have_roles(model: str, layer: str) -> None:
+    taken = _census(model)
+    for name in ("qkvz", "ba", "qkv", "z", "b", "a"):
+        place = taken.family.place(f"{layer}.linear_attn.in_proj_{name}.weight", taken.dims)
+        assert place is not None
+        assert (place.role.name, place.layer) == (f"gdn.in_proj_{name}", 4)
+
+
+def test_scales_of_stacked_experts_have_roles() -> None:
+    taken = _census("qwen3.5-35b-a3b")
+    name = "model.language_model.layers.7.mlp.experts.gate_up_proj_scale_inv"
+    place = taken.family.place(name, taken.dims)
+    assert place is not None
+    assert (place.role.name, place.layer) == ("stacked_experts.gate_up_proj", 7)
+
+
+def test_a_lost_scale_of_stacked_experts_is_missed() -> None:
+    config, taken = headers.load("qwen3.5-35b-a3b").config, _census("qwen3.5-35b-a3b")
+    stacked = [n for n, p in taken.places.items() if p.role.name == "stacked_experts.down_proj"]
+    scales = [f"{name}_scale_inv" for name in stacked]
+    scaled = census(taken.family, config, [*taken.places, *scales[:-1]])
+    role = taken.places[stacked[0]].role
+    assert scaled.missing(role, "weight_scale_inv") == scales[-1:]
+
+
+def test_layers_beyond_the_config_have_no_role() -> None:
+    taken = _census("deepseek-v3")
+    for layer in ("62", "1000"):
+        assert taken.family.place(f"model.layers.{layer}.mlp.gate.weight", taken.dims) is None
+    assert taken.family.place("model.layers.0.mlp.gate.weight", taken.dims) is None
+
+
+# Sizes of models small enough to be made: some layers of each kind, some experts.
+_LAYERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED = {"shared_expert_intermediate_size": 16}
+_GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_DENSE = _LAYERS | _HEADS | _GDN
+_MOE = _DENSE | _EXPERTS | _SHARED
+_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+_VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 4}
+_MLA = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_DEEPSEEK = _LAYERS | _MLA | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
+_DEEPSEEK |= {"moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 2}
+TINY: list[tuple[str, str, dict[str, Any], str]] = [
+    ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK, "deepseek_v3"),
+    ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK | {"q_lora_rank": None}, "deepseek_v3"),
+    (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 8},
+        "deepseek_v3",
+    ),
+    (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _LAYERS | _HEADS | _EXPERTS | {"decoder_sparse_step": 2, "attention_bias": True},
+        "qwen3_moe",
+    ),
+    ("Qwen3NextForCausalLM", "Qwen3NextConfig", _MOE | {"mlp_only_layers": [1]}, "qwen3_next"),
+    ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DENSE, "qwen3_5"),
+    ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DENSE | {"tie_word_embeddings": True}, "qwen3_5"),
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _MOE, "qwen3_5"),
+    (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        {"text_config": _DENSE, "vision_config": _VISION},
+        "qwen3_5",
+    ),
+    (
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        {"text_config": _MOE, "vision_config": _VISION},
+        "qwen3_5",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "sizes", "family"),
+    TINY,
+    ids=[f"{i}-{row[0]}" for i, row in enumerate(TINY)],
+)
+def test_what_transformers_saves_has_roles(
+    model: str, config: str, sizes: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    made.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    names = list(_header(tmp_path / "model.safetensors"))
+    taken = census(family_for(saved, ()), saved, names)
+    assert taken.family.name == family
+    assert taken.unknown == ()
+    assert taken.absent() == []
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3.5-0.8b"])
+def test_sparse_files_are_of_full_size_and_take_no_room(model: str, tmp_path: Path) -> None:
+    found = headers.load(model)
+    headers.write_sparse(found, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == found.shards
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.tensors.values())
+    assert json.loads((tmp_path / "config.json").read_text()) == found.config
+    in_order: list[str] = []
+    for file in files:
+        header = _header(file)
+        end = 0
+        for name, entry in header.items():
+            tensor = found.tensors[name]
+            assert (entry["dtype"], tuple(entry["shape"])) == (tensor.dtype, tensor.shape)
+            assert entry["data_offsets"] == [end, end + tensor.nbytes]
+            assert index["weight_map"][name] == file.name
+            end += tensor.nbytes
+        in_order += header
+        assert file.stat().st_size == _data_start(file) + end
+    assert in_order == list(found.tensors)
+    assert sum(file.stat().st_blocks * 512 for file in files) < 64 * 2**20
+
+
+def test_sparse_files_of_any_number(tmp_path: Path) -> None:
+    found = headers.load("qwen3.5-0.8b")
+    for shards in (1, 2, 7, 488):
+        folder = tmp_path / str(shards)
+        folder.mkdir()
+        headers.write_sparse(found, folder, shards=shards)
+        files = list(folder.glob("*.safetensors"))
+        assert len(files) == shards
+        assert all(_header(file) for file in files)
+    with pytest.raises(ValueError, match="do not make 489 files"):
+        headers.write_sparse(found, tmp_path, shards=489)
+
+
+def _data_start(file: Path) -> int:
+    with file.open("rb") as opened:
+        return 8 + int(struct.unpack("<Q", opened.read(8))[0])
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file's header."""
+    with file.open("rb") as opened:
+        size = struct.unpack("<Q", opened.read(8))[0]
+        header: dict[str, Any] = json.loads(opened.read(size))
+    del header["__metadata__"]
+    return header

@@ -1,0 +1,66 @@
+"""Nothing of the source may be lost without a rule that says so.
+
+QC030 a source tensor is neither in the output, nor in what an output was made of, nor dropped.
+QC031 the source is not the one this folder was made from.
+QC032 a side file of the source is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.validation import Finding, Folder, Need
+
+
+@dataclass(frozen=True)
+class Conservation:
+    """Every source byte is named by the receipt or by a drop rule of the manifest."""
+
+    name: str = "conservation"
+    proves: str = "every source byte was used, or dropped by a named rule"
+    needs: frozenset[Need] = frozenset({"source", "receipt"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        source, manifest = folder.source, folder.checkpoint.manifest or {}
+        assert source is not None
+        made_from = manifest.get("identity", {}).get("source")
+        if made_from != source.header_digest:
+            yield Finding(
+                "QC031", "error", str(source.root),
+                f"its headers hash to {source.header_digest[:12]}, this folder was made from "
+                f"{str(made_from)[:12]}",
+            )  # fmt: skip
+            return
+        used: dict[str, list[tuple[int, int]]] = {}
+        for line in folder.receipt or ():
+            for part in line.get("sources", ()):
+                used.setdefault(part["name"], []).append((part["start"], part["stop"]))
+        dropped = {name for names in _rules(manifest).values() for name in names}
+        for name, tensor in source.items():
+            if name in dropped:
+                continue
+            at = 0
+            for start, stop in sorted(used.get(name, [])):
+                if start > at:
+                    break
+                at = max(at, stop)
+            if at < tensor.type.nbytes:
+                yield Finding(
+                    "QC030", "error", name,
+                    f"bytes from {at} of {tensor.type.nbytes} reached no output and no rule "
+                    "drops them",
+                )  # fmt: skip
+        gone = manifest.get("dropped_files", {})
+        for file in source.side_files:
+            if file not in gone and not (folder.checkpoint.root / file).is_file():
+                yield Finding("QC032", "error", file, "a side file of the source is missing here")
+
+
+def _rules(manifest: dict[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = manifest.get("dropped", {})
+    return found
+
+
+VALIDATOR = Conservation()

@@ -1,0 +1,55 @@
+"""The receipt must describe the folder it lies in.
+
+QC020 a tensor or file of the receipt is not in the folder, or the other way round.
+QC021 the receipt gives a tensor or file another type, place or size than it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint import RECEIPT
+from qconvert.validation import Finding, Folder, Need
+
+
+@dataclass(frozen=True)
+class ReceiptHolds:
+    """Receipt against headers and file sizes."""
+
+    name: str = "receipt"
+    proves: str = "the receipt describes these tensors and files"
+    needs: frozenset[Need] = frozenset({"receipt"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        lines = folder.receipt or ()
+        tensors = {line["name"]: line for line in lines if "name" in line}
+        for name in sorted(set(checkpoint) ^ set(tensors)):
+            where = "the receipt" if name in checkpoint else "the folder"
+            yield Finding("QC020", "error", name, f"is not in {where}")
+        for name in sorted(set(checkpoint) & set(tensors)):
+            source, line = checkpoint[name], tensors[name]
+            real = (
+                source.type.dtype,
+                list(source.type.shape),
+                checkpoint.shards[source.shard].path.name,
+                source.offset,
+            )
+            said = (line["dtype"], line["shape"], line["file"], line["offset"])
+            if real != said:
+                yield Finding("QC021", "error", name, f"receipt says {said}, header says {real}")
+        for line in lines:
+            if "name" in line:
+                continue
+            file = checkpoint.root / line["file"]
+            if not file.is_file():
+                yield Finding("QC020", "error", line["file"], f"is in {RECEIPT} and missing here")
+            elif file.stat().st_size != line["nbytes"]:
+                yield Finding(
+                    "QC021", "error", line["file"],
+                    f"has {file.stat().st_size} bytes, the receipt says {line['nbytes']}",
+                )  # fmt: skip
+
+
+VALIDATOR = ReceiptHolds()
