@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.errors import CheckpointError
 from qconvert.family import Census, Family, census, family_for
@@ -34,7 +34,8 @@ DENIED_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack",
     ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
 )  # fmt: skip
-DENIED_NAMES = frozenset({INDEX, MANIFEST, RECEIPT, "config.json", ".gitattributes"})
+DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
+DENIED_NAMES = frozenset({".gitattributes"})
 DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -60,6 +61,13 @@ class QuantConfig:
     @property
     def method(self) -> str:
         return str(self.block.get("quant_method", ""))
+
+
+class _Index(NamedTuple):
+    """What an index says: a file for each tensor, and (whatever it may be) a total size."""
+
+    weight_map: dict[str, str]
+    total_size: Any
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,8 @@ class Checkpoint(Mapping[str, Source]):
         """
         root, only = _locate(where)
         config, config_bytes = _read_config(root)
-        files, weight_map, warnings = _shard_files(root, only)
+        files, index, warnings = _shard_files(root, only)
+        weight_map = index.weight_map if index is not None else None
         shards: list[Shard] = []
         sources: dict[str, Source] = {}
         metadata: dict[str, str] = {}
@@ -132,7 +141,7 @@ class Checkpoint(Mapping[str, Source]):
         side, denied = _side_files(root, {file.relative_to(root).as_posix() for file in files})
         return cls(
             root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
-            weight_map is not None, metadata, tuple(warnings + _total_size(root, sources)),
+            index is not None, metadata, tuple(warnings + _total_size(index, sources)),
         )  # fmt: skip
 
     @property
@@ -197,9 +206,13 @@ def _stat(file: Path) -> os.stat_result:
 def _locate(where: str | Path) -> tuple[Path, Path | None]:
     """The checkpoint's folder and, where a single file was named, that file."""
     path = Path(where)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if is_folder:
         return path, None
-    if path.is_file():
+    if is_file:
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
         return path.parent, path
@@ -207,10 +220,12 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         # Importing the client costs time, so only where a repo id is the last thing it can be.
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
             return Path(snapshot_download(text, local_files_only=True)), None
+        except HFValidationError:
+            pass  # `../name`: a path after all
         except LocalEntryNotFoundError:
             raise CheckpointError(
                 f"{text} is neither a folder nor in the local Hub cache; fetch it first: "
@@ -240,12 +255,13 @@ def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
 
 def _shard_files(
     root: Path, only: Path | None
-) -> tuple[list[Path], dict[str, str] | None, list[str]]:
-    """The files to read, the index's weight_map (None without an index), and warnings."""
+) -> tuple[list[Path], _Index | None, list[str]]:
+    """The files to read, the index where there is one, and warnings."""
     if only is not None:
         return [only], None, []
     if (root / INDEX).is_file():
-        weight_map = _read_json(root / INDEX).get("weight_map")
+        table = _read_json(root / INDEX)
+        weight_map, metadata = table.get("weight_map"), table.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{root / INDEX}: has no weight_map")
         files = []
@@ -256,7 +272,8 @@ def _shard_files(
                     f"{root / INDEX} names {name}, which is missing; the download is incomplete"
                 )
             files.append(file)
-        return files, weight_map, []
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return files, _Index(weight_map, total), []
     found = sorted(root.glob("*.safetensors"))
     if len(found) > 1:
         counts = {match.group(2) for f in found if (match := _SHARD.search(f.name))}
@@ -313,33 +330,46 @@ def _check_index_complete(
             )
 
 
-def _total_size(root: Path, sources: Mapping[str, Source]) -> list[str]:
+def _total_size(index: _Index | None, sources: Mapping[str, Source]) -> list[str]:
     """Published indexes are often wrong here and no loader minds, so it is only a warning."""
-    if not (root / INDEX).is_file():
+    if index is None or index.total_size is None:
         return []
-    said = (_read_json(root / INDEX).get("metadata") or {}).get("total_size")
     true = sum(source.type.nbytes for source in sources.values())
-    if isinstance(said, int | float) and int(said) != true:
-        return [f"{INDEX} says total_size {int(said)}, the tensors add up to {true}"]
-    return []
+    if index.total_size == true:
+        return []
+    return [f"{INDEX} says total_size {index.total_size}, the tensors add up to {true}"]
 
 
 def _side_files(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Files to carry along and files not to, both as sorted relative paths."""
     kept: list[str] = []
     denied: list[str] = []
-    for folder, folders, names in os.walk(root, followlinks=False):
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=False):
         base = Path(folder).relative_to(root)
-        denied += [f"{(base / f).as_posix()}/" for f in folders if f in DENIED_FOLDERS]
-        folders[:] = sorted(f for f in folders if f not in DENIED_FOLDERS)
+        # Walking into a link might never end; it is named, so that nothing is lost in silence.
+        shut = {f for f in folders if f in DENIED_FOLDERS or (Path(folder) / f).is_symlink()}
+        denied += [f"{(base / f).as_posix()}/" for f in shut]
+        folders[:] = sorted(set(folders) - shut)
         for name in names:
             path = (base / name).as_posix()
-            if path in shards or path == "config.json" or path == INDEX:
+            if path in shards or path in ("config.json", INDEX):
                 continue
-            bad = name in DENIED_NAMES or name.lower().endswith(DENIED_SUFFIXES)
-            bad = bad or name.endswith(".index.json")
-            (denied if bad else kept).append(path)
+            (denied if _is_denied(Path(folder) / name, path) else kept).append(path)
     return tuple(sorted(kept)), tuple(sorted(denied))
+
+
+def _unreadable(error: OSError) -> None:
+    raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _is_denied(file: Path, path: str) -> bool:
+    """Whether a file, at `path` below the root, stays behind. Only the root's own config.json and
+    manifest are made anew: a nested config.json is somebody's."""
+    name = path.rpartition("/")[2]
+    if path in DENIED_PATHS or name in DENIED_NAMES or name.endswith(".index.json"):
+        return True
+    special = file.exists() and not file.is_file()  # a pipe, a socket
+    return special or name.lower().endswith(DENIED_SUFFIXES)
 
 
 def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[QuantConfig]:

@@ -67,3 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output (head, less) has left; there is nobody to tell.
         sys.stderr.close()
         sys.exit(OK)
+    except OSError as error:
+        # Met outside of what names its file itself: say which file, keep the traceback to us.
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"qconvert: error: {where}{error.strerror or error}", err=True)
+        sys.exit(FAILED)

@@ -155,7 +155,7 @@ class Census:
     unknown: tuple[str, ...]
     present: Mapping[str, Mapping[str, frozenset[tuple[int | None, int | None]]]] = field(repr=False)
 
-    def expected(self, role: Role) -> Iterable[tuple[int | None, int | None]]:
+    def expected(self, role: Role) -> list[tuple[int | None, int | None]]:
         """The (layer, expert) pairs the config says this role has."""
         layers: Iterable[int | None]
         if role.layers == "*":

@@ -12,9 +12,10 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
-from qconvert.errors import CheckpointError
+from qconvert.errors import CheckpointError, PlanError
 from qconvert.spec import DTYPE_BITS, TensorType
 
 MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
@@ -54,6 +55,15 @@ def _unique(file: Path) -> Any:
     return hook
 
 
+def _parse(file: Path, raw: bytes) -> Any:
+    """The header's JSON. Raises ValueError where it is none, or its text no UTF-8."""
+    text = raw.decode("utf-8")  # left to json, UTF-16 and a byte order mark would pass as well
+    table = json.loads(text, object_pairs_hook=_unique(file))
+    if "\\ud" in text.lower():  # half a surrogate pair can be escaped, and cannot be written
+        json.dumps(table, ensure_ascii=False).encode()
+    return table
+
+
 def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[Entry, int]:
     """One header entry and where it ends, both from the start of the file."""
 
@@ -63,7 +73,7 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[Entry, i
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise broken("its header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
             f"{file}: tensor {name!r} has dtype {dtype!r}, which is none of "
             f"{', '.join(DTYPE_BITS)}; a newer qconvert may know it"
@@ -73,7 +83,10 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[Entry, i
             raise broken(f"{label} must be a list of non-negative integers, found {numbers!r}")
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise broken(f"data_offsets must be [start, stop], found {offsets!r}")
-    tensor_type = TensorType(dtype, tuple(shape))
+    try:
+        tensor_type = TensorType(dtype, tuple(shape))
+    except PlanError as error:  # sub-byte elements that do not fill whole bytes
+        raise broken(str(error)) from error
     if offsets[1] - offsets[0] != tensor_type.nbytes:
         raise broken(
             f"{tensor_type} takes {tensor_type.nbytes} bytes, the header gives it "
@@ -85,7 +98,10 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[Entry, i
 def read_header(file: Path) -> Header:
     """Read and check one file's header. Raises CheckpointError naming the file (and tensor)."""
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        if not S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            raise CheckpointError(f"{file}: is not a regular file")
+        size = status.st_size
         with file.open("rb") as stream:
             first = stream.read(8)
             if len(first) < 8:
@@ -105,7 +121,7 @@ def read_header(file: Path) -> Header:
             "download it again"
         )
     try:
-        table = json.loads(raw, object_pairs_hook=_unique(file))
+        table = _parse(file, raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: its header is not JSON: {error}") from error
     if not isinstance(table, dict):

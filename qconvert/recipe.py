@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 _KEYS = ("passes", "max_shard_size")
 
 
@@ -61,10 +63,10 @@ def _spell(step: Pass) -> Any:
 
 def parse_size(text: str | int) -> int:
     """`5GB` (10^9), `512MiB` (2^20), `4096` -> bytes. Raises RecipeError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    match = _SIZE.fullmatch(str(text).strip())
     if match is None or match[2].upper() not in _UNITS:
         raise RecipeError(f"{text!r} is not a size; write 5GB, 512MiB or a number of bytes")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    size = int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float is not
     if size < 1:
         raise RecipeError(f"{text!r} is not a size: it must be at least one byte")
     return size
@@ -81,19 +83,24 @@ def format_size(size: float) -> str:
 
 def builtin_recipes() -> dict[str, str]:
     """Name -> text of every recipe that comes with qconvert."""
-    folder = package_files("qconvert.recipes")
-    return {
+    found = {
         entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        for entry in package_files("qconvert.recipes").iterdir()
         if entry.name.endswith(".yaml")
     }
+    return dict(sorted(found.items()))
 
 
 def load_recipe(where: str) -> Recipe:
     """A recipe by file or by built-in name. Raises RecipeError, with the line where there is one."""
-    path = Path(where)
-    if path.is_file():
-        return parse_recipe(path.read_text(encoding="utf-8"), where)
+    try:
+        text = Path(where).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{where}: is not UTF-8 text: {error}") from error
+    except (OSError, ValueError):  # no such file, or no name a file can have
+        pass
+    else:
+        return parse_recipe(text, where)
     found = builtin_recipes()
     if where in found:
         return parse_recipe(found[where], where)
@@ -110,9 +117,7 @@ def parse_recipe(text: str, name: str) -> Recipe:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{name}{line}: not valid YAML: {error}") from error
+        raise _not_yaml(error, name) from error
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{name}: a recipe is a mapping with the key `passes`")
     steps: tuple[Pass, ...] | None = None
@@ -124,7 +129,7 @@ def parse_recipe(text: str, name: str) -> Recipe:
             steps = tuple(_pass(item, name) for item in value.value)
         elif key.value == "max_shard_size":
             try:
-                size = parse_size(str(value.value))
+                size = parse_size(value.value if isinstance(value, yaml.ScalarNode) else "a list")
             except RecipeError as error:
                 raise RecipeError(f"{name}:{_line(value)}: max_shard_size: {error}") from error
         else:
@@ -135,6 +140,14 @@ def parse_recipe(text: str, name: str) -> Recipe:
     if steps is None:
         raise RecipeError(f"{name}: the key `passes` is missing; write `passes: []` for a plain copy")
     return Recipe(name, steps, size)
+
+
+def _not_yaml(error: Exception, name: str) -> RecipeError:
+    """In one line: what YAML's own message says in five."""
+    mark = getattr(error, "problem_mark", None)
+    line = f":{mark.line + 1}" if mark is not None else ""
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return RecipeError(f"{name}{line}: not valid YAML: {problem}")
 
 
 def _line(node: Any) -> int:
@@ -156,12 +169,12 @@ def _pass(node: Any, name: str) -> Pass:
     import yaml
 
     known = passes()
-    options: Any = None
+    key = options = None
     if isinstance(node, yaml.ScalarNode):
         key = node
     elif isinstance(node, yaml.MappingNode) and len(node.value) == 1:
         key, options = node.value[0]
-    else:
+    if not isinstance(key, yaml.ScalarNode):
         raise RecipeError(
             f"{name}:{_line(node)}: a pass is its name, or one name with its options below it"
         )
@@ -175,8 +188,14 @@ def _pass(node: Any, name: str) -> Pass:
         return _build(kind, {}, {}, name, _line(key))
     if not isinstance(options, yaml.MappingNode):
         raise RecipeError(f"{name}:{_line(options)}: options of {key.value!r} must be a mapping")
-    lines = {k.value: _line(k) for k, _ in _entries(options, name)}
-    values = yaml.SafeLoader("").construct_document(options)
+    lines: dict[str, int] = {}
+    values: dict[str, Any] = {}
+    for option, value in _entries(options, name):
+        lines[option.value] = _line(option)
+        try:
+            values[option.value] = yaml.SafeLoader("").construct_document(value)
+        except yaml.YAMLError as error:  # a tag that safe YAML does not have
+            raise _not_yaml(error, name) from error
     return _build(kind, values, lines, name, _line(key))
 
 

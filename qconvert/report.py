@@ -89,6 +89,12 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         lines.append(
             f"unknown model_type {checkpoint.config.get('model_type')!r}: layers cannot be counted"
         )
+    absent = checkpoint.census.absent()
+    if absent:
+        lines.append(
+            f"warning {len(absent)} tensors that {checkpoint.family.name} has are absent: "
+            f"{_some(absent)}"
+        )
     lines += [f"warning {text}" for text in (*checkpoint.warnings, *plan.warnings)]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
@@ -112,9 +118,10 @@ def _table(plan: Plan) -> list[str]:
             other.bytes_in += row.bytes_in
             other.bytes_out += row.bytes_out
         shown.append(((f"{len(rest)} smaller rows", ""), other))
-    width = max(len(what) for (what, _), _ in shown)
-    kind_width = max(len(kind) for (_, kind), _ in shown)
-    return [
+    width = max(4, *(len(what) for (what, _), _ in shown))
+    kind_width = max(7, *(len(kind) for (_, kind), _ in shown))
+    head = f"{'role':<{width}}  {'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"
+    return [head] + [
         f"{what:<{width}}  {kind:<{kind_width}}  {row.tensors:>7}  "
         f"{format_size(row.bytes_in):>9} -> {format_size(row.bytes_out):>9}"
         for (what, kind), row in shown

@@ -225,8 +225,8 @@ def _require_complete(plan: Plan, weights: list[str]) -> int | None:
         for name, place in found.places.items()
         if (place.role.name, place.parameter) in touched and name not in fp8
     )
-    total = sum(len(list(found.expected(role))) for role in touched.values())
-    return total - unquantized
+    unplaced = sum(name not in found.places for name in weights)
+    return sum(len(found.expected(role)) for role in touched.values()) - unquantized + unplaced
 
 
 PASS = Dequant

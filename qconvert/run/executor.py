@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import sha256 as new_sha256
 from pathlib import Path
@@ -137,7 +138,6 @@ def run_prepared(
     identity = _identity(ready)
     if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
         check_disk(out, _disk_bytes(ready))
-        disk.make_folder(out)
     space = Workspace(out, identity, ready.layout.commit_name, disk)
     if space.done:
         names = tuple(_publish_order(ready))
@@ -199,19 +199,21 @@ def _run_units(
     places = {name: Place(file, at) for name, (file, at) in ready.layout.places.items()}
     setup = Setup(ready.plan.checkpoint.shards, paths, ready.share.arena, os.getpid())
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
-    stream: Iterator[Progress | Done] = (
+    stream: Generator[Progress | Done] = (
         run_here(setup, todo, places, files)
         if ready.share.jobs == 1
         else run_workers(setup, ready.share.jobs, todo, places, space.lock_fd)
     )
     try:
-        for message in stream:
-            if isinstance(message, Progress):
-                told.wrote(message.nbytes)
-                continue
-            kept[message.number] = list(message.result.records)
-            remarks += message.result.remarks
-            committer.add(message.number, message.result)
+        # Closed whatever happens here: workers must not outlive the run they belong to.
+        with closing(stream):
+            for message in stream:
+                if isinstance(message, Progress):
+                    told.wrote(message.nbytes)
+                    continue
+                kept[message.number] = list(message.result.records)
+                remarks += message.result.remarks
+                committer.add(message.number, message.result)
     except KeyboardInterrupt:
         committer.commit()
         raise

@@ -82,7 +82,11 @@ class Files:
     def sync_folder(self, path: Path) -> None:
         """Make names created, renamed or removed in a folder survive a power cut."""
         with _naming(path, "sync the folder"):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except PermissionError:  # a parent that may be entered and not listed
+                os.sync()
+                return
             try:
                 os.fsync(fd)
             finally:
@@ -91,6 +95,11 @@ class Files:
     def rename(self, old: Path, new: Path) -> None:
         with _naming(old, f"rename to {new}"):
             os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or an empty folder."""
+        with _naming(path, "remove"):
+            path.rmdir() if path.is_dir() else path.unlink()
 
     def remove_tree(self, path: Path) -> None:
         with _naming(path, "remove"):

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from qconvert import errors
-from qconvert.errors import RunError
+from qconvert.errors import QConvertError, RunError
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
 from qconvert.run.reader import Reader
@@ -28,7 +28,7 @@ Numbered = tuple[int, Unit]
 
 def run_here(
     setup: Setup, todo: Sequence[Numbered], places: Mapping[str, Place], files: Files
-) -> Iterator[Progress | Done]:
+) -> Generator[Progress | Done]:
     """Run units in this process, one after another."""
     pending: list[int] = []
     runner = UnitRunner(
@@ -67,8 +67,10 @@ class _Worker:
     def __init__(self, setup: Setup, lock_fd: int) -> None:
         ours, theirs = Pipe()
         self.connection: Connection[Any, Any] = ours
-        # -P: the current folder is not a place to import from.
-        command = [sys.executable, "-P", "-m", "qconvert.run.worker", str(theirs.fileno())]
+        # -P: the current folder is not a place to import from. -c, not -m: run as __main__, the
+        # worker's message classes would not be those of the module.
+        code = f"from qconvert.run.worker import main; main({theirs.fileno()})"
+        command = [sys.executable, "-P", "-c", code]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
@@ -78,17 +80,33 @@ class _Worker:
         )
         theirs.close()
         self.ahead = 0
-        self.connection.send(setup)
+        self._setup: Setup | None = setup
 
-    def send(self, batch: Batch) -> None:
+    def send(self, batch: Batch | None) -> None:
+        """Send work, or None to end it. Raises RunError if the worker died."""
         self.ahead += 1
-        self.connection.send(batch)
+        try:
+            if self._setup is not None:
+                self.connection.send(self._setup)
+                self._setup = None
+            self.connection.send(batch)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.died() from None
 
-    def died(self) -> RunError:
-        code = self.process.wait()
+    def died(self) -> QConvertError:
+        """Why a worker went: the error it sent before, else what its end tells."""
+        try:
+            while True:
+                message = self.connection.recv()
+                if isinstance(message, Failed):
+                    return _error(message)
+        except (EOFError, ConnectionResetError):
+            code = self.process.wait()
         why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         hint = " (out of memory? try fewer --jobs)" if code == -9 else ""
-        return RunError(f"a worker process {why}{hint}; run the same command again to go on")
+        return RunError(
+            f"worker process {self.process.pid} {why}{hint}; run the same command again to go on"
+        )
 
     def stop(self) -> None:
         self.connection.close()
@@ -97,17 +115,24 @@ class _Worker:
         self.process.wait()
 
 
+def _error(message: Failed) -> QConvertError:
+    error: QConvertError = getattr(errors, message.kind)(message.message)
+    return error
+
+
 def run_workers(
     setup: Setup,
     jobs: int,
     todo: Sequence[Numbered],
     places: Mapping[str, Place],
     lock_fd: int,
-) -> Iterator[Progress | Done]:
+) -> Generator[Progress | Done]:
     """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
     batches = deque(_batches(todo, places))
-    workers = [_Worker(setup, lock_fd) for _ in range(min(jobs, len(batches)))]
+    workers: list[_Worker] = []
     try:
+        for _ in range(min(jobs, len(batches))):
+            workers.append(_Worker(setup, lock_fd))
         for worker in workers * _BATCHES_AHEAD:
             if batches:
                 worker.send(batches.popleft())
@@ -120,13 +145,13 @@ def run_workers(
                 except (EOFError, ConnectionResetError):
                     raise worker.died() from None
                 if isinstance(message, Failed):
-                    raise getattr(errors, message.kind)(message.message)
+                    raise _error(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
                     if batches:
                         worker.send(batches.popleft())
                     elif not worker.ahead:
-                        worker.connection.send(None)
+                        worker.send(None)
                         del busy[worker.connection]
                 else:
                     yield message

@@ -145,7 +145,8 @@ class _Job:
 
     def copy(self, step: Copy) -> None:
         """Source bytes to output bytes, undecoded, through one buffer."""
-        size = min(step.stop - step.start, COPY_BYTES, self._arena.size)
+        # At least one byte, or an empty tensor could not be stepped through.
+        size = max(1, min(step.stop - step.start, COPY_BYTES, self._arena.size))
         buffer = self._arena.take(size)
         for start in range(step.start, step.stop, size):
             chunk = buffer[: min(size, step.stop - start)]

@@ -1,6 +1,6 @@
 """A worker process: takes units over a pipe, runs them, sends back what they left behind.
 
-Started as `python -m qconvert.run.worker FD`, not forked: a process that has already used torch's
+Started as a fresh interpreter, not forked: a process that has already used torch's
 threads must not fork. It ignores Ctrl-C (the main process decides) and dies with its parent.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 from qconvert import errors
 from qconvert.checkpoint import Shard
@@ -104,32 +106,47 @@ def _die_with(parent: int) -> None:
 
 def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     """Run batches until told to stop (None) or the pipe closes."""
+    inbox: SimpleQueue[Batch | None] = SimpleQueue()
+    # Read in a thread of its own: while the main process is held up sending us work it takes no
+    # results, and both would wait for ever.
+    Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     meter = ProgressMeter(connection)
     runner = UnitRunner(
         Reader(setup.shards), Files(), setup.paths, Arena(setup.arena), meter
     )
     try:
-        while (batch := connection.recv()) is not None:
+        while (batch := inbox.get()) is not None:
             for number, unit in batch.units:
                 connection.send(Done(number, runner.run(unit, batch.places)))
             meter.flush()
             connection.send(BatchDone())
     except errors.QConvertError as error:
         connection.send(Failed(type(error).__name__, str(error)))
-    except (EOFError, BrokenPipeError):
+    except BrokenPipeError:
         return
     finally:
         runner.close()
 
 
-def main() -> None:
+def _receive(
+    connection: Connection[Message, Batch | None], inbox: SimpleQueue[Batch | None]
+) -> None:
+    batch: Batch | None
+    while True:
+        try:
+            batch = connection.recv()
+        except (EOFError, ConnectionResetError):
+            batch = None
+        inbox.put(batch)
+        if batch is None:
+            return
+
+
+def main(descriptor: int) -> None:
+    """Serve the main process at the other end of an inherited descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Connection[Message, Batch | None] = Connection(int(sys.argv[1]))
+    connection: Connection[Message, Batch | None] = Connection(descriptor)
     setup = Connection.recv(connection)
     assert isinstance(setup, Setup)
     _die_with(setup.parent)
     serve(connection, setup)
-
-
-if __name__ == "__main__":
-    main()

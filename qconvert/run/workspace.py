@@ -17,7 +17,7 @@ from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.errors import OutputError
 from qconvert.run.files import Files
 from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
-from qconvert.run.lock import Lock
+from qconvert.run.lock import take_lock
 from qconvert.run.shards import Layout
 
 JOURNAL = "journal.jsonl"
@@ -63,31 +63,38 @@ class Workspace:
         self._identity = identity
         if out.exists() and not out.is_dir():
             raise OutputError(f"{out} is not a folder")
-        claimed = self.work.is_dir()
-        if not claimed:
-            self._refuse_foreign(commit)
-            if self.done:
-                return
-        files.make_folder(self.work)
-        files.sync_folder(out.parent)
-        files.sync_folder(out)
-        self._lock = Lock(self.work / LOCK)
-        try:
-            found = read_journal(self.work / JOURNAL)
-            if found is None:
-                self._refuse_foreign(commit)
-            else:
-                refuse_other_plan(out, found.header, identity)
-                if found.publish is None:
-                    self._refuse_foreign(commit)
-                self.remembered = found
-        except OutputError:
+        while True:
+            claimed = self.work.is_dir()
             if not claimed:
-                files.remove_tree(self.work)
+                self._refuse_foreign(commit)
+                if self.done:
+                    return
+            _make_safely(self.work.absolute(), files)
+            lock = take_lock(self.work / LOCK)
+            if lock is not None:
+                break  # else whoever held it has finished, and removed the folder
+        self._lock = lock
+        try:
+            self._look_around(commit, claimed)
+        except BaseException:
             self._lock.close()
             raise
         if self.done:
             self.tidy()
+
+    def _look_around(self, commit: str, claimed: bool) -> None:
+        """Learn what an earlier run left. Raises OutputError where it is not ours to go on with."""
+        found = read_journal(self.work / JOURNAL)
+        if found is not None:
+            refuse_other_plan(self.out, found.header, self._identity)
+        if found is None or found.publish is None:
+            try:
+                self._refuse_foreign(commit)
+            except OutputError:
+                if found is None and not claimed:
+                    _discard(self.work, self._files)
+                raise
+        self.remembered = found
 
     def _refuse_foreign(self, commit: str) -> None:
         """Raise OutputError if OUT holds anything but our work; note it if that is this result."""
@@ -96,8 +103,7 @@ class Workspace:
             return
         manifest = self.out / MANIFEST
         if manifest.is_file() and (self.out / commit).is_file():
-            found = json.loads(manifest.read_bytes())
-            if found.get("identity") == _lasting(self._identity):
+            if _identity_in(manifest) == _lasting(self._identity):
                 self.done = True
                 return
             raise OutputError(
@@ -169,7 +175,7 @@ class Workspace:
         A file that is no longer staged was renamed before a crash.
         """
         if self.remembered is None or self.remembered.publish is None:
-            for folder in {self.stage, *((self.stage / name).parent for name in names)}:
+            for folder in _folders(self.stage, names):
                 self._files.sync_folder(folder)
             journal.append([{"publish": list(names)}])
         for name in names[:-1]:
@@ -191,13 +197,40 @@ class Workspace:
 
     def tidy(self) -> None:
         """Remove the work folder of a finished conversion and give up the lock."""
-        self._files.remove_tree(self.work)
-        self._files.sync_folder(self.out)
+        _discard(self.work, self._files)
         self._lock.close()
 
     def release(self) -> None:
         """Give up the lock, leaving unfinished work to be resumed."""
         self._lock.close()
+
+
+def _make_safely(folder: Path, files: Files) -> None:
+    """Create a folder and its parents, each name synced before anything is made below it. The first
+    one that exists is synced too: a killed run may have made it and not come to that."""
+    if not folder.exists():
+        _make_safely(folder.parent, files)
+        files.make_folder(folder)
+    files.sync_folder(folder.parent)
+
+
+def _discard(work: Path, files: Files) -> None:
+    """Remove a work folder. Its journal goes first and for good: what is left of a removal that was
+    itself interrupted must not be taken for finished work."""
+    if (work / JOURNAL).exists():
+        files.remove(work / JOURNAL)
+        files.sync_folder(work)
+    files.remove_tree(work)
+    files.sync_folder(work.parent)
+
+
+def _identity_in(manifest: Path) -> Any:
+    """The identity a manifest holds; None where it is not one of ours."""
+    try:
+        found = json.loads(manifest.read_bytes())
+    except ValueError:
+        return None
+    return found.get("identity") if isinstance(found, dict) else None
 
 
 def _lasting(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,17 +254,27 @@ def clean(out: Path, files: Files) -> bool:
     work = out / WORK_DIR
     if not work.is_dir():
         return False
-    lock = Lock(work / LOCK)
+    lock = take_lock(work / LOCK)
+    if lock is None:
+        return False
     try:
         found = read_journal(work / JOURNAL)
         names = (found.publish or ()) if found is not None else ()
         staged = {name for name in names if (work / STAGE / name).exists()}
         if staged:  # publishing was interrupted: take back what had already been moved
-            for name in names:
-                if name not in staged:
-                    (out / name).unlink(missing_ok=True)
-        files.remove_tree(work)
+            _take_back(out, [name for name in names if name not in staged], files)
+        _discard(work, files)
     finally:
         lock.close()
     return True
 
+
+def _take_back(out: Path, names: Sequence[str], files: Files) -> None:
+    """Remove published files, and the folders they stood in where nothing else does."""
+    for name in names:
+        if (out / name).exists():
+            files.remove(out / name)
+    for folder in _folders(out, names):
+        if folder != out and folder.is_dir() and not os.listdir(folder):
+            files.remove(folder)
+    files.sync_folder(out)

@@ -1,0 +1,40 @@
+# Each target sets up all it needs on a machine that has only Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test peers lint check clean
+
+demo: $(VENV)/installed
+	$(BIN)/qconvert demo
+
+test: $(VENV)/installed
+	$(BIN)/pytest
+
+# Another project's code, compared with ours byte for byte: see tests/test_peers.py.
+peers: $(VENV)/installed-peers
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The tests that kill processes, cut the power, fill gigabytes, or need other projects.
+check: $(VENV)/installed-peers
+	$(BIN)/pytest -m "peer or crash or big"
+
+# torch first and alone: with it installed, no other package pulls another build of it.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt
+	$(PIP) -r requirements-peers.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,115 @@
+"""Who may import whom, read from the sources: the map in ARCHITECTURE.md, kept true."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = _ROOT / "qconvert"
+
+# A module imports only from rooms of a lower number, or from its own.
+_RANK = {
+    "errors": 0, "spec": 1, "names": 1, "graph": 2, "header": 2, "family": 3, "layouts": 4,
+    "checkpoint": 5, "ops": 5, "plan": 6, "units": 7, "passes": 7, "recipe": 8, "recipes": 8,
+    "run": 8, "validation": 8, "diff": 9, "sample": 8, "validators": 9, "report": 9, "demo": 10,
+    "commands": 11, "cli": 12, "__main__": 13, "__init__": 0,
+}  # fmt: skip
+
+# Heavy libraries are imported where they are used, never when a module is.
+_HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
+          "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "datasets"}  # fmt: skip
+_MODEL_LIBRARIES = {"transformers", "llmcompressor"}
+_FOUNDATION = ("errors", "spec", "names", "graph", "header")
+
+
+def modules() -> list[Path]:
+    """Every source of the package, the linked rooms included."""
+    found = [*_PACKAGE.glob("*.py")]
+    for room in ("commands", "ops", "passes", "run", "layouts", "validators", "recipes"):
+        found += (_PACKAGE / room).glob("*.py")
+    return sorted(found)
+
+
+def imports(tree: ast.AST, *, everywhere: bool) -> Iterator[str]:
+    """Names of imported modules: of the module's own statements, or in functions too. What stands
+    under `if TYPE_CHECKING:` is never run and does not count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif everywhere or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports(node, everywhere=everywhere)
+
+
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room(path: Path) -> str:
+    relative = path.relative_to(_PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(_PACKAGE).as_posix()
+
+
+every_module = pytest.mark.parametrize("path", modules(), ids=name_of)
+
+
+def test_every_room_is_seen() -> None:
+    assert {room(path) for path in modules()} == set(_RANK)
+
+
+@every_module
+def test_rooms_import_downwards(path: Path) -> None:
+    own = room(path)
+    for name in imports(parsed(path), everywhere=True):
+        parts = name.split(".")
+        if parts[0] != "qconvert" or len(parts) == 1:
+            continue
+        assert parts[1] == own or _RANK[parts[1]] < _RANK[own], f"{own} imports {name}"
+
+
+@every_module
+def test_heavy_libraries_are_imported_where_used(path: Path) -> None:
+    at_import = {name.split(".")[0] for name in imports(parsed(path), everywhere=False)}
+    assert not at_import & _HEAVY
+
+
+@every_module
+def test_model_libraries_stay_in_their_rooms(path: Path) -> None:
+    used = {name.split(".")[0] for name in imports(parsed(path), everywhere=True)}
+    allowed = room(path) == "calibrate" or name_of(path) == "validators/logits.py"
+    assert allowed or not used & _MODEL_LIBRARIES
+
+
+@every_module
+def test_the_foundation_is_standard_library(path: Path) -> None:
+    if path.stem not in _FOUNDATION or path.parent != _PACKAGE:
+        return
+    used = {name.split(".")[0] for name in imports(parsed(path), everywhere=True)}
+    assert used <= set(sys.stdlib_module_names) | {"qconvert"}
+
+
+def test_validators_do_not_import_what_made_the_output() -> None:
+    makers = ("qconvert.passes", "qconvert.run.executor", "qconvert.run.unit_runner")
+    for path in (_PACKAGE / "validators").glob("*.py"):
+        used = list(imports(parsed(path), everywhere=True))
+        assert not [name for name in used if name.startswith(makers)], path.name
+
+
+@pytest.mark.parametrize("name", ["layouts", "validators", "recipes"])
+def test_top_level_rooms_refuse_their_folder_name(name: str) -> None:
+    """Imported as `layouts` they would be a second module whose classes equal none of ours."""
+    source = (_ROOT / name / "__init__.py").read_text(encoding="utf-8")
+    with pytest.raises(ImportError, match=rf"import qconvert\.{name}, not {name}"):
+        exec(compile(source, "init", "exec"), {"__name__": name})

@@ -1,0 +1,529 @@
+"""Killed at any moment, a conversion goes on where it stopped and makes the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import pytest
+from faults import Counting, Killing, Tree, convert, differing, in_child, tree
+
+from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, Checkpoint
+from qconvert.errors import OutputError
+from qconvert.passes.dequant import Dequant
+from qconvert.passes.drop import Drop
+from qconvert.plan import Plan, run_passes
+from qconvert.run.executor import execute
+from qconvert.run.files import Files
+from qconvert.run.lock import take_lock
+from qconvert.run.workspace import JOURNAL, LOCK, clean
+
+pytestmark = pytest.mark.crash
+
+KINDS = sorted(faults.SHARD_SIZES)
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.write_small(tmp_path_factory.mktemp("crash") / "source")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def wanted(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """What an undisturbed run makes."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    convert(source, out, faults.options(kind))
+    return tree(out)
+
+
+@pytest.fixture(scope="module")
+def steps(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Every step of a whole run."""
+    counting = Counting()
+    convert(source, tmp_path_factory.mktemp("counted") / "out", faults.options(kind), counting)
+    return counting.steps
+
+
+def _killed_at(source: Path, kind: str, out: Path, at: int) -> int:
+    """Run in a process that dies at a step. Returns its exit code."""
+    return in_child(lambda: convert(source, out, faults.options(kind), Killing(at)))
+
+
+def _resume(source: Path, kind: str, out: Path) -> None:
+    assert in_child(lambda: convert(source, out, faults.options(kind))) == 0
+
+
+def _publishing(steps: list[str]) -> range:
+    """The steps from the first rename on."""
+    return range(steps.index("rename"), len(steps))
+
+
+def test_the_run_is_worth_killing(wanted: Tree, kind: str, steps: list[str]) -> None:
+    assert (INDEX in wanted) == (kind == "sharded")
+    assert "extra/words/list.txt" in wanted
+    assert sum(name.startswith("model-") for name in wanted) == (4 if kind == "sharded" else 0)
+    assert {"create", "write", "append", "sync", "sync_folder", "rename"} <= set(steps)
+
+
+def test_killed_at_every_operation(
+    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for at in range(len(steps)):
+        assert _killed_at(source, kind, out, at) == KILLED
+        faults.check_visible(out, wanted)
+        _resume(source, kind, out)
+        assert differing(tree(out), wanted) == [], f"killed at {at}, {steps[at]}"
+        shutil.rmtree(out)
+
+
+def test_killed_while_resuming(
+    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    chooser = random.Random(11)
+    for _ in range(60):
+        for _ in range(3):
+            code = _killed_at(source, kind, out, chooser.randrange(len(steps)))
+            # A resumed run has fewer steps: it may end before the one it would die at.
+            assert code in (0, KILLED)
+            assert faults.check_visible(out, wanted) or code == KILLED
+        _resume(source, kind, out)
+        assert differing(tree(out), wanted) == []
+        shutil.rmtree(out)
+
+
+def test_resuming_keeps_finished_units(source: Path, tmp_path: Path) -> None:
+    """Each unit the journal knows is not done again."""
+    options = faults.options("single")
+    counting = Counting()
+    convert(source, tmp_path / "whole", options, counting)
+    appends = [i for i, what in enumerate(counting.steps) if what == "append"]
+    # Three steps an append; the first is the header, the last the order to publish.
+    ends = appends[2::3]
+    plan = faults.plan_of(source)
+    for done, at in enumerate(ends[:-1]):
+        out = tmp_path / f"out{done}"
+        assert _killed_at(source, "single", out, at) == KILLED
+        assert execute(plan, out, options).resumed_units == done
+
+
+# --- clean ------------------------------------------------------------------------------------
+
+
+def test_clean_at_every_kill_point(
+    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
+) -> None:
+    """The folder is left empty, or, where all had been published, finished."""
+    out = tmp_path / "out"
+    for at in range(len(steps)):
+        assert _killed_at(source, kind, out, at) == KILLED
+        finished = faults.check_visible(out, wanted)
+        clean(out, Files())
+        assert differing(tree(out), wanted if finished else {}) == [], f"killed at {at}"
+        if at % 5 == 0:
+            _resume(source, kind, out)
+            assert differing(tree(out), wanted) == []
+        shutil.rmtree(out)
+
+
+def test_clean_killed_itself(
+    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
+) -> None:
+    """Cleaning again finishes it; a run after it starts afresh or says to clean, nothing else."""
+    out, half = tmp_path / "out", tmp_path / "half"
+    asked = 0
+    for at in [len(steps) // 3, *_publishing(steps)[::7]]:
+        assert _killed_at(source, kind, half, at) == KILLED
+        finished = faults.check_visible(half, wanted)
+        code, stop = KILLED, 0
+        while code == KILLED:
+            shutil.copytree(half, out)
+            disk = Killing(stop)
+            code = in_child(lambda disk=disk: clean(out, disk))
+            stop += 1
+            try:
+                convert(source, out, faults.options(kind))
+            except OutputError as error:
+                assert "qconvert clean" in str(error)
+                asked += 1
+                clean(out, Files())
+                assert tree(out) == ({} if not finished else wanted)
+                convert(source, out, faults.options(kind))
+            assert differing(tree(out), wanted) == []
+            shutil.rmtree(out)
+        shutil.rmtree(half)
+    assert asked
+
+
+def test_clean_leaves_a_finished_result_and_strangers_alone(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert(source, out, faults.options("single"))
+    before = tree(out)
+    assert not clean(out, Files())
+    assert tree(out) == before
+    strangers = tmp_path / "strangers"
+    strangers.mkdir()
+    (strangers / "letter.txt").write_text("dear")
+    assert not clean(strangers, Files())
+    assert tree(strangers) == {"letter.txt": b"dear"}
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfinished(source: Path, tmp_path: Path) -> Path:
+    """A sharded run killed half-way through its units."""
+    out = tmp_path / "unfinished"
+    counting = Counting()
+    convert(source, tmp_path / "counted", faults.options("sharded"), counting)
+    middle = counting.steps.index("rename") // 2
+    assert _killed_at(source, "sharded", out, middle) == KILLED
+    return out
+
+
+def _refused(run: Callable[[], object], out: Path) -> str:
+    """The sentence a run is refused with; the unfinished work must be as it was."""
+    before = tree(out / WORK_DIR / "stage"), (out / WORK_DIR / JOURNAL).read_bytes()
+    with pytest.raises(OutputError) as caught:
+        run()
+    assert (tree(out / WORK_DIR / "stage"), (out / WORK_DIR / JOURNAL).read_bytes()) == before
+    return str(caught.value)
+
+
+def test_another_plan_is_refused_naming_the_first_pass(source: Path, unfinished: Path) -> None:
+    start = Plan.identity(Checkpoint.open(source))
+    drop = Drop(match="lm_head.*", why="not needed")
+    others = {
+        f"pass 1 was {Dequant()}, now {drop}": run_passes(start, (drop, Dequant())),
+        f"pass 2 was no pass, now {drop}": run_passes(start, (Dequant(), drop)),
+        f"pass 1 was {Dequant()}, now no pass": start,
+    }
+    for said, other in others.items():
+        told = _refused(lambda plan=other: execute(plan, unfinished, faults.options("sharded")), unfinished)
+        assert said in told
+        assert f"qconvert clean {unfinished}" in told
+
+
+def test_other_options_are_refused(source: Path, unfinished: Path) -> None:
+    options = faults.options("sharded")
+    other_size = replace(options, max_shard_size=faults.SHARD_BYTES + 1)
+    told = _refused(lambda: convert(source, unfinished, other_size), unfinished)
+    assert f"--max-shard-size was {faults.SHARD_BYTES}, now {faults.SHARD_BYTES + 1}" in told
+    told = _refused(lambda: convert(source, unfinished, replace(options, sha256=True)), unfinished)
+    assert "--sha256 was False, now True" in told
+
+
+def test_jobs_and_memory_may_change_between_runs(
+    source: Path, unfinished: Path, tmp_path: Path
+) -> None:
+    options = replace(faults.options("sharded"), jobs=2, memory=400 << 20, commit_bytes=1 << 30)
+    convert(source, unfinished, options)
+    assert differing(tree(unfinished), tree(tmp_path / "counted")) == []
+
+
+def test_a_changed_source_is_refused(tmp_path: Path) -> None:
+    source = faults.write_small(tmp_path / "source")
+    out = tmp_path / "out"
+    assert _killed_at(source, "single", out, 60) == KILLED
+    assert (out / WORK_DIR / JOURNAL).stat().st_size
+    shard = source / "model-00001-of-00002.safetensors"
+    was = shard.stat()
+    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
+    run = lambda: convert(source, out, faults.options("single"))  # noqa: E731
+    assert "the source's files (size or time) changed" in _refused(run, out)
+    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    assert "the plan was" in _refused(run, out)
+
+
+def test_the_lock_refuses_a_second_run(source: Path, unfinished: Path) -> None:
+    lock = take_lock(unfinished / WORK_DIR / LOCK)
+    assert lock is not None
+    told = _refused(lambda: convert(source, unfinished, faults.options("sharded")), unfinished)
+    assert f"another qconvert (process {os.getpid()})" in told
+    with pytest.raises(OutputError, match="another qconvert"):
+        clean(unfinished, Files())
+    lock.close()
+    convert(source, unfinished, faults.options("sharded"))
+
+
+def test_a_lock_whose_folder_went_is_no_lock(tmp_path: Path) -> None:
+    """A run that waits for another which then finishes must not hold on to a removed file."""
+    folder = tmp_path / WORK_DIR
+    assert take_lock(folder / LOCK) is None
+    folder.mkdir()
+    first = take_lock(folder / LOCK)
+    assert first is not None
+    ready, go = os.pipe()
+
+    def wait_for_it() -> None:
+        os.write(go, b"x")
+        assert take_lock(folder / LOCK) is None
+
+    child = os.fork()
+    if child == 0:
+        os._exit(in_child(wait_for_it))
+    os.read(ready, 1)
+    shutil.rmtree(folder)
+    first.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(ready)
+    os.close(go)
+
+
+def test_the_same_command_again_does_nothing(
+    source: Path, kind: str, wanted: Tree, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert(source, out, faults.options(kind))
+    counting = Counting()
+    receipt = execute(faults.plan_of(source), out, faults.options(kind), files=counting)
+    assert receipt.already_done
+    assert counting.steps == []
+    assert tree(out) == wanted
+    with pytest.raises(OutputError, match="finished result of another plan"):
+        execute(Plan.identity(Checkpoint.open(source)), out, faults.options(kind))
+    assert tree(out) == wanted
+
+
+def test_foreign_folders_are_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, text in (("letter.txt", "dear"), (MANIFEST, "{"), ("model.safetensors", "")):
+        (out / name).write_text(text)
+        before = tree(out)
+        with pytest.raises(OutputError, match=r"was not begun by qconvert|of another plan"):
+            convert(source, out, faults.options("single"))
+        assert tree(out) == before
+
+
+TORN: dict[str, Callable[[bytes], bytes]] = {
+    "half of the last line": lambda line: line[: len(line) // 2],
+    "no newline": lambda line: line[:-1],
+    "a flipped bit": lambda line: line[:40] + bytes([line[40] ^ 1]) + line[41:],
+    "zeros": lambda line: bytes(len(line)),
+    "nothing but a newline": lambda _: b"\n",
+}
+
+
+@pytest.mark.parametrize("tear", TORN.values(), ids=TORN.keys())
+def test_a_torn_journal_line_is_cut(
+    source: Path, unfinished: Path, tmp_path: Path, tear: Callable[[bytes], bytes]
+) -> None:
+    journal = unfinished / WORK_DIR / JOURNAL
+    *lines, last = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 2
+    journal.write_bytes(b"".join(lines) + tear(last))
+    receipt = execute(faults.plan_of(source), unfinished, faults.options("sharded"))
+    assert receipt.resumed_units == len(lines) - 1
+    assert differing(tree(unfinished), tree(tmp_path / "counted")) == []
+
+
+def test_a_torn_header_starts_afresh(source: Path, unfinished: Path, tmp_path: Path) -> None:
+    journal = unfinished / WORK_DIR / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-1][:30])
+    receipt = execute(faults.plan_of(source), unfinished, faults.options("sharded"))
+    assert receipt.resumed_units == 0
+    assert differing(tree(unfinished), tree(tmp_path / "counted")) == []
+
+
+# --- the command line, with workers -------------------------------------------------------------
+
+# Enough that the workers are still at it when the first units have been committed: the command
+# line commits after 256 MiB.
+WEIGHTS, SIDE = 72, 2048
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """300 MB of random FP8."""
+    folder = tmp_path_factory.mktemp("large")
+    one = faults.fp8((SIDE, SIDE), 0)
+    tensors = {}
+    for i in range(WEIGHTS):
+        made = faults.weight(f"model.layers.{i // 36}.w{i % 36}.weight", (SIDE, 128), i)
+        (name, _), (scale, _) = made.items()
+        shape = (SIDE, SIDE)
+        kinds = faults.TensorType("F8_E4M3", shape), faults.TensorType("F32", faults.grid(shape))
+        # Turning the same codes is as good as new ones, and much faster to make.
+        tensors[name] = kinds[0], one[i * 1009 :] + one[: i * 1009]
+        tensors[scale] = kinds[1], faults.scales(shape, i)
+    yield faults.write_checkpoint(folder / "source", tensors, shards=3)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def large_wanted(large: Path) -> Tree:
+    out = large.parent / "undisturbed"
+    assert _cli(large, out).wait() == 0
+    return tree(out)
+
+
+def _cli(source: Path, out: Path) -> subprocess.Popen[str]:
+    """`qconvert dequant` with two workers, in a process group of its own."""
+    command = [sys.executable, "-m", "qconvert", "dequant", str(source), str(out)]
+    command += ["--jobs", "2", "--max-shard-size", "200MB"]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def _lines(out: Path) -> list[str]:
+    """What the journal says so far, one word a line."""
+    try:
+        data = (out / WORK_DIR / JOURNAL).read_bytes()
+    except FileNotFoundError:
+        return []
+    records = [json.loads(line[17:]) for line in data.splitlines(keepends=True) if line[-1:] == b"\n"]
+    return ["header"[: 6 * (i == 0)] or next(iter(record)) for i, record in enumerate(records)]
+
+
+def _wait_for(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until something can be seen, or the process ends without it: then the test is at fault."""
+    while not seen():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.0005)
+
+
+def _gone(pids: list[int]) -> None:
+    """Wait until processes have ended. One that stays hangs the test, which is its failure."""
+    while any(Path(f"/proc/{pid}").exists() and not _zombie(pid) for pid in pids):
+        time.sleep(0.005)
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _finish(large: Path, out: Path, wanted: Tree) -> None:
+    process = _cli(large, out)
+    told = process.communicate()
+    assert process.returncode == 0, told
+    assert differing(tree(out), wanted) == []
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "shards made": lambda out: "header" in _lines(out),
+    "units committed": lambda out: "unit" in _lines(out),
+    "publishing": lambda out: "publish" in _lines(out),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_command_goes_on(
+    large: Path, large_wanted: Tree, tmp_path: Path, moment: str
+) -> None:
+    out = tmp_path / "out"
+    process = _cli(large, out)
+    _wait_for(lambda: MOMENTS[moment](out), process)
+    workers = _children(process.pid)
+    process.kill()
+    process.wait()
+    _gone(workers)
+    faults.check_visible(out, large_wanted)
+    _finish(large, out, large_wanted)
+
+
+def _working(process: subprocess.Popen[str], out: Path) -> list[int]:
+    """Wait until some units are committed and both workers are at the others. Returns the workers."""
+    _wait_for(lambda: "unit" in _lines(out), process)
+    workers = _children(process.pid)
+    assert len(workers) == 2
+    assert "publish" not in _lines(out)
+    return workers
+
+
+def test_interrupted_command_says_so_and_goes_on(
+    large: Path, large_wanted: Tree, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = _cli(large, out)
+    workers = _working(process, out)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate()
+    assert process.returncode == 130
+    assert told.strip().splitlines()[-1].startswith("qconvert: interrupted; finished work is kept")
+    assert "Traceback" not in told
+    _gone(workers)
+    assert not faults.check_visible(out, large_wanted)
+    _finish(large, out, large_wanted)
+
+
+def test_killed_worker_is_named_and_the_command_goes_on(
+    large: Path, large_wanted: Tree, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = _cli(large, out)
+    victim, other = _working(process, out)
+    os.kill(victim, signal.SIGKILL)
+    _, told = process.communicate()
+    assert process.returncode == 1
+    assert f"worker process {victim} was killed by signal 9" in told
+    assert "Traceback" not in told
+    _gone([victim, other])
+    assert not faults.check_visible(out, large_wanted)
+    _finish(large, out, large_wanted)
+
+
+def test_second_command_is_refused_and_the_first_ends_well(
+    large: Path, large_wanted: Tree, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = _cli(large, out)
+    _wait_for(lambda: "header" in _lines(out), first)
+    first.send_signal(signal.SIGSTOP)
+    second = _cli(large, out)
+    _, told = second.communicate()
+    assert second.returncode == 1
+    assert f"another qconvert (process {first.pid}) is at work there" in told
+    first.send_signal(signal.SIGCONT)
+    first.communicate()
+    assert first.returncode == 0
+    assert differing(tree(out), large_wanted) == []
+
+
+def test_finished_command_says_there_is_nothing_to_do(large: Path, large_wanted: Tree) -> None:
+    process = _cli(large, large.parent / "undisturbed")
+    told, _ = process.communicate()
+    assert process.returncode == 0
+    assert "nothing to do" in told
+    assert differing(tree(large.parent / "undisturbed"), large_wanted) == []
+
+
+def test_the_receipt_of_a_resumed_command_covers_every_tensor(
+    large: Path, large_wanted: Tree, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in large_wanted[RECEIPT].splitlines()]
+    assert {line["name"] for line in lines if "name" in line} == set(faults.plan_of(large).tensors)

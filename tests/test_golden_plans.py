@@ -1,0 +1,42 @@
+"""What `qconvert plan` prints for published models, as text files: a change of plan shows as a diff.
+
+QCONVERT_UPDATE_PLANS=1 pytest tests/test_golden_plans.py writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import headers
+import pytest
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.plan import Plan, run_passes
+from qconvert.recipe import load_recipe
+from qconvert.report import Rates, plan_text
+from qconvert.run.executor import Options, prepare
+
+_FOLDER = Path(__file__).parent / "plans"
+_CASES = [
+    ("deepseek-v3", "dequant-fp8"),
+    ("deepseek-v3", "dequant-fp8-no-mtp"),
+    ("qwen3-30b-a3b-fp8", "dequant-fp8"),
+    ("qwen3-next-80b-a3b-fp8", "dequant-fp8"),
+    ("qwen3.5-27b-fp8", "dequant-fp8"),
+    ("qwen3.5-35b-a3b-fp8", "dequant-fp8"),
+    ("qwen3.5-35b-a3b", "copy"),
+]
+
+
+@pytest.mark.parametrize(("model", "recipe"), _CASES)
+def test_plan(model: str, recipe: str, tmp_path: Path) -> None:
+    headers.write_sparse(headers.load(model), tmp_path)
+    plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), load_recipe(recipe).passes)
+    ready = prepare(plan, Options(memory=1 << 30, jobs=2))
+    text = plan_text(ready, None, Rates(None, None)).replace(str(tmp_path), model) + "\n"
+    golden = _FOLDER / f"{model}.{recipe}.txt"
+    if os.environ.get("QCONVERT_UPDATE_PLANS"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40, "a plan fits a screen"

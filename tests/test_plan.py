@@ -1,0 +1,388 @@
+"""Plans: what passes may do, what check() refuses, and that units carry out the whole plan once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import headers
+import pytest
+
+from qconvert.checkpoint import Checkpoint, Shard
+from qconvert.errors import PlanError
+from qconvert.graph import Output, Source, Value, concat
+from qconvert.passes.dequant import SPENT_RULE, Dequant
+from qconvert.passes.drop import Drop
+from qconvert.plan import LogEntry, Plan, nodes, run_passes
+from qconvert.spec import TensorType
+from qconvert.units import Compute, Copy, units
+
+ANY = "some model nobody has described"
+
+
+def checkpoint(
+    tensors: Mapping[str, TensorType], config: Mapping[str, Any] | None = None, **more: Any
+) -> Checkpoint:
+    """A checkpoint that exists only as headers, in one shard."""
+    sources, at = {}, 4096
+    for name, kind in tensors.items():
+        sources[name] = Source(name, kind, 0, at)
+        at += kind.nbytes
+    shard = Shard(Path("model.safetensors"), at, 0)
+    known = {"model_type": ANY} if config is None else dict(config)
+    return Checkpoint(
+        Path("nowhere"), (shard,), sources, known, b"{}", (), (), "0" * 64, False, {}, **more
+    )
+
+
+@cache
+def published(model: str) -> Checkpoint:
+    """A published model's headers; cached, and never changed."""
+    found = headers.load(model)
+    return checkpoint(found.tensors, found.config)
+
+
+def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
+    """An FP8 weight and its scales in blocks of 128."""
+    grid = (-(-rows // 128), -(-columns // 128))
+    return {
+        f"{name}.weight": TensorType("F8_E4M3", (rows, columns)),
+        f"{name}.weight_scale_inv": TensorType("F32", grid),
+    }
+
+
+FP8_BLOCKS = {
+    "model_type": ANY,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+# ---- identity and check
+
+
+def test_identity_accounts_for_every_byte() -> None:
+    plan = Plan.identity(published("qwen3-30b-a3b-fp8")).check()
+    assert plan.bytes_in == plan.bytes_out
+    assert not plan.losses()
+
+
+def without(plan: Plan, *names: str) -> Plan:
+    return replace(plan, tensors={n: o for n, o in plan.tensors.items() if n not in names})
+
+
+def test_a_tensor_lost_without_a_rule_is_named() -> None:
+    plan = Plan.identity(published("qwen3-30b-a3b-fp8"))
+    with pytest.raises(PlanError, match=r"'model\.norm\.weight' reaches no output and no rule"):
+        without(plan, "model.norm.weight").check()
+
+
+def test_a_lost_mtp_weight_is_named() -> None:
+    plan = Plan.identity(published("deepseek-v3"))
+    with pytest.raises(PlanError, match=r"'model\.layers\.61\.eh_proj\.weight'"):
+        without(plan, "model.layers.61.eh_proj.weight").check()
+
+
+def test_half_an_expert_is_named() -> None:
+    plan = Plan.identity(published("qwen3.5-35b-a3b"))
+    name = "model.language_model.layers.7.mlp.experts.down_proj"
+    whole = plan.tensors[name]
+    half = whole.rows(0, 100)
+    with pytest.raises(PlanError, match=rf"'{name}', bytes from {half.type.nbytes} on, reaches no"):
+        replace(plan, tensors={**plan.tensors, name: half}).check()
+
+
+def test_half_an_expert_dropped_by_a_rule_is_refused() -> None:
+    plan = Plan.identity(published("qwen3-30b-a3b-fp8"))
+    rule = Drop(match="model.layers.3.mlp.experts.5.up_proj.*", why="to save space")
+    with pytest.raises(PlanError, match=r"experts\.5\.up_proj.*kept or dropped whole"):
+        run_passes(plan, (rule,))
+
+
+def test_half_of_mtp_dropped_by_a_rule_is_refused() -> None:
+    plan = Plan.identity(published("deepseek-v3"))
+    rule = Drop(match="model.layers.61.self_attn.*", why="to save space")
+    with pytest.raises(PlanError, match="MTP layers are kept or dropped whole"):
+        run_passes(plan, (rule,))
+
+
+def test_bytes_written_twice_are_refused() -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    again = plan.tensors["a.weight"].rows(1, 2)
+    with pytest.raises(PlanError, match=r"'a\.weight' would be written twice"):
+        replace(plan, tensors={**plan.tensors, "b.weight": again}).check()
+
+
+def test_an_output_that_is_not_filled_is_refused() -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    short = Output(TensorType("BF16", (5, 4)), plan.tensors["a.weight"].pieces)
+    with pytest.raises(PlanError, match="takes 40 bytes, its pieces hold 32"):
+        replace(plan, tensors={"a.weight": short}).check()
+
+
+def test_orphans_are_refused() -> None:
+    both = fp8(128, 128)
+    for lost, said in (("a.weight", "has no weight"), ("a.weight_scale_inv", "has no scale")):
+        rest = {name: kind for name, kind in both.items() if name != lost}
+        with pytest.raises(PlanError, match=said):
+            Plan.identity(checkpoint(rest, FP8_BLOCKS)).check()
+
+
+def test_a_drop_rule_for_a_tensor_in_use_is_refused() -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    with pytest.raises(PlanError, match="is dropped by 'x' and used as well"):
+        replace(plan, dropped={"a.weight": "x"}).check()
+
+
+def test_ties_must_stay_alike() -> None:
+    plan = Plan.identity(published("qwen3.5-0.8b"))
+    embed = plan.tensors["model.language_model.embed_tokens.weight"]
+    head = checkpoint({"lm_head.weight": TensorType("F32", embed.type.shape)})["lm_head.weight"]
+    sources = {**plan.checkpoint.sources, "lm_head.weight": head}
+    tied = replace(
+        plan,
+        checkpoint=replace(plan.checkpoint, sources=sources),
+        tensors={**plan.tensors, "lm_head.weight": head.output},
+    )
+    with pytest.raises(PlanError, match=r"config ties 'lm_head\.weight'.*F32.*BF16"):
+        tied.check()
+
+
+# ---- dequant
+
+
+@pytest.mark.parametrize(
+    "model", [name for name in headers.names() if name == "deepseek-v3" or name.endswith("fp8")]
+)
+def test_published_fp8_models_dequantize(model: str) -> None:
+    plan = run_passes(Plan.identity(published(model)), (Dequant(),))
+    (entry,) = plan.log
+    assert entry.matched == entry.expected
+    assert not any(o.type.dtype.startswith("F8") for o in plan.tensors.values())
+    assert not any("scale" in name for name in plan.tensors)
+    assert "quantization_config" not in str(plan.config)
+
+
+def test_a_missing_layer_is_named() -> None:
+    found = headers.load("qwen3-30b-a3b-fp8")
+    lost = {f"model.layers.35.self_attn.o_proj.weight{s}" for s in ("", "_scale_inv")}
+    rest = {name: kind for name, kind in found.tensors.items() if name not in lost}
+    with pytest.raises(PlanError, match=r"dequant: 'model\.layers\.35\.self_attn\.o_proj\.weight' is"):
+        run_passes(Plan.identity(checkpoint(rest, found.config)), (Dequant(),))
+
+
+def test_a_missing_expert_is_named_in_an_unknown_family_too() -> None:
+    tensors = {}
+    for expert in (0, 1, 3):
+        tensors.update(fp8(128, 128, f"model.layers.0.mlp.experts.{expert}.up_proj"))
+    with pytest.raises(PlanError, match=r"experts\.2\.up_proj\.weight' is missing"):
+        run_passes(
+            Plan.identity(checkpoint(tensors, {**FP8_BLOCKS, "num_experts": 4})), (Dequant(),)
+        )
+
+
+def test_no_fp8_weight_is_an_error() -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    with pytest.raises(PlanError, match="no FP8 weight found"):
+        run_passes(plan, (Dequant(),))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [
+        ((192, 100), ()),
+        ((192, 100), (1,)),
+        ((192, 100), (192,)),
+        ((192, 100), (192, 1)),
+        ((3, 192, 100), (3,)),
+        ((3, 192, 100), (3, 1, 1)),
+        ((3, 192, 100), (3, 192, 1)),
+        ((3, 192, 100), ()),
+    ],
+)
+def test_per_channel_and_per_tensor(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    tensors = {"a.weight": TensorType("F8_E4M3", shape), "a.weight_scale": TensorType("F32", scale)}
+    config = {"model_type": ANY, "quantization_config": {"quant_method": "fp8"}}
+    plan = run_passes(Plan.identity(checkpoint(tensors, config)), (Dequant(),))
+    assert {n: o.type for n, o in plan.tensors.items()} == {"a.weight": TensorType("BF16", shape)}
+
+
+def test_a_grid_without_a_stated_block_is_refused() -> None:
+    """Dividing rows by scale rows would answer 96 here, and be wrong."""
+    config = {"model_type": ANY, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(PlanError, match="states no block size"):
+        run_passes(Plan.identity(checkpoint(fp8(192, 256), config)), (Dequant(),))
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"quant_method": "awq"}, "'awq' is not an FP8 format"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight block of two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight block of two sizes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4' is not FP8"),
+        ({"quant_method": "compressed-tensors"}, "without config_groups"),
+    ],
+)
+def test_schemes_that_are_not_fp8_are_refused(block: dict[str, Any], said: str) -> None:
+    config = {"model_type": ANY, "quantization_config": block}
+    with pytest.raises(PlanError, match=said):
+        run_passes(Plan.identity(checkpoint(fp8(128, 128), config)), (Dequant(),))
+
+
+def compressed_tensors(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    block = {"quant_method": "compressed-tensors", "config_groups": groups}
+    return {"model_type": ANY, "quantization_config": block}
+
+
+def test_compressed_tensors_configs() -> None:
+    blocks = compressed_tensors("block", block_structure=[128, 128])
+    renamed = {n.replace("_scale_inv", "_scale"): t for n, t in fp8(192, 256).items()}
+    run_passes(Plan.identity(checkpoint(renamed, blocks)), (Dequant(),))
+    channel = {
+        "a.weight": TensorType("F8_E4M3", (192, 256)),
+        "a.weight_scale": TensorType("BF16", (192, 1)),
+    }
+    run_passes(Plan.identity(checkpoint(channel, compressed_tensors("channel"))), (Dequant(),))
+    with pytest.raises(PlanError, match="4-bit int"):
+        config = compressed_tensors("channel", num_bits=4, type="int")
+        run_passes(Plan.identity(checkpoint(channel, config)), (Dequant(),))
+
+
+def test_activation_scales_go_by_a_named_rule() -> None:
+    tensors = {**fp8(128, 128), "a.input_scale": TensorType("F32", ())}
+    plan = run_passes(Plan.identity(checkpoint(tensors, FP8_BLOCKS)), (Dequant(),))
+    assert dict(plan.dropped) == {"a.input_scale": SPENT_RULE}
+
+
+def test_nested_and_disagreeing_quantization_blocks() -> None:
+    """A stale nested block overrides the root in some runtimes: both go, and both must agree."""
+    block = FP8_BLOCKS["quantization_config"]
+    nested = {**FP8_BLOCKS, "text_config": {"quantization_config": block, "hidden_size": 8}}
+    plan = run_passes(Plan.identity(checkpoint(fp8(128, 128), nested)), (Dequant(),))
+    assert plan.config == {"model_type": ANY, "text_config": {"hidden_size": 8}}
+    stale = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
+    with pytest.raises(PlanError, match="disagree on the weight block"):
+        other = {**FP8_BLOCKS, "text_config": stale}
+        run_passes(Plan.identity(checkpoint(fp8(128, 128), other)), (Dequant(),))
+
+
+def test_u8_scales_are_exponents_only_by_declaration() -> None:
+    tensors = fp8(128, 128)
+    tensors["a.weight_scale_inv"] = TensorType("U8", (1, 1))
+    with pytest.raises(PlanError, match="scale_fmt: ue8m0"):
+        run_passes(Plan.identity(checkpoint(tensors, FP8_BLOCKS)), (Dequant(),))
+    block = {**FP8_BLOCKS["quantization_config"], "scale_fmt": "ue8m0"}  # type: ignore[dict-item]
+    stated = {"model_type": ANY, "quantization_config": block}
+    run_passes(Plan.identity(checkpoint(tensors, stated)), (Dequant(),))
+
+
+# ---- drop
+
+
+def test_dropping_mtp_by_name_sets_its_count_to_zero() -> None:
+    plan = run_passes(Plan.identity(published("deepseek-v3")), (Drop(what="mtp"), Dequant()))
+    assert plan.config["num_nextn_predict_layers"] == 0
+    assert not any(name.startswith("model.layers.61.") for name in plan.tensors)
+    assert all(name.startswith("model.layers.61.") for name in plan.dropped)
+    assert plan.bytes_dropped == sum(plan.checkpoint[n].type.nbytes for n in plan.dropped) > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Drop(), "give either"),
+        (Drop(what="mtp", match="*"), "give either"),
+        (Drop(match="x.*"), "needs `why:`"),
+        (Drop(match="x.*", why="y"), "nothing matches"),
+        (Drop(what="mtp"), "nothing matches"),
+    ],
+)
+def test_drop_says_what_it_needs(rule: Drop, said: str) -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    with pytest.raises(PlanError, match=f"drop: .*{said}"):
+        run_passes(plan, (rule,))
+
+
+def test_drop_comes_before_what_computes() -> None:
+    with pytest.raises(PlanError, match="drop before it"):
+        run_passes(Plan.identity(published("deepseek-v3")), (Dequant(), Drop(what="mtp")))
+
+
+# ---- units and fingerprint
+
+
+@pytest.mark.parametrize("model", headers.names())
+def test_units_partition_the_outputs(model: str) -> None:
+    start = Plan.identity(published(model))
+    is_fp8 = any(o.type.dtype == "F8_E4M3" for o in start.tensors.values())
+    plan = run_passes(start, (Dequant(),) if is_fp8 else ())
+    cut = units(plan)
+    made = [name for unit in cut for name, _ in unit.outputs]
+    assert sorted(made) == sorted(plan.tensors)
+    assert sum(unit.write for unit in cut) == plan.bytes_out
+    assert sum(unit.read for unit in cut) == plan.bytes_in
+
+
+def test_every_output_byte_is_written_once() -> None:
+    """Over an output made of copied rows, cut results and a shared result."""
+    plan = run_passes(Plan.identity(checkpoint(fp8(384, 256), FP8_BLOCKS)), (Dequant(),))
+    result = plan.tensors["a.weight"]
+    plain = Source("b", TensorType("BF16", (4, 256)), 0, 0)
+    tensors = {
+        "x": concat([result.rows(128, 256), plain.rows(2, 4), result.rows(0, 128)]),
+        "y": concat([plain.rows(0, 2), result.rows(256, 384)]),
+    }
+    (unit,) = units(replace(plan, tensors=tensors))
+    for index, (_, output) in enumerate(unit.outputs):
+        spans = []
+        for step in unit.steps:
+            if isinstance(step, Copy):
+                found = [(step.at, step.at + step.stop - step.start)] if step.output == index else []
+            else:
+                writes = [w for w in step.writes if w.output == index]
+                found = [(w.at, w.at + w.stop - w.start) for w in writes]
+            spans += found
+        spans.sort()
+        assert spans[0][0] == 0
+        assert spans[-1][1] == output.type.nbytes
+        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert sum(isinstance(step, Compute) for step in unit.steps) == 1, "computed once"
+
+
+def test_fingerprint_tells_plans_apart() -> None:
+    base = checkpoint(fp8(256, 256), FP8_BLOCKS)
+    identity, converted = Plan.identity(base), run_passes(Plan.identity(base), (Dequant(),))
+    other_block = {"quant_method": "fp8", "weight_block_size": [128, 128], "x": 1}
+    variants = [
+        identity,
+        converted,
+        replace(converted, side_files=("a",)),
+        replace(converted, config={**converted.config, "b": 1}),
+        Plan.identity(replace(base, header_digest="1" * 64)),
+        Plan.identity(checkpoint(fp8(256, 256), {**FP8_BLOCKS, "quantization_config": other_block})),
+    ]
+    found = [plan.fingerprint() for plan in variants]
+    assert len(set(found)) == len(found)
+    assert run_passes(Plan.identity(base), (Dequant(),)).fingerprint() == converted.fingerprint()
+
+
+def test_nodes_come_after_their_arguments_and_once() -> None:
+    plan = run_passes(Plan.identity(checkpoint(fp8(256, 256), FP8_BLOCKS)), (Dequant(),))
+    result = plan.tensors["a.weight"]
+    (only,) = nodes([result, result.rows(0, 1)])
+    origin = result.pieces[0].origin
+    assert isinstance(origin, Value)
+    assert only is origin.node
+
+
+def test_the_log_keeps_what_passes_did() -> None:
+    plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
+    entry = LogEntry("x", "X()", 1, None)
+    assert plan.logged(entry, facts={"layout": "y"}).log == (entry,)
+    assert plan.logged(entry, facts={"layout": "y"}).facts == {"layout": "y"}
+
