@@ -5,7 +5,7 @@ Not a family itself: it has no `FAMILY`, so discovery passes it by.
 
 from __future__ import annotations
 
-from qconvert.family import Config, Dims, Role, first_int, text_config
+from qconvert.family import Config, Dims, Role, first_int, list_of, text_config, vision_config
 
 
 def parts(
@@ -94,16 +94,16 @@ def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int 
     transformers 4 writes `full_attention_interval`, transformers 5 `layer_types` instead.
     """
     text = text_config(config)
-    vision = config.get("vision_config") or {}
+    vision = vision_config(config)
     layers = range(first_int(text, "num_hidden_layers"))
     num_experts = first_int(text, "num_experts", "num_local_experts")
     mtp_layers = first_int(text, "mtp_num_hidden_layers", "num_nextn_predict_layers") or mtp_layers
     interval = first_int(text, "full_attention_interval") or full_attention_interval
-    types = text.get("layer_types") or [
+    types = list_of(text, "layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers
     ]
     step = first_int(text, "decoder_sparse_step") or 1
-    dense_only = text.get("mlp_only_layers") or ()
+    dense_only = list_of(text, "mlp_only_layers")
     moe = tuple(
         layer
         for layer in layers

@@ -176,9 +176,22 @@ class Checkpoint(Mapping[str, Source]):
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
-        """qconvert.json of a folder that qconvert made, else None."""
+        """qconvert.json of a folder that qconvert made, else None. Raises CheckpointError if it is
+        broken, or another program's."""
         file = self.root / MANIFEST
-        return _read_json(file) if file.is_file() else None
+        return _read_manifest(file) if file.is_file() else None
+
+    def read_scalar(self, source: Source) -> bytes:
+        """The bytes of a one-element tensor: the one thing a plan may read beyond headers, to tell
+        whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
+        assert source.type.numel == 1
+        path = self.shards[source.shard].path
+        try:
+            with path.open("rb") as stream:
+                stream.seek(source.offset)
+                return stream.read(source.type.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a shard's size or modification time is not what it was."""
@@ -205,6 +218,8 @@ def _stat(file: Path) -> os.stat_result:
 
 def _locate(where: str | Path) -> tuple[Path, Path | None]:
     """The checkpoint's folder and, where a single file was named, that file."""
+    if not str(where):  # an unset shell variable; as a path it would be the current folder
+        raise CheckpointError("the source's name is empty; name a folder")
     path = Path(where)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -238,7 +253,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing; a checkpoint cannot be read without it") from None
+        raise CheckpointError(f"{file} is missing; no checkpoint can be read without it") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -248,14 +263,31 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def _read_manifest(file: Path) -> dict[str, Any]:
+    found = _read_json(file)
+    kinds = {"identity": dict, "passes": list, "dropped": dict, "dropped_files": dict}
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise CheckpointError(f"{file}: its {key!r} is missing or broken; not qconvert's file")
+    if any(not isinstance(step, dict) or "spec" not in step for step in found["passes"]):
+        raise CheckpointError(f"{file}: its 'passes' are broken; not qconvert's file")
+    if any(not isinstance(names, list) for names in found["dropped"].values()):
+        raise CheckpointError(f"{file}: its 'dropped' is broken; not qconvert's file")
+    return found
+
+
 def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
     config = _read_json(root / "config.json")
+    try:
+        json.dumps(config, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{root / 'config.json'}: holds text that cannot be written again: {error.reason}"
+        ) from error
     return config, (root / "config.json").read_bytes()
 
 
-def _shard_files(
-    root: Path, only: Path | None
-) -> tuple[list[Path], _Index | None, list[str]]:
+def _shard_files(root: Path, only: Path | None) -> tuple[list[Path], _Index | None, list[str]]:
     """The files to read, the index where there is one, and warnings."""
     if only is not None:
         return [only], None, []
@@ -264,8 +296,12 @@ def _shard_files(
         weight_map, metadata = table.get("weight_map"), table.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{root / INDEX}: has no weight_map")
+        names: dict[str, str] = {}
+        for tensor, said in weight_map.items():
+            if not isinstance(said, str) or said not in names:
+                names[said] = _inside(root, tensor, said)
         files = []
-        for name in sorted({_inside(root, key, file) for key, file in weight_map.items()}):
+        for name in sorted(set(names.values())):
             file = root / name
             if not file.is_file():
                 raise CheckpointError(
@@ -366,7 +402,10 @@ def _is_denied(file: Path, path: str) -> bool:
     """Whether a file, at `path` below the root, stays behind. Only the root's own config.json and
     manifest are made anew: a nested config.json is somebody's."""
     name = path.rpartition("/")[2]
-    if path in DENIED_PATHS or name in DENIED_NAMES or name.endswith(".index.json"):
+    # A worktree's .git is a file, and a file .qconvert would stand where our workroom stands.
+    if path in DENIED_PATHS or name in DENIED_NAMES | DENIED_FOLDERS:
+        return True
+    if name.endswith(".index.json"):
         return True
     special = file.exists() and not file.is_file()  # a pipe, a socket
     return special or name.lower().endswith(DENIED_SUFFIXES)

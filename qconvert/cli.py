@@ -3,6 +3,7 @@ imports torch before there is something to compute."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from types import FrameType
@@ -13,6 +14,7 @@ from qconvert import __version__
 from qconvert.commands.check import diff, inspect, validate
 from qconvert.commands.convert import dequant, plan, run
 from qconvert.commands.house import clean, demo, recipes
+from qconvert.commands.layout import experts, fuse, join, split, unfuse
 from qconvert.errors import QConvertError
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -37,7 +39,8 @@ def cli() -> None:
     """
 
 
-for command in (inspect, plan, run, dequant, diff, validate, recipes, clean, demo):
+_CONVERSIONS = (dequant, fuse, unfuse, experts, split, join)
+for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, recipes, clean, demo):
     cli.add_command(command)
 
 
@@ -49,6 +52,9 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit. User errors are one sentence, without a traceback."""
     signal.signal(signal.SIGTERM, _terminate)
+    # A plan is millions of small objects and hardly a cycle. Looking for cycles at every 700 new
+    # ones took 40 % of the time of planning 150,000 tensors.
+    gc.set_threshold(200_000)
     try:
         code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else OK)
@@ -63,10 +69,6 @@ def main(arguments: list[str] | None = None) -> None:
             "qconvert: interrupted; finished work is kept, the same command goes on", err=True
         )
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output (head, less) has left; there is nobody to tell.
-        sys.stderr.close()
-        sys.exit(OK)
     except OSError as error:
         # Met outside of what names its file itself: say which file, keep the traceback to us.
         where = f"{error.filename}: " if error.filename else ""

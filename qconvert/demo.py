@@ -1,5 +1,5 @@
-"""The main job on an embedded sample, start to end: plan, convert, validate, and compare the result
-with an independent computation."""
+"""The main jobs on an embedded sample, start to end: an FP8 checkpoint fused for sglang, then
+dequantized; each planned, converted, validated, and compared with an independent computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import click
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import OutputError, RunError
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, run_passes
+from qconvert.passes.fuse import Fuse
+from qconvert.plan import Pass, Plan, run_passes
 from qconvert.report import Rates, plan_text
 from qconvert.run.executor import Options, prepare, run_prepared
 from qconvert.run.probe import read_rate, write_rate
@@ -21,7 +22,8 @@ from qconvert.validation import validate_folder
 
 
 def run_demo(folder: Path | None) -> None:
-    """Make the sample, dequantize and validate it. Raises QConvertError if anything does not hold.
+    """Make the sample, fuse it, dequantize it, and validate both results. Raises QConvertError if
+    anything does not hold.
 
     `folder` keeps the files; without it they go to a temporary folder and are removed.
     """
@@ -38,15 +40,30 @@ def run_demo(folder: Path | None) -> None:
 
 
 def _demo(folder: Path) -> None:
-    source, out = folder / "sample-fp8", folder / "sample-bf16"
+    source, fused, plain = (folder / n for n in ("sample-fp8", "sample-fused", "sample-bf16"))
     write_sample(source)
-    click.echo(f"$ qconvert dequant {source.name} {out.name}")
-    plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
-    ready = prepare(plan, Options())
+    click.echo("$ qconvert fuse sample-fp8 sample-fused --for sglang")
+    _convert(source, fused, Fuse(consumer="sglang"))
+    _validate(source, fused)
+    click.echo("\n$ qconvert dequant sample-fused sample-bf16")
+    _convert(fused, plain, Dequant())
+    _validate(fused, plain)
+    count = _compare_with_torch(fused, plain)
+    click.echo(f"proved: {count} weights equal torch's own decoding, bit for bit")
+
+
+def _convert(source: Path, out: Path, step: Pass) -> None:
+    """Plan, show, run."""
+    plan = run_passes(Plan.identity(Checkpoint.open(source)), (step,))
+    ready = prepare(plan, Options(jobs=1))
     rates = Rates(read_rate(plan.checkpoint), write_rate(out))
     click.echo(plan_text(ready, out.name, rates).replace(str(source), source.name))
     receipt = run_prepared(ready, out)
-    click.echo(f"\nwrote {', '.join(receipt.files)}")
+    click.echo(f"\nwrote {out.name}: {', '.join(receipt.files)}")
+
+
+def _validate(source: Path, out: Path) -> None:
+    """Validate at every level there is. Raises RunError for anything less than proved."""
     click.echo(f"\n$ qconvert validate {out.name} --against {source.name} --level full")
     report = validate_folder(out, str(source), full=True)
     for text in report.proved:
@@ -54,9 +71,7 @@ def _demo(folder: Path) -> None:
     for finding in report.findings:
         click.echo(f"{finding.severity}: {finding.rule} {finding.where}: {finding.message}")
     if report.findings or report.not_checked:
-        raise RunError("the demo's result did not validate")
-    count = _compare_with_torch(source, out)
-    click.echo(f"proved: {count} weights equal torch's own decoding, bit for bit")
+        raise RunError(f"{out.name} did not validate")
 
 
 def _compare_with_torch(source: Path, out: Path) -> int:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from qconvert.errors import PlanError, QConvertError
+from qconvert.errors import CheckpointError, PlanError, QConvertError
 from qconvert.names import parse, split_parameter
 
 Config = Mapping[str, Any]
+
+_MOST = 65_536  # layers, or experts of a layer
 
 
 def text_config(config: Config) -> Config:
@@ -25,6 +27,17 @@ def text_config(config: Config) -> Config:
     nested block lacks (tie_word_embeddings in some releases) are looked up in the root."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def vision_config(config: Config) -> Config:
+    """The vision tower's settings, empty where there are none. Raises CheckpointError for a block
+    that is no object."""
+    found = config.get("vision_config")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: vision_config must be an object, found {found!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +166,9 @@ class Census:
     dims: Dims
     places: Mapping[str, Place]
     unknown: tuple[str, ...]
-    present: Mapping[str, Mapping[str, frozenset[tuple[int | None, int | None]]]] = field(repr=False)
+    present: Mapping[str, Mapping[str, frozenset[tuple[int | None, int | None]]]] = field(
+        repr=False
+    )
 
     def expected(self, role: Role) -> list[tuple[int | None, int | None]]:
         """The (layer, expert) pairs the config says this role has."""
@@ -163,9 +178,7 @@ class Census:
             layers = sorted({layer for pairs in seen for layer, _ in pairs if layer is not None})
         else:
             layers = self.dims.groups.get(role.layers, ()) if role.layers else (None,)
-        experts: Iterable[int | None] = (
-            range(self.dims.num_experts) if role.per_expert else (None,)
-        )
+        experts: Iterable[int | None] = range(self.dims.num_experts) if role.per_expert else (None,)
         return [(layer, expert) for layer in layers for expert in experts]
 
     def missing(self, role: Role, parameter: str) -> list[str]:
@@ -220,6 +233,11 @@ def census(family: Family, config: Config, names: Iterable[str]) -> Census:
     Names that no role fits are listed in `unknown`; they are carried along untouched.
     """
     dims = family.dims(config)
+    if max(dims.num_layers, dims.num_experts, dims.mtp_layers) > _MOST:
+        raise CheckpointError(
+            f"config.json counts {dims.num_layers} layers, {dims.num_experts} experts and "
+            f"{dims.mtp_layers} MTP layers; more than {_MOST} of anything is taken for a mistake"
+        )
     places: dict[str, Place] = {}
     unknown: list[str] = []
     present: dict[str, dict[str, set[tuple[int | None, int | None]]]] = {}
@@ -284,6 +302,17 @@ def generic(names: Iterable[str]) -> Family:
         Role(module, module, "*" if "{L}" in module else "", optional=True) for module in modules
     )
     return Family("generic", (), generic_dims, roles)
+
+
+def list_of(config: Config, key: str) -> list[Any]:
+    """The list a config gives for a key, [] where it gives none. Raises CheckpointError for a value
+    of another type."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise CheckpointError(f"config.json: {key} must be a list, found {value!r}")
+    return value
 
 
 def first_int(config: Config, *keys: str) -> int:

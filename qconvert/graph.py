@@ -9,7 +9,7 @@ in just the same way, so it too is an `Output`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -72,9 +72,10 @@ class Op(Protocol):
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Sequence[str]:
-        """Compute one part into `outs`, allocating nothing large. Returns remarks worth telling
-        the user (NaN codes met, for one); raises RunError where the data cannot be right."""
+    ) -> Mapping[str, int]:
+        """Compute one part into `outs`, allocating nothing large. Returns counts of what the user
+        should hear of ({"NaN codes": 3}), which are added up over parts; raises RunError where the
+        data cannot be right."""
 
     def loss(self, *args: TensorType) -> str | None:
         """What is lost, as one phrase, or None where the step is exact."""

@@ -9,6 +9,7 @@ repaired: a header that lies about sizes is how a truncated download turns into 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from qconvert.errors import CheckpointError, PlanError
 from qconvert.spec import DTYPE_BITS, TensorType
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
 # Tensor data of our files starts at a multiple of this, so that a writer may go around the page
 # cache (O_DIRECT wants block-aligned file offsets). The JSON is padded with spaces, which the
@@ -70,6 +72,8 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> tuple[Entry, i
     def broken(what: str) -> CheckpointError:
         return CheckpointError(f"{file}: tensor {name!r}: {what}; download the file again")
 
+    if _CONTROL.search(name):  # it would reach the user's terminal
+        raise broken("its name holds control characters")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise broken("its header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 # Last components that belong to a module's parameters. `weight_scale_inv` of DeepSeek and Qwen FP8
 # (a multiplier despite its name); `weight_scale`, `weight_packed`, ... of compressed-tensors;
@@ -60,6 +60,12 @@ class Parsed(NamedTuple):
     expert: int | None
 
 
+def _is_number(part: str) -> bool:
+    """Whether a name's component is a layer or expert number. isdecimal() takes other scripts' digits
+    too; a number of more than nine digits counts nothing."""
+    return part.isascii() and part.isdecimal() and len(part) <= 9
+
+
 def parse(name: str) -> Parsed:
     """Take the numbers out of a dotted name.
 
@@ -70,8 +76,7 @@ def parse(name: str) -> Parsed:
     expert: int | None = None
     parts = name.split(".")
     for i, part in enumerate(parts):
-        # isdecimal() takes other scripts' digits too, hence the second question.
-        if not (part.isdecimal() and part.isascii()):
+        if not _is_number(part):
             continue
         if i and parts[i - 1] == "experts" and expert is None:
             expert = int(part)
@@ -124,8 +129,5 @@ def natural_key(name: str) -> tuple[int, int, tuple[tuple[int, int | str], ...]]
         layer = int(found.group()) if found else 0
     elif "embed" in name:
         rank = 1
-    parts = tuple(
-        (0, int(part)) if part.isascii() and part.isdecimal() else (1, part)
-        for part in name.split(".")
-    )
+    parts = tuple((0, int(part)) if _is_number(part) else (1, part) for part in name.split("."))
     return rank, layer, parts

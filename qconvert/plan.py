@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar, Protocol
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
-from qconvert.family import Census, census
+from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Apply, Output, Source, Value
 from qconvert.names import natural_key, scale_candidates, weight_candidates
 
+# Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
+# them: the order of fused projections cannot be told from the tensors.
+LASTING_FACTS = ("gdn_groups",)
+
+
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One pass as it ran: how many tensors it matched, and how many the config led it to expect
-    (None where nothing could be known)."""
+    """One pass as it ran: how many tensors (or other `what`) it matched, and how many the config led
+    it to expect (None where nothing could be known)."""
 
     name: str
     spec: str
     matched: int
     expected: int | None
     notes: tuple[str, ...] = ()
+    what: str = "tensors"
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,9 @@ class Plan:
     """Named outputs over a checkpoint's sources.
 
     `dropped` maps source names to the rule that drops them, `dropped_files` likewise for side
-    files. `facts` is what a pass wants recorded in the manifest (layout, method, ...).
+    files. `facts` is what a pass wants recorded in the manifest (layout, method, ...). `aliases` are
+    outputs that repeat another's bytes on purpose; `linkable` are source shards that an output
+    folder could hold as they are.
     """
 
     checkpoint: Checkpoint
@@ -43,21 +53,33 @@ class Plan:
     log: tuple[LogEntry, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    aliases: frozenset[str] = frozenset()
+    linkable: tuple[int, ...] = ()
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> Plan:
         """Every tensor as it is, in the order a model runs in."""
         names = sorted(checkpoint, key=natural_key)
+        manifest = checkpoint.manifest or {}
         return cls(
             checkpoint,
             {name: checkpoint[name].output for name in names},
             checkpoint.config,
             checkpoint.side_files,
+            facts={key: manifest[key] for key in LASTING_FACTS if key in manifest},
         )
 
+    @property
+    def family(self) -> Family:
+        """The family of what is planned: the source's, unless a pass changed the model's class."""
+        if self.config.get("model_type") == self.checkpoint.config.get("model_type"):
+            return self.checkpoint.family
+        return family_for(self.config, self.tensors)
+
+    @cached_property
     def census(self) -> Census:
         """The planned tensors sorted by role."""
-        return census(self.checkpoint.family, self.config, self.tensors)
+        return census(self.family, self.config, self.tensors)
 
     def logged(self, entry: LogEntry, **changes: Any) -> Plan:
         """This plan with some fields replaced and a pass added to the log."""
@@ -70,6 +92,8 @@ class Plan:
         output is filled exactly, no scale or quantized weight stands alone, tied embeddings stay
         alike, and routed experts and MTP layers are kept or dropped whole.
         """
+        if not self.tensors:
+            raise PlanError("nothing is left to write: the passes drop every tensor")
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
@@ -156,9 +180,7 @@ def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
 def _check_count(entry: LogEntry) -> None:
     """A pass that finds 35 of 36 layers has failed."""
     if entry.expected is not None and entry.matched != entry.expected:
-        raise PlanError(
-            f"{entry.matched} tensors matched, the config leads to {entry.expected}"
-        )
+        raise PlanError(f"{entry.matched} tensors matched, the config leads to {entry.expected}")
 
 
 def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
@@ -201,6 +223,8 @@ def _check_conservation(plan: Plan) -> None:
     used: Intervals = {}
     writer: dict[tuple[str, int], str] = {}
     for name, output in plan.tensors.items():
+        if name in plan.aliases:
+            continue
         for origin, start, stop in output.pieces:
             if isinstance(origin, Source):
                 copied.setdefault(origin.name, []).append((start, stop))
@@ -212,7 +236,7 @@ def _check_conservation(plan: Plan) -> None:
                     used.setdefault(origin.name, []).append((start, stop))
     for source_name, spans in copied.items():
         spans.sort()
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(spans):
             if start < end:
                 raise PlanError(
                     f"bytes of tensor {source_name!r} would be written twice, once into "
@@ -258,8 +282,8 @@ def _check_scales(plan: Plan) -> None:
 
 
 def _check_ties(plan: Plan) -> None:
-    tied = plan.checkpoint.family.tied
-    found = plan.census()
+    tied = plan.family.tied
+    found = plan.census
     if not found.dims.tied or tied is None:
         return
     names = [name for role in tied if (name := found.named(role)) is not None]

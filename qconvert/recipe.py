@@ -43,7 +43,7 @@ class Recipe:
     max_shard_size: int | None = None
 
     def to_yaml(self) -> str:
-        """The recipe as a file that `qconvert run` takes. Options at their defaults are left out."""
+        """The recipe as a file for `qconvert run`. Options at their defaults are left out."""
         import yaml
 
         body: dict[str, Any] = {"passes": [_spell(step) for step in self.passes]}
@@ -92,11 +92,13 @@ def builtin_recipes() -> dict[str, str]:
 
 
 def load_recipe(where: str) -> Recipe:
-    """A recipe by file or by built-in name. Raises RecipeError, with the line where there is one."""
+    """A recipe by file or built-in name. Raises RecipeError, with the line where there is one."""
     try:
         text = Path(where).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{where}: is not UTF-8 text: {error}") from error
+    except PermissionError as error:
+        raise RecipeError(f"{where}: cannot be read: {error.strerror}") from error
     except (OSError, ValueError):  # no such file, or no name a file can have
         pass
     else:
@@ -138,7 +140,7 @@ def parse_recipe(text: str, name: str) -> Recipe:
                 f"a recipe has {', '.join(_KEYS)}"
             )
     if steps is None:
-        raise RecipeError(f"{name}: the key `passes` is missing; write `passes: []` for a plain copy")
+        raise RecipeError(f"{name}: the key `passes` is missing; `passes: []` is a plain copy")
     return Recipe(name, steps, size)
 
 

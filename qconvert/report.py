@@ -54,7 +54,7 @@ def quantization_lines(checkpoint: Checkpoint) -> list[str]:
     lines = []
     for found in checkpoint.quantization_configs:
         block = found.block.get("weight_block_size")
-        size = f", blocks of {block[0]}x{block[1]}" if isinstance(block, list) else ""
+        size = f", blocks of {'x'.join(map(str, block))}" if isinstance(block, list) else ""
         fmt = found.block.get("fmt") or found.block.get("format") or found.block.get("quant_algo")
         lines.append(f"{found.where}: {found.method or '?'}{f' {fmt}' if fmt else ''}{size}")
     return lines
@@ -65,22 +65,29 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
         model_line(checkpoint),
-        f"source  {checkpoint.root}: {len(checkpoint.shards)} files, {len(checkpoint)} tensors, "
-        f"{format_size(plan.bytes_in)}",
-        f"output  {out or '(no folder given)'}: {len(ready.layout.files)} files, "
-        f"{len(plan.tensors)} tensors, {format_size(plan.bytes_out)}",
+        (
+            f"source  {checkpoint.root}: {len(checkpoint.shards)} files, {len(checkpoint)} tensors, "
+            f"{format_size(plan.bytes_in)}"
+        ),
+        (
+            f"output  {out or '(no folder given)'}: {len(ready.layout.files)} files, "
+            f"{len(plan.tensors)} tensors, {format_size(plan.bytes_out)}"
+        ),
         "",
         *_table(plan),
         "",
     ]
     for entry in plan.log:
         wanted = "" if entry.expected is None else f" of {entry.expected} the config leads to"
-        lines.append(f"pass    {entry.name}: {entry.matched} tensors{wanted}")
+        notes = "".join(f", {note}" for note in entry.notes)
+        lines.append(f"pass    {entry.name}: {entry.matched} {entry.what}{wanted}{notes}")
     if not plan.log:
         lines.append("pass    none: a plain copy")
     lines += _dropped(plan)
     losses = plan.losses()
-    lines.append(f"lossy   {len(losses)} step{'' if len(losses) == 1 else 's'}" + (":" if losses else ""))
+    lines.append(
+        f"lossy   {len(losses)} step{'' if len(losses) == 1 else 's'}" + (":" if losses else "")
+    )
     lines += [f"        {what} ({count} tensors)" for what, count in losses.items()]
     unknown = checkpoint.census.unknown
     if unknown:
@@ -99,11 +106,15 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
     lines += [
-        f"bytes   {plan.bytes_in} in = {plan.bytes_in - plan.bytes_dropped} used + "
-        f"{plan.bytes_dropped} dropped; {plan.bytes_out} out",
-        f"needs   {format_size(ready.share.total)} memory with {ready.share.jobs} "
-        f"job{'' if ready.share.jobs == 1 else 's'}, "
-        f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk, {_time(plan, rates)}",
+        (
+            f"bytes   {plan.bytes_in} in = {plan.bytes_in - plan.bytes_dropped} used + "
+            f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
+        ),
+        (
+            f"needs   {format_size(ready.share.total)} memory with {ready.share.jobs} "
+            f"job{'' if ready.share.jobs == 1 else 's'}, "
+            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk, {_time(plan, rates)}"
+        ),
     ]
     return "\n".join(lines)
 
@@ -130,7 +141,7 @@ def _table(plan: Plan) -> list[str]:
 
 def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
     """Outputs grouped by role and by what becomes of them."""
-    places = plan.census().places
+    places = plan.census.places
     rows: dict[tuple[str, str], _Row] = {}
     for name, output in plan.tensors.items():
         place = places.get(name)
@@ -149,7 +160,8 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
 def _becomes(output: Output) -> str:
     origins = [piece.origin for piece in output.pieces]
     if all(isinstance(origin, Source) for origin in origins):
-        return f"{output.type.dtype} as it is"
+        whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
+        return f"{output.type.dtype} {'as it is' if whole else 'rows moved'}"
     firsts = {
         origin.node.args[0].type.dtype for origin in origins if not isinstance(origin, Source)
     }
@@ -248,7 +260,9 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
 
 def dump(plan: Plan) -> str:
     """Every output with the expression it comes from, one a line."""
-    return "\n".join(f"{name}: {output.type} = {expression(output)}" for name, output in plan.tensors.items())
+    return "\n".join(
+        f"{name}: {output.type} = {expression(output)}" for name, output in plan.tensors.items()
+    )
 
 
 def expression(output: Output) -> str:
@@ -306,8 +320,10 @@ def inspect_text(checkpoint: Checkpoint) -> str:
     found = inspect_json(checkpoint)
     lines = [
         model_line(checkpoint),
-        f"{found['path']}: {found['files']} files, {found['tensors']} tensors, "
-        f"{format_size(found['bytes'])}",
+        (
+            f"{found['path']}: {found['files']} files, {found['tensors']} tensors, "
+            f"{format_size(found['bytes'])}"
+        ),
         *(f"quantized  {line}" for line in found["quantization"]),
         *_counted("dtype", found["dtypes"]),
         *_counted("role", found["roles"]),
@@ -337,5 +353,7 @@ def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:
         for name, entry in shown
     ]
     if rest:
-        lines.append(f"{label:<5} {len(rest)} more with {format_size(sum(e['bytes'] for _, e in rest))}")
+        lines.append(
+            f"{label:<5} {len(rest)} more with {format_size(sum(e['bytes'] for _, e in rest))}"
+        )
     return lines

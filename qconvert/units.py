@@ -142,9 +142,7 @@ def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:
                 write = Write(0, origin.port, start, stop, index, at)
                 writes[group].append((origin, write))
             at += stop - start
-    built = tuple(
-        step if isinstance(step, Copy) else _compute(writes[step]) for step in steps
-    )
+    built = tuple(step if isinstance(step, Copy) else _compute(writes[step]) for step in steps)
     peak = 0
     read = 0
     for made in built:
@@ -196,4 +194,3 @@ def _compute(writes: Sequence[tuple[Value, Write]]) -> Compute:
             for value, w in writes
         ),
     )
-

@@ -50,13 +50,35 @@ class Folder:
         file = self.checkpoint.root / RECEIPT
         if not file.is_file():
             return None
-        try:
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        except ValueError as error:
-            raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
-        if any(not isinstance(line, dict) for line in lines):
-            raise CheckpointError(f"{file}: every line must be a JSON object")
+        lines = []
+        for number, raw in enumerate(file.read_bytes().splitlines(), 1):
+            try:
+                line = json.loads(raw)
+            except ValueError as error:
+                raise CheckpointError(f"{file}:{number}: is not valid JSON: {error}") from error
+            if not _is_receipt_line(line):
+                raise CheckpointError(f"{file}:{number}: is no receipt of a tensor or file")
+            lines.append(line)
         return tuple(lines)
+
+
+_OF_TENSORS: Mapping[str, type] = {
+    "name": str, "dtype": str, "shape": list, "file": str, "offset": int, "nbytes": int,
+    "xxh3": str, "sources": list,
+}  # fmt: skip
+_OF_FILES: Mapping[str, type] = {"file": str, "nbytes": int}
+_OF_SOURCES: Mapping[str, type] = {"name": str, "start": int, "stop": int, "xxh3": str}
+
+
+def _has(line: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(line, dict) and all(isinstance(line.get(k), t) for k, t in kinds.items())
+
+
+def _is_receipt_line(line: Any) -> bool:
+    """Whether validators may rely on a line's keys; what they say is for the rules to judge."""
+    if not isinstance(line, dict) or "name" not in line:
+        return _has(line, _OF_FILES)
+    return _has(line, _OF_TENSORS) and all(_has(part, _OF_SOURCES) for part in line["sources"])
 
 
 class Validator(Protocol):
@@ -111,6 +133,8 @@ def validate_folder(out: Path, against: str | None = None, *, full: bool = False
     source = Checkpoint.open(against) if against is not None else None
     try:
         folder = Folder(Checkpoint.open(out), source)
+        # Read now: what validators rest on, and what may be broken.
+        _ = folder.checkpoint.manifest, folder.checkpoint.quantization_configs
         have: set[Need] = set()
         if source is not None:
             have.add("source")

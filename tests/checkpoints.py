@@ -13,7 +13,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +149,7 @@ def shard_name(number: int, shards: int = 2) -> str:
 
 
 def fp8_moe(**config: Any) -> Model:
-    """A Qwen3-MoE of two layers and two experts with block-FP8 weights; keywords go to its config."""
+    """A Qwen3-MoE of two layers and two experts, block FP8; keywords go to its config."""
     settings = {
         "model_type": "qwen3_moe",
         "hidden_size": HIDDEN,
@@ -269,30 +268,11 @@ def run_cli(*arguments: str | Path) -> Result:
 
 
 def convert(command: str, source: Path, out: Path, *more: str) -> Result:
-    """A conversion in this process, which must succeed."""
-    arguments = [*(["run", command] if command != "dequant" else [command]), source, out]
-    result = run_cli(*arguments, "--jobs", "1", *more)
+    """A conversion in this process, by `dequant` or a recipe's name, which must succeed."""
+    words = ["run", command] if command != "dequant" else [command]
+    result = run_cli(*words, source, out, "--jobs", "1", *more)
     assert result.code == 0, result.err
     return result
-
-
-@cache
-def _masters(root: Path) -> dict[str, Path]:
-    """Conversions that several tests start from, made once; see `converted`."""
-    return {}
-
-
-def converted(root: Path, command: str = "dequant", *more: str) -> tuple[Path, Path]:
-    """The FP8 sample and what a command made of it, once for each `root` and command. Copy before
-    changing them: see `copied`."""
-    key = " ".join((command, *more))
-    made = _masters(root)
-    if key not in made:
-        folder = root / f"master-{len(made)}"
-        source = fp8_moe().write(folder / "source")
-        convert(command, source, folder / "out", *more)
-        made[key] = folder
-    return made[key] / "source", made[key] / "out"
 
 
 def copied(folder: Path, to: Path) -> Path:

@@ -14,7 +14,7 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qconvert.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
@@ -126,12 +126,14 @@ def write_small(folder: Path) -> Path:
 
 # Cuts the small checkpoint's output into four files; the default leaves it in one.
 SHARD_BYTES = 150_000
-SHARD_SIZES = {"sharded": SHARD_BYTES, "single": 5_000_000_000}
+SHARD_SIZES = {"sharded": SHARD_BYTES, "single": 5_000_000_000, "linked": 5_000_000_000}
 
 
 def options(kind: str) -> Options:
-    """Every unit committed by itself, into several files or into one."""
-    return Options(jobs=1, commit_bytes=1, max_shard_size=SHARD_SIZES[kind])
+    """Every unit committed by itself, into several files, or into one, or into one beside a hard
+    link to one of the source's."""
+    near = Path() if kind == "linked" else None
+    return Options(jobs=1, commit_bytes=1, max_shard_size=SHARD_SIZES[kind], link_near=near)
 
 
 def plan_of(source: Path) -> Plan:
@@ -139,9 +141,17 @@ def plan_of(source: Path) -> Plan:
     return run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
 
 
+def copy_of(source: Path) -> Plan:
+    """Everything as it is; the first file may be linked."""
+    return replace(Plan.identity(Checkpoint.open(source)), linkable=(0,)).check()
+
+
 def convert(source: Path, out: Path, how: Options, files: Files | None = None) -> None:
-    """Plan and run."""
-    execute(plan_of(source), out, how, files=files)
+    """Plan and run. Options that ask for links get a plan that has some."""
+    if how.link_near is None:
+        execute(plan_of(source), out, how, files=files)
+    else:
+        execute(copy_of(source), out, replace(how, link_near=out), files=files)
 
 
 # --- questions --------------------------------------------------------------------------------
@@ -167,11 +177,7 @@ def differing(a: Tree, b: Tree) -> list[str]:
 def check_visible(out: Path, wanted: Tree) -> bool:
     """Whatever can be seen in OUT has its final bytes, and with the file that makes a folder a
     checkpoint everything is there. Returns whether it is."""
-    seen = {
-        name: data
-        for name, data in tree(out).items()
-        if name.partition("/")[0] != WORK_DIR
-    }
+    seen = {name: data for name, data in tree(out).items() if name.partition("/")[0] != WORK_DIR}
     wrong = [name for name, data in seen.items() if wanted.get(name) != data]
     assert not wrong, f"half-made files are in sight: {wrong}"
     commit = INDEX if INDEX in wanted else SINGLE
@@ -238,6 +244,10 @@ class Stepping(Files):
     def rename(self, old: Path, new: Path) -> None:
         with self._around("rename"):
             super().rename(old, new)
+
+    def link(self, old: Path, new: Path) -> None:
+        with self._around("link"):
+            super().link(old, new)
 
     def remove(self, path: Path) -> None:
         with self._around("remove"):
@@ -399,6 +409,12 @@ class PowerFiles(Files):
         self._step()
         super().rename(old, new)
         self._name(_NameChange(new, self._inode(old), old))
+
+    def link(self, old: Path, new: Path) -> None:
+        self._step()
+        super().link(old, new)
+        # The file itself has long been on the disk. What came after would be a change of it.
+        self._name(_NameChange(new, _Inode(old.read_bytes())))
 
     def remove(self, path: Path) -> None:
         self._step()

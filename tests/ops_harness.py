@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from qconvert.graph import Buffer, Op, whole
@@ -18,15 +19,15 @@ def buffer(kind: TensorType, data: bytes) -> Buffer:
 
 def run_op(
     op: Op, ins: Sequence[Buffer], limit: int | None = None
-) -> tuple[list[bytes], list[str]]:
-    """Results as bytes, and remarks. With `limit` in parts of that size, checking that parts cover
-    every result once, in ascending order, that the first is the largest, and that nothing is
-    written beyond the buffers the op declared."""
+) -> tuple[list[bytes], Counter[str]]:
+    """Results as bytes, and the counts of remarks. With `limit` in parts of that size, checking that
+    parts cover every result once, in ascending order, that the first is the largest, and that
+    nothing is written beyond the buffers the op declared."""
     types = [b.type for b in ins]
     inferred = op.infer(*types)
     parts = [whole(op, types)] if limit is None else list(op.parts(limit, *types))
     results = [bytearray() for _ in inferred]
-    remarks: list[str] = []
+    remarks: Counter[str] = Counter()
     sizes = []
     for part in parts:
         slices = [
@@ -41,7 +42,7 @@ def run_op(
         ]
         need = op.scratch(*(kind for _, kind in part.args))
         scratch = bytearray(need) + bytearray(_GUARD)
-        remarks += op.run(slices, outs, memoryview(scratch)[:need])
+        remarks.update(op.run(slices, outs, memoryview(scratch)[:need]))
         assert bytes(scratch[need:]) == _GUARD
         sizes.append(sum(b.type.nbytes for b in [*slices, *outs]) + need)
         for result, raw, (at, kind) in zip(results, guarded, part.outs, strict=True):

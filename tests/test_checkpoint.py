@@ -216,10 +216,15 @@ DENIED = {
     "state.PKL": b"",
     "model.safetensors.incomplete": b"",
     ".gitattributes": b"*.bin lfs",
-    "qconvert.json": b"{}",
     "qconvert.receipt.jsonl": b"",
 }
-SHUT = {".git/config": b"[core]", ".cache/huggingface/x.lock": b"", "a/__pycache__/m.pyc": b""}
+SHUT = {
+    "b/.git": b"gitdir: x",
+    ".qconvert": b"a file",
+    ".git/config": b"[core]",
+    ".cache/huggingface/x.lock": b"",
+    "a/__pycache__/m.pyc": b"",
+}
 
 
 def test_side_files_by_deny_list(tmp_path: Path) -> None:
@@ -229,7 +234,9 @@ def test_side_files_by_deny_list(tmp_path: Path) -> None:
     source = model.write(tmp_path / "source")
     found = Checkpoint.open(source)
     assert set(found.side_files) == set(KEPT)
-    assert set(found.denied_files) == set(DENIED) | {".git/", ".cache/", "a/__pycache__/"}
+    assert set(found.denied_files) == set(DENIED) | {
+        "b/.git", ".qconvert", ".git/", ".cache/", "a/__pycache__/",
+    }  # fmt: skip
     convert("dequant", source, tmp_path / "out")
     made = tree(tmp_path / "out")
     assert {name: made[name] for name in KEPT} == KEPT

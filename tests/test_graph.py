@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ def test_any_cut_joined_again_is_the_same_bytes(
     source = Source("a", TensorType(dtype, (rows, columns)), 0, 0)
     data = {"a": bytes(i % 251 for i in range(source.type.nbytes))}
     edges = sorted({0, rows, *(c for c in cuts if c <= rows)})
-    parts = [source.rows(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [source.rows(a, b) for a, b in itertools.pairwise(edges)]
     assert concat(parts) == source.output
     backwards = concat(parts[::-1])
     assert materialize(backwards, data) == b"".join(materialize(p, data) for p in parts[::-1])
@@ -92,7 +94,13 @@ def test_results_can_be_cut_like_sources() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "nbytes"),
-    [("F4", (2, 3), 3), ("F6_E2M3", (4,), 3), ("BF16", (), 2), ("I64", (0, 5), 0), ("C64", (2,), 16)],
+    [
+        ("F4", (2, 3), 3),
+        ("F6_E2M3", (4,), 3),
+        ("BF16", (), 2),
+        ("I64", (0, 5), 0),
+        ("C64", (2,), 16),
+    ],
 )
 def test_sizes(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
     assert TensorType(dtype, shape).nbytes == nbytes

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from checkpoints import BITS, edit_header_text, read_shard, tensor, write_shard
+from checkpoints import BITS, edit_header, edit_header_text, read_shard, tensor, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +78,7 @@ def tensor_types(draw: st.DrawFn) -> TensorType:
 
 
 # Half surrogates are no text; everything else may stand in a name.
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
 @settings(deadline=None, max_examples=150)
@@ -118,11 +120,14 @@ def test_a_damaged_header_is_refused_or_says_the_same(data: st.DataObject) -> No
     with TemporaryDirectory() as folder:
         file = Path(folder, "x.safetensors")
         file.write_bytes(damaged)
+        refusal, header = "", None
         try:
             header = read_header(file)
         except CheckpointError as error:
-            assert str(file) in str(error)
-            return
+            refusal = str(error)
+    if header is None:
+        assert refusal.startswith(str(file))
+        return
     assert sum(entry.type.nbytes for entry in header.entries) == 14
     assert all(
         header.data_start <= entry.offset <= header.file_size - entry.type.nbytes
@@ -146,7 +151,9 @@ def test_a_header_may_have_any_order_and_spaces_around_it(tmp_path: Path) -> Non
 def test_an_empty_tensor_may_stand_anywhere(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     empty = tensor("BF16", 0, 4)
-    write_shard(file, {"a": empty, "b": tensor("U8", 3), "c": empty, "d": tensor("U8", 1), "e": empty})
+    write_shard(
+        file, {"a": empty, "b": tensor("U8", 3), "c": empty, "d": tensor("U8", 1), "e": empty}
+    )
     header = read_header(file)
     start = header.data_start
     assert {entry.name: entry.offset - start for entry in header.entries} == {
@@ -170,7 +177,7 @@ def test_a_shape_of_half_bytes_is_no_type() -> None:
     assert TensorType("F6_E2M3", (4,)).nbytes == 3
 
 
-# --- The library -----------------------------------------------------------------------------------
+# --- The library ---------------------------------------------------------------------------------
 
 # safetensors' name of a dtype, and torch's.
 TORCH_DTYPES = {
@@ -179,7 +186,12 @@ TORCH_DTYPES = {
     "I16": "int16", "F32": "float32", "I32": "int32", "F64": "float64", "I64": "int64",
     "C64": "complex64",
 }  # fmt: skip
-SHAPES: dict[str, tuple[int, ...]] = {"scalar": (), "empty": (0, 3), "matrix": (2, 3), "cube": (2, 1, 2)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "empty": (0, 3),
+    "matrix": (2, 3),
+    "cube": (2, 1, 2),
+}
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
@@ -248,9 +260,12 @@ def test_the_library_refuses_what_we_refuse(tmp_path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     file = tmp_path / "x.safetensors"
-    for change in ({"data_offsets": [1, 4]}, {"data_offsets": [0, 2]}, {"shape": [4]}):
+    changes: list[dict[str, Any]] = [
+        {"data_offsets": [1, 4]}, {"data_offsets": [0, 2]}, {"shape": [4]},
+    ]  # fmt: skip
+    for change in changes:
         write_shard(file, {"a": tensor("U8", 3)})
-        edit_header_text(file, lambda text, change=change: _changed(text, change))
+        edit_header(file, partial(_change, change=change))
         with pytest.raises(SafetensorError):
             safe_open(file, framework="np")
         with pytest.raises(CheckpointError):
@@ -264,10 +279,8 @@ def test_the_library_refuses_what_we_refuse(tmp_path: Path) -> None:
         read_header(file)
 
 
-def _changed(text: bytes, change: dict[str, Any]) -> bytes:
-    table = json.loads(text)
+def _change(table: dict[str, Any], change: Mapping[str, Any]) -> None:
     table["a"].update(change)
-    return json.dumps(table).encode()
 
 
 def test_the_test_writer_is_sound(tmp_path: Path) -> None:

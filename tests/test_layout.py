@@ -16,7 +16,9 @@ from qconvert.spec import DTYPE_BITS, TensorType
 DTYPES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits >= 8)
 
 
-def rows_of(output: Output, sources: dict[str, np.ndarray[tuple[int, int], np.dtype[np.uint8]]]) -> bytes:
+def rows_of(
+    output: Output, sources: dict[str, np.ndarray[tuple[int, int], np.dtype[np.uint8]]]
+) -> bytes:
     found = b""
     for origin, start, stop in output.pieces:
         assert isinstance(origin, Source)
@@ -82,7 +84,7 @@ def test_interleaved_is_how_qwen3_next_reads_it() -> None:
     )
     fused = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, hidden)
     view = fused.view(nk, 2 * dk + 2 * r * dv, hidden)
-    found = view.split([dk, dk, r * dv, r * dv], dim=1)
+    found = torch.split(view, [dk, dk, r * dv, r * dv], dim=1)
     for piece, whole in zip(found, (q, k, v, z), strict=True):
         assert torch.equal(piece.reshape(whole.shape), whole)
 

@@ -22,9 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         cwd=_ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     names = [name for name in listed.stdout.splitlines() if (_ROOT / name).exists()]
-    subprocess.run(
-        ["tar", "-cf", str(folder / "tree.tar"), *names], cwd=_ROOT, check=True
-    )
+    subprocess.run(["tar", "-cf", str(folder / "tree.tar"), *names], cwd=_ROOT, check=True)
     tree = folder / "tree"
     tree.mkdir()
     subprocess.run(["tar", "-xf", str(folder / "tree.tar"), "-C", str(tree)], check=True)

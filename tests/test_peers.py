@@ -24,16 +24,26 @@ from qconvert.sample import heavy_tailed, quantize_block_fp8, write_sample
 
 pytestmark = pytest.mark.peer
 
+# Its config and auto classes are typed for humans, not for mypy.
+hf: Any = transformers
+
 Tensors = dict[str, torch.Tensor]
 
 # Of the linear layers, what the published FP8 releases leave in bf16.
-_UNQUANTIZED = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b")
+_UNQUANTIZED = (
+    "embed_tokens",
+    "lm_head",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "in_proj_a",
+    "in_proj_b",
+)
 _LINEAR_ROWS = 8  # a bias or norm has one dimension; anything smaller than this is not quantized
 
 
 def deepseek_v3() -> Any:
     """Two dense-then-MoE layers with ragged rows: kv_a has 32 + 16 = 48, q_a 40."""
-    return transformers.DeepseekV3Config(
+    return hf.DeepseekV3Config(
         vocab_size=300, hidden_size=192, intermediate_size=320, moe_intermediate_size=160,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=40,
@@ -44,7 +54,7 @@ def deepseek_v3() -> Any:
 
 def qwen3_5_moe() -> Any:
     """A period of linear and full attention, with columns that are no multiple of 128."""
-    return transformers.Qwen3_5MoeTextConfig(
+    return hf.Qwen3_5MoeTextConfig(
         vocab_size=300, hidden_size=200, moe_intermediate_size=72, num_hidden_layers=4,
         shared_expert_intermediate_size=72, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, num_experts=6, num_experts_per_tok=2, linear_num_key_heads=2,
@@ -85,7 +95,7 @@ def block_quantize(folder: Path, source: Path, block: int) -> Tensors:
 
 def logits(folder: Path) -> torch.Tensor:
     """The model's logits for fixed tokens; every key must be there and none unexpected."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, told = hf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
     assert not told["missing_keys"]
@@ -102,7 +112,7 @@ def test_transformers_computes_the_reference_logits(
     make_config: Callable[[], Any], block: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make_config(), dtype=torch.bfloat16)
+    model = hf.AutoModelForCausalLM.from_config(make_config(), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -134,7 +144,7 @@ def test_transformers_loads_the_demo(tmp_path: Path) -> None:
     write_sample(tmp_path / "fp8")
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path / "fp8")), (Dequant(),))
     execute(plan, tmp_path / "out", Options(jobs=1))
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, told = hf.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not told["missing_keys"]

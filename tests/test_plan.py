@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -169,7 +170,9 @@ def test_a_missing_layer_is_named() -> None:
     found = headers.load("qwen3-30b-a3b-fp8")
     lost = {f"model.layers.35.self_attn.o_proj.weight{s}" for s in ("", "_scale_inv")}
     rest = {name: kind for name, kind in found.tensors.items() if name not in lost}
-    with pytest.raises(PlanError, match=r"dequant: 'model\.layers\.35\.self_attn\.o_proj\.weight' is"):
+    with pytest.raises(
+        PlanError, match=r"dequant: 'model\.layers\.35\.self_attn\.o_proj\.weight' is"
+    ):
         run_passes(Plan.identity(checkpoint(rest, found.config)), (Dequant(),))
 
 
@@ -248,8 +251,8 @@ def test_compressed_tensors_configs() -> None:
         "a.weight_scale": TensorType("BF16", (192, 1)),
     }
     run_passes(Plan.identity(checkpoint(channel, compressed_tensors("channel"))), (Dequant(),))
+    config = compressed_tensors("channel", num_bits=4, type="int")
     with pytest.raises(PlanError, match="4-bit int"):
-        config = compressed_tensors("channel", num_bits=4, type="int")
         run_passes(Plan.identity(checkpoint(channel, config)), (Dequant(),))
 
 
@@ -266,8 +269,8 @@ def test_nested_and_disagreeing_quantization_blocks() -> None:
     plan = run_passes(Plan.identity(checkpoint(fp8(128, 128), nested)), (Dequant(),))
     assert plan.config == {"model_type": ANY, "text_config": {"hidden_size": 8}}
     stale = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
+    other = {**FP8_BLOCKS, "text_config": stale}
     with pytest.raises(PlanError, match="disagree on the weight block"):
-        other = {**FP8_BLOCKS, "text_config": stale}
         run_passes(Plan.identity(checkpoint(fp8(128, 128), other)), (Dequant(),))
 
 
@@ -342,7 +345,9 @@ def test_every_output_byte_is_written_once() -> None:
         spans = []
         for step in unit.steps:
             if isinstance(step, Copy):
-                found = [(step.at, step.at + step.stop - step.start)] if step.output == index else []
+                found = (
+                    [(step.at, step.at + step.stop - step.start)] if step.output == index else []
+                )
             else:
                 writes = [w for w in step.writes if w.output == index]
                 found = [(w.at, w.at + w.stop - w.start) for w in writes]
@@ -350,7 +355,7 @@ def test_every_output_byte_is_written_once() -> None:
         spans.sort()
         assert spans[0][0] == 0
         assert spans[-1][1] == output.type.nbytes
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     assert sum(isinstance(step, Compute) for step in unit.steps) == 1, "computed once"
 
 
@@ -364,7 +369,9 @@ def test_fingerprint_tells_plans_apart() -> None:
         replace(converted, side_files=("a",)),
         replace(converted, config={**converted.config, "b": 1}),
         Plan.identity(replace(base, header_digest="1" * 64)),
-        Plan.identity(checkpoint(fp8(256, 256), {**FP8_BLOCKS, "quantization_config": other_block})),
+        Plan.identity(
+            checkpoint(fp8(256, 256), {**FP8_BLOCKS, "quantization_config": other_block})
+        ),
     ]
     found = [plan.fingerprint() for plan in variants]
     assert len(set(found)) == len(found)
@@ -385,4 +392,3 @@ def test_the_log_keeps_what_passes_did() -> None:
     entry = LogEntry("x", "X()", 1, None)
     assert plan.logged(entry, facts={"layout": "y"}).log == (entry,)
     assert plan.logged(entry, facts={"layout": "y"}).facts == {"layout": "y"}
-

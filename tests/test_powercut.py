@@ -122,7 +122,7 @@ class _NeverSyncsNames(PowerFiles):
 def test_missing_syncs_are_noticed(
     source: Path, kind: str, wanted: Tree, tmp_path: Path, careless: Maker
 ) -> None:
-    """The harness itself: where syncs do nothing, some cut must lead to wrong bytes or a refusal."""
+    """The harness itself: where syncs do nothing, some cut must make wrong bytes or a refusal."""
     root = tmp_path / "disk"
     count = _operations(source, kind, root)
     broken = 0

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from qconvert.checkpoint import RECEIPT
+from qconvert.checkpoint import RECEIPT, Checkpoint
 from qconvert.validation import Finding, Folder, Need
 
 
@@ -39,6 +40,7 @@ class ReceiptHolds:
             said = (line["dtype"], line["shape"], line["file"], line["offset"])
             if real != said:
                 yield Finding("QC021", "error", name, f"receipt says {said}, header says {real}")
+        yield from _strays(checkpoint, {line["file"] for line in lines if "name" not in line})
         for line in lines:
             if "name" in line:
                 continue
@@ -50,6 +52,17 @@ class ReceiptHolds:
                     "QC021", "error", line["file"],
                     f"has {file.stat().st_size} bytes, the receipt says {line['nbytes']}",
                 )  # fmt: skip
+
+
+def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
+    """Files nobody has accounted for. Runtimes glob for shards, so a stray one is an error."""
+    for file in (*checkpoint.side_files, *checkpoint.denied_files):
+        if file in known or file == RECEIPT or file.endswith("/"):
+            continue
+        severity: Literal["error", "warning"] = (
+            "error" if file.endswith(".safetensors") else "warning"
+        )
+        yield Finding("QC020", severity, file, f"is not in {RECEIPT}")
 
 
 VALIDATOR = ReceiptHolds()

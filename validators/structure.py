@@ -9,11 +9,12 @@ QC014 embeddings are tied by the config and differ in type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qconvert.checkpoint import INDEX
-from qconvert.names import scale_candidates, weight_candidates
+from qconvert.names import parse, scale_candidates, weight_candidates
 from qconvert.validation import Finding, Folder, Need
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -51,7 +52,8 @@ def _scales(folder: Folder) -> Iterator[Finding]:
         if source.type.dtype in _FP8 and not weights:
             scales = scale_candidates(name)
             if not any(scale in names for scale in scales):
-                yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(scales)})")
+                tried = " or ".join(scales)
+                yield Finding("QC011", "error", name, f"FP8 without a scale ({tried})")
 
 
 def _quantization(folder: Folder) -> Iterator[Finding]:
@@ -75,7 +77,10 @@ def _quantization(folder: Folder) -> Iterator[Finding]:
 
 def _family(folder: Folder) -> Iterator[Finding]:
     census = folder.checkpoint.census
+    stage = (folder.checkpoint.manifest or {}).get("stage")
     for name in census.absent():
+        if stage is not None and not _of_stage(name, stage):
+            continue
         yield Finding(
             "QC013", "error", name, f"missing: family {census.family.name} requires it by config"
         )
@@ -83,6 +88,17 @@ def _family(folder: Folder) -> Iterator[Finding]:
         names = [n for role in census.family.tied if (n := census.named(role)) is not None]
         if len({folder.checkpoint[name].type for name in names}) > 1:
             yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
+
+
+def _of_stage(name: str, stage: Mapping[str, Any]) -> bool:
+    """Whether a pipeline stage must hold a tensor: its layers; embeddings in the first stage; the
+    final norm and the head in the last."""
+    layer = parse(name).layer
+    if layer is not None:
+        first, stop = stage["layers"]
+        return bool(first <= layer < stop)
+    wanted = 0 if "embed_tokens" in name else stage["of"] - 1
+    return bool(stage["number"] == wanted)
 
 
 VALIDATOR = Structure()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from qconvert.commands.options import SOURCE
+from qconvert.commands.options import SOURCE, Folder
 
 _FINDINGS = 3
 
 
 @click.command()
 @SOURCE
-@click.option("--tensors", metavar="PATTERN", help="List the tensors whose names fit, e.g. '*.61.*'.")
+@click.option("--tensors", metavar="PATTERN", help="List tensors whose names fit, e.g. '*.61.*'.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def inspect(source: str, tensors: str | None, as_json: bool) -> None:
     """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
@@ -80,7 +80,7 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=Folder())
 @click.option("--against", metavar="SRC", help="The source it was made from.")
 @click.option(
     "--level",

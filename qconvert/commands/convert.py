@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -12,9 +12,10 @@ import click
 from qconvert.commands.options import OUT, SOURCE, Size
 
 if TYPE_CHECKING:
+    from qconvert.checkpoint import Checkpoint
     from qconvert.plan import Pass, Plan
     from qconvert.recipe import Recipe
-    from qconvert.run.executor import Prepared
+    from qconvert.run.executor import Options, Prepared
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,13 +55,13 @@ _PLANNING: Callable[[F], F] = _stacked(
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout."),
 )  # fmt: skip
-_RUNNING: Callable[[F], F] = _stacked(
+RUNNING: Callable[[F], F] = _stacked(
     _PLANNING,
     click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
 )
-_CONVERSION: Callable[[F], F] = _stacked(
-    _RUNNING,
+CONVERSION: Callable[[F], F] = _stacked(
+    RUNNING,
     click.option(
         "--print-recipe", is_flag=True, help="Print this command as a YAML recipe and stop."
     ),
@@ -106,7 +107,7 @@ def plan(
 @click.argument("recipe")
 @SOURCE
 @OUT
-@_RUNNING
+@RUNNING
 def run(recipe: str, source: str, out: Path, **options: Unpack[RunOptions]) -> None:
     """Carry out RECIPE on SRC into the folder OUT.
 
@@ -127,7 +128,7 @@ def run(recipe: str, source: str, out: Path, **options: Unpack[RunOptions]) -> N
 @SOURCE
 @OUT
 @click.option("--drop-mtp", is_flag=True, help="Leave the MTP (draft) layers out.")
-@_CONVERSION
+@CONVERSION
 def dequant(source: str, out: Path, drop_mtp: bool, **options: Unpack[RunOptions]) -> None:
     """Turn the FP8 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
 
@@ -147,48 +148,161 @@ def dequant(source: str, out: Path, drop_mtp: bool, **options: Unpack[RunOptions
     convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
 
 
-def convert(recipe: Recipe, source: str, out: Path | None, options: RunOptions) -> None:
+def convert(
+    recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
+) -> None:
     """Plan a recipe and, unless it is a dry run, carry it out, telling the user."""
     if options["print_recipe"]:
         click.echo(recipe.to_yaml(), nl=False)
         return
-    from qconvert.checkpoint import Checkpoint
-    from qconvert.plan import Plan, run_passes
-    from qconvert.run.executor import Options, prepare
-    from qconvert.run.shards import DEFAULT_SHARD_BYTES
+    from qconvert.run.executor import prepare
 
-    start = Plan.identity(Checkpoint.open(source))
-    if options["dump_after"] is not None:
-        click.echo(_dump(start, recipe, options["dump_after"]))
+    planned = _planned(recipe, source, out, options)
+    if planned is None:
         return
-    planned = run_passes(start, recipe.passes)
-    shard_size = options["max_shard_size"] or recipe.max_shard_size or DEFAULT_SHARD_BYTES
-    ready = prepare(
-        planned, Options(options["memory"], options["jobs"], shard_size, options["sha256"])
-    )
+    ready = prepare(planned, _run_options(recipe, options))
     _show_plan(ready, out, options)
     if not options["dry_run"]:
         assert out is not None
         _carry_out(ready, out, options["as_json"])
 
 
-def _dump(start: Plan, recipe: Recipe, wanted: str) -> str:
+def convert_stages(
+    recipe: Recipe,
+    source: str,
+    out: Path,
+    pp: str,
+    runtime: str | None,
+    options: RunOptions,
+    *,
+    link: bool,
+) -> None:
+    """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
+    from dataclasses import replace
+
+    from qconvert.report import model_line
+    from qconvert.run.executor import prepare
+    from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
+
+    planned = _planned(recipe, source, out, options)
+    if planned is None:
+        return
+    known: Runtime | None = check_runtime(runtime)
+    partition = partition_of(pp, planned.census.dims.num_layers, known)
+    run_options = _run_options(recipe, options)
+    stages = []
+    for plan in split_plan(planned, partition, known):
+        folder = out / plan.facts["stage"]["folder"]
+        near = folder if link else None
+        stages.append((folder, prepare(plan.check(), replace(run_options, link_near=near))))
+    sizes = ",".join(map(str, partition))
+    variables = [VARIABLE[known]] if known else list(VARIABLE.values())
+    settings = [f"{variable}={sizes}" for variable in variables]
+    if options["as_json"]:
+        click.echo(json.dumps(_stages_json(stages, partition, settings), indent=2))
+    else:
+        click.echo(model_line(planned.checkpoint), err=not options["dry_run"])
+        _show_stages(stages, err=not options["dry_run"])
+    if not options["dry_run"]:
+        for folder, ready in stages:
+            _carry_out(ready, folder, as_json=False, quiet=options["as_json"])
+    if not options["as_json"]:
+        click.echo("set " + " or ".join(settings))
+
+
+def _stages_json(
+    stages: list[tuple[Path, Prepared]], partition: Sequence[int], settings: list[str]
+) -> dict[str, Any]:
+    return {
+        "partition": list(partition),
+        "environment": settings,
+        "stages": [
+            {
+                "folder": str(folder),
+                "layers": ready.plan.facts["stage"]["layers"],
+                "tensors": len(ready.plan.tensors),
+                "bytes": ready.plan.bytes_out,
+                "linked_files": sum(file.link is not None for file in ready.layout.files),
+                "files": len(ready.layout.files),
+            }
+            for folder, ready in stages
+        ],
+    }
+
+
+def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
+    from qconvert.recipe import format_size
+
+    for folder, ready in stages:
+        first, stop = ready.plan.facts["stage"]["layers"]
+        linked = sum(file.link is not None for file in ready.layout.files)
+        click.echo(
+            f"{folder.name}  layers {first}-{stop - 1}  {len(ready.plan.tensors)} tensors, "
+            f"{format_size(ready.plan.bytes_out)}, {len(ready.layout.files)} files, "
+            f"{linked} of them hard links",
+            err=err,
+        )
+
+
+def _planned(
+    recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
+) -> Plan | None:
+    """The recipe's plan, or None where only a dump of it was wanted."""
+    from qconvert.checkpoint import Checkpoint
+    from qconvert.plan import Plan, run_passes
+    from qconvert.run.workspace import check_apart
+
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    if out is not None:
+        check_apart(out, checkpoint)
+    start = Plan.identity(checkpoint)
+    if options["dump_after"] is not None:
+        _dump(_plan_after(start, recipe, options["dump_after"]), options["as_json"])
+        return None
+    return run_passes(start, recipe.passes)
+
+
+def _run_options(recipe: Recipe, options: RunOptions) -> Options:
+    from qconvert.run.executor import Options
+    from qconvert.run.shards import DEFAULT_SHARD_BYTES
+
+    shard_size = options["max_shard_size"] or recipe.max_shard_size or DEFAULT_SHARD_BYTES
+    return Options(options["memory"], options["jobs"], shard_size, options["sha256"])
+
+
+def _dump(plan: Plan, as_json: bool) -> None:
+    from qconvert.report import dump, expression
+
+    if as_json:
+        listed = {
+            name: {
+                "dtype": output.type.dtype,
+                "shape": list(output.type.shape),
+                "from": expression(output),
+            }
+            for name, output in plan.tensors.items()
+        }
+        click.echo(json.dumps(listed, indent=2))
+    else:
+        click.echo(dump(plan))
+
+
+def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
     from qconvert.errors import RecipeError
     from qconvert.plan import run_passes
-    from qconvert.report import dump
 
     names = [step.name for step in recipe.passes]
     if wanted == "source":
-        return dump(start)
+        return start
     if wanted == "end":
-        return dump(run_passes(start, recipe.passes))
+        return run_passes(start, recipe.passes)
     if wanted not in names:
         known = ", ".join(["source", *names, "end"])
         raise RecipeError(f"--dump-after {wanted}: the recipe has no such pass; choose of {known}")
     plan = start
     for step in recipe.passes[: names.index(wanted) + 1]:
         plan = step(plan)
-    return dump(plan)
+    return plan
 
 
 def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
@@ -207,7 +321,7 @@ def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
         click.echo(text, err=not options["dry_run"])
 
 
-def _carry_out(ready: Prepared, out: Path, as_json: bool) -> None:
+def _carry_out(ready: Prepared, out: Path, as_json: bool, quiet: bool = False) -> None:
     import time
 
     from qconvert.commands.progress import Bar
@@ -220,6 +334,8 @@ def _carry_out(ready: Prepared, out: Path, as_json: bool) -> None:
     seconds = time.monotonic() - begin
     for remark in receipt.remarks:
         click.echo(f"remark  {remark}", err=True)
+    if quiet:
+        return
     if as_json:
         summary = {
             "out": str(out), "fingerprint": receipt.fingerprint, "files": list(receipt.files),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
+from qconvert.commands.options import OUT, Folder
+
 
 @click.group()
 def recipes() -> None:
-    """List and show the recipes that come with qconvert."""
+    """List and show the recipes that come with qconvert.
+
+    \b
+    Examples:
+      qconvert recipes list
+      qconvert recipes show dequant-fp8 > mine.yaml
+    """
 
 
 @recipes.command("list")
@@ -26,8 +35,8 @@ def list_recipes() -> None:
     width = max(map(len, found))
     for name, text in found.items():
         comment = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
-        first = " ".join(comment).partition(". ")[0].rstrip(".")
-        click.echo(f"{name:<{width}}  {first}")
+        served = re.split(r"[.:;](?: |$)", " ".join(comment))[0]
+        click.echo(f"{name:<{width}}  {served}")
 
 
 @recipes.command("show")
@@ -49,7 +58,7 @@ def show_recipe(name: str) -> None:
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@OUT
 def clean(out: Path) -> None:
     """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone.
 
@@ -64,11 +73,11 @@ def clean(out: Path) -> None:
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.argument("folder", required=False, type=Folder())
 def demo(folder: Path | None) -> None:
-    """Make a small block-FP8 Qwen3.5-MoE checkpoint, dequantize it, and validate the result.
+    """Make a small block-FP8 Qwen3.5-MoE checkpoint, fuse it for sglang, dequantize it, validate.
 
-    FOLDER (new or empty) keeps the source and the result; without it both are removed again.
+    FOLDER (new or empty) keeps the files; without it they are removed again.
 
     \b
     Examples:

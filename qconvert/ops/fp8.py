@@ -11,7 +11,7 @@ Per-channel scales are the block (1, K) and per-tensor scales the block (N, K): 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -109,7 +109,7 @@ class DequantFp8:
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Sequence[str]:
+    ) -> Mapping[str, int]:
         import torch
 
         weight, scale = ins
@@ -155,7 +155,7 @@ class DequantFp8:
             nan_codes += int(decoded.isnan().sum())
             _scale_columns(decoded, span_scale / _BIAS if fast else span_scale, self.block[1])
             target[start:stop].copy_(decoded)
-        return [f"{nan_codes} NaN codes"] if nan_codes else []
+        return {"NaN codes": nan_codes} if nan_codes else {}
 
 
 def _torch_fp8(dtype: str) -> torch.dtype:

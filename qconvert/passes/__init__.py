@@ -1,4 +1,4 @@
-"""Passes: pure functions from plan to plan, one a file, found by file under the name `PASS`."""
+"""Passes: pure functions from plan to plan, found by file: a module's `PASSES` are its passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qconvert.plan import Pass
 
 def passes() -> dict[str, type[Pass]]:
     """Every pass by its recipe name. An import error is fatal and names the file."""
-    found = (
-        getattr(module, "PASS", None) for module in discover("qconvert.passes")
-    )
-    return {step.name: step for step in found if step is not None}
+    found: list[type[Pass]] = [
+        step for module in discover("qconvert.passes") for step in module.PASSES
+    ]
+    return {step.name: step for step in found}

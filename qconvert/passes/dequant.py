@@ -6,17 +6,18 @@ is silently wrong for hundreds of ragged row counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
-from qconvert.checkpoint import Checkpoint, QuantConfig, without_quantization
+from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
 from qconvert.graph import Output, apply
 from qconvert.names import scale_candidates, weight_candidates
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.plan import LogEntry, Plan
+from qconvert.quantization import Fp8Scheme, fp8_scheme
 
 SPENT_RULE = "dequant: activation and KV-cache scales of an FP8 model"
 _SPENT = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
@@ -41,7 +42,7 @@ class Dequant:
                 "no FP8 weight found; a BF16 checkpoint needs no dequantizing, and 4-bit formats "
                 "are not read by this pass"
             )
-        scheme = _scheme(plan.checkpoint)
+        scheme = fp8_scheme(plan.checkpoint)
         expected = _require_complete(plan, weights)
         tensors: dict[str, Output] = {}
         scales = {name: _scale_name(plan, name) for name in weights}
@@ -55,7 +56,7 @@ class Dequant:
                     dropped[piece.origin.name] = SPENT_RULE  # type: ignore[union-attr]
             elif name not in consumed:
                 tensors[name] = output
-        files = {name: "dequant: its quantization block no longer holds" for name in _STALE}
+        files = dict.fromkeys(_STALE, "dequant: its quantization block no longer holds")
         present = {name: why for name, why in files.items() if name in plan.side_files}
         return plan.logged(
             LogEntry(self.name, repr(self), len(weights), expected),
@@ -70,90 +71,8 @@ class Dequant:
 _STALE = ("hf_quant_config.json",)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    """How the config says weights are scaled: in blocks, or (block None) per channel or tensor.
-    `u8_exponents` says whether U8 scales are E8M0."""
-
-    block: tuple[int, int] | None
-    where: str
-    u8_exponents: bool
-
-
 def _is_fp8_weight(name: str, output: Output) -> bool:
     return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
-
-
-def _scheme(checkpoint: Checkpoint) -> _Scheme:
-    """The one scheme all quantization blocks agree on. Raises PlanError for none or several."""
-    found = [(_one_scheme(config), config) for config in checkpoint.quantization_configs]
-    if not found:
-        raise PlanError(
-            "there are FP8 weights but config.json has no quantization_config; qconvert does not "
-            "guess block sizes: add the block the model was quantized with"
-        )
-    first, first_config = found[0]
-    for scheme, config in found[1:]:
-        if scheme.block != first.block:
-            raise PlanError(
-                f"{first_config.where} and {config.where} disagree on the weight block "
-                f"({first.block} and {scheme.block}); remove the stale one"
-            )
-    return first
-
-
-def _one_scheme(config: QuantConfig) -> _Scheme:
-    block = config.block
-    u8 = block.get("scale_fmt") == "ue8m0"
-    if config.method == "compressed-tensors":
-        sizes = {_compressed_tensors_block(config, group) for group in _groups(config)}
-        if len(sizes) != 1:
-            raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
-        return _Scheme(sizes.pop(), config.where, u8)
-    if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
-        algorithm = str(block.get("quant_algo", "FP8"))
-        if not algorithm.startswith("FP8"):
-            raise PlanError(f"{config.where}: quant_algo {algorithm!r} is not FP8")
-        size = block.get("weight_block_size")
-        return _Scheme(None if size is None else _block_size(config, size), config.where, u8)
-    raise PlanError(
-        f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
-        "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized)"
-    )
-
-
-def _groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
-    groups = config.block.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise PlanError(f"{config.where}: compressed-tensors without config_groups")
-    for key, group in groups.items():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise PlanError(f"{config.where}: {key} says nothing of weights")
-        yield weights
-
-
-def _compressed_tensors_block(
-    config: QuantConfig, weights: Mapping[str, Any]
-) -> tuple[int, int] | None:
-    if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-        raise PlanError(
-            f"{config.where}: weights are {weights.get('num_bits')}-bit {weights.get('type')}, "
-            "expected 8-bit float"
-        )
-    strategy = weights.get("strategy")
-    if strategy == "block":
-        return _block_size(config, weights.get("block_structure"))
-    if strategy in ("tensor", "channel"):
-        return None
-    raise PlanError(f"{config.where}: FP8 weight strategy {strategy!r} is not known")
-
-
-def _block_size(config: QuantConfig, size: Any) -> tuple[int, int]:
-    sides = list(size) if isinstance(size, list | tuple) else []
-    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
-        raise PlanError(f"{config.where}: expected a weight block of two sizes, found {size!r}")
-    return sides[0], sides[1]
 
 
 def _scale_name(plan: Plan, weight: str) -> str:
@@ -165,13 +84,15 @@ def _scale_name(plan: Plan, weight: str) -> str:
     return found[0]
 
 
-def _dequantized(name: str, scale_name: str, plan: Plan, scheme: _Scheme) -> Output:
+def _dequantized(name: str, scale_name: str, plan: Plan, scheme: Fp8Scheme) -> Output:
     weight, scale = plan.tensors[name], plan.tensors[scale_name]
     if scale.type.dtype == "U8" and not scheme.u8_exponents:
         raise PlanError(
             f"scale {scale_name!r} is U8, which is an exponent only where {scheme.where} says "
             "scale_fmt: ue8m0; qconvert does not guess"
         )
+    if len(weight.type.shape) < 2 or not weight.type.numel:
+        raise PlanError(f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}")
     try:
         if scheme.block is not None:
             return apply(DequantFp8(scheme.block), weight, scale)[0]
@@ -203,7 +124,7 @@ def _per_channel_or_tensor(weight: Output, scale: Output) -> Output:
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:
     """Every layer and expert of every role this pass touches must be there. Returns how many
     weights that makes, None for a family that cannot count."""
-    found = plan.census()
+    found = plan.census
     touched = {}
     for name in weights:
         place = found.places.get(name)
@@ -229,4 +150,4 @@ def _require_complete(plan: Plan, weights: list[str]) -> int | None:
     return sum(len(found.expected(role)) for role in touched.values()) - unquantized + unplaced
 
 
-PASS = Dequant
+PASSES = (Dequant,)

@@ -78,4 +78,4 @@ def _without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-PASS = Drop
+PASSES = (Drop,)

@@ -10,7 +10,7 @@ from qconvert.run.files import Files
 from qconvert.run.journal import Journal
 from qconvert.run.unit_runner import UnitResult
 
-# A sync waits for the disk, so units are committed in batches: after this much output, or this long.
+# A sync waits for the disk, so units are committed in batches: after this much output or time.
 COMMIT_BYTES = 256 << 20
 COMMIT_SECONDS = 5.0
 

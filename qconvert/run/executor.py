@@ -17,14 +17,15 @@ from qconvert import __version__
 from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
-from qconvert.run.files import Files
+from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, default_memory, share_out
 from qconvert.run.pool import Numbered, run_here, run_workers
-from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, lay_out
+from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Done, Progress, Setup
 from qconvert.run.workspace import Workspace, check_apart, check_disk
+from qconvert.spec import TensorType
 from qconvert.units import Unit, units
 
 _READ_BYTES = 4 << 20
@@ -61,13 +62,16 @@ class Silent:
 @dataclass(frozen=True)
 class Options:
     """How to run a plan. None lets qconvert choose: `memory` min(1 GiB, half of what is free),
-    `jobs` the cores that pay. Sizes in bytes. `commit_bytes` is how much work a crash may lose."""
+    `jobs` the cores that pay. Sizes in bytes. `commit_bytes` is how much work a crash may lose.
+    `link_near`, the output folder, lets source files that a plan may hold as they are stand in by
+    hard link where they are on the same disk."""
 
     memory: int | None = None
     jobs: int | None = None
     max_shard_size: int = DEFAULT_SHARD_BYTES
     sha256: bool = False
     commit_bytes: int = COMMIT_BYTES
+    link_near: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,25 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     cannot fit. Reads no tensor data and writes nothing."""
     cut = tuple(units(plan))
     metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
-    layout = lay_out(plan.tensors, options.max_shard_size, metadata)
+    links = _links(plan, options.link_near) if options.link_near is not None else []
+    layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
     memory = default_memory() if options.memory is None else options.memory
     share = share_out(cut, len(plan.checkpoint), memory, options.jobs)
     return Prepared(plan, options, plan.fingerprint(), cut, layout, share)
+
+
+def _links(plan: Plan, near: Path) -> list[Link]:
+    """The plan's linkable source files that lie on the output's disk."""
+    folder = existing_parent(near)
+    by_shard: dict[int, list[tuple[str, TensorType, int]]] = {n: [] for n in plan.linkable}
+    for name, source in plan.checkpoint.items():
+        if source.shard in by_shard:
+            by_shard[source.shard].append((name, source.type, source.offset))
+    return [
+        Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
+        for number, tensors in by_shard.items()
+        if (shard := plan.checkpoint.shards[number]).path.stat().st_dev == folder.stat().st_dev
+    ]
 
 
 def execute(
@@ -184,7 +203,7 @@ def _run_units(
     journal: Journal,
     told: Events,
     files: Files,
-    kept: dict[int, list[dict[str, Any]]],
+    kept: dict[int, Sequence[str]],
     remarks: list[str],
 ) -> None:
     """Run the units that the journal does not know, and add their records to `kept`."""
@@ -196,7 +215,8 @@ def _run_units(
     if not todo:
         return
     paths = [space.stage / file.name for file in ready.layout.files]
-    places = {name: Place(file, at) for name, (file, at) in ready.layout.places.items()}
+    linked = [file.link is not None for file in ready.layout.files]
+    places = {name: Place(n, at, linked[n]) for name, (n, at) in ready.layout.places.items()}
     setup = Setup(ready.plan.checkpoint.shards, paths, ready.share.arena, os.getpid())
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
     stream: Generator[Progress | Done] = (
@@ -211,7 +231,7 @@ def _run_units(
                 if isinstance(message, Progress):
                     told.wrote(message.nbytes)
                     continue
-                kept[message.number] = list(message.result.records)
+                kept[message.number] = message.result.records
                 remarks += message.result.remarks
                 committer.add(message.number, message.result)
     except KeyboardInterrupt:
@@ -231,6 +251,7 @@ def _identity(ready: Prepared) -> dict[str, Any]:
         "passes": [entry.spec for entry in ready.plan.log],
         "max_shard_size": ready.options.max_shard_size,
         "sha256": ready.options.sha256,
+        "linked": [file.name for file in ready.layout.files if file.link is not None],
         "stat": [[shard.size, shard.mtime_ns] for shard in checkpoint.shards],
     }
 
@@ -242,7 +263,7 @@ def side_bytes(plan: Plan) -> int:
 
 def _disk_bytes(ready: Prepared) -> int:
     records = _RECORD_BYTES * len(ready.plan.tensors)
-    return ready.layout.nbytes + side_bytes(ready.plan) + records
+    return ready.layout.written + side_bytes(ready.plan) + records
 
 
 def _publish_order(ready: Prepared) -> list[str]:
@@ -253,7 +274,7 @@ def _publish_order(ready: Prepared) -> list[str]:
 
 
 def _stage_the_rest(
-    ready: Prepared, space: Workspace, records: Mapping[int, Sequence[Mapping[str, Any]]]
+    ready: Prepared, space: Workspace, records: Mapping[int, Sequence[str]]
 ) -> None:
     """Side files, config, index, manifest and receipt, beside the finished shards."""
     plan = ready.plan
@@ -266,11 +287,15 @@ def _stage_the_rest(
         space.write_file(space.stage / INDEX, memoryview(index))
     manifest = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
     space.write_file(space.stage / MANIFEST, memoryview(manifest))
-    by_name = {record["name"]: record for made in records.values() for record in made}
+    by_name = {
+        name: record
+        for number, made in records.items()
+        for (name, _), record in zip(ready.units[number].outputs, made, strict=True)
+    }
     lines = [by_name[name] for file in ready.layout.files for name, _, _ in file.tensors]
-    lines += _file_records(ready, space, index is not None)
-    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
-    space.write_file(space.stage / RECEIPT, memoryview(text))
+    for record in _file_records(ready, space, index is not None):
+        lines.append(json.dumps(record, separators=(",", ":")))
+    space.write_lines(space.stage / RECEIPT, lines)
 
 
 def _file_records(ready: Prepared, space: Workspace, indexed: bool) -> list[dict[str, Any]]:
@@ -280,21 +305,25 @@ def _file_records(ready: Prepared, space: Workspace, indexed: bool) -> list[dict
     for file in ready.layout.files:
         line: dict[str, Any] = {"file": file.name, "nbytes": file.size}
         if ready.options.sha256:
-            line["sha256"] = _sha256(space.stage / file.name)
+            line["sha256"] = _hash(space.stage / file.name, new_sha256())
         found.append(line)
     others = [*ready.plan.side_files, "config.json", MANIFEST, *([INDEX] if indexed else [])]
     for name in others:
-        data = (space.stage / name).read_bytes()
-        digest = xxhash.xxh3_128(data).hexdigest()
-        line = {"file": name, "nbytes": len(data), "xxh3": digest}
+        path = space.stage / name
+        digest = _hash(path, xxhash.xxh3_128())
+        line = {"file": name, "nbytes": path.stat().st_size, "xxh3": digest}
         if ready.options.sha256:
-            line["sha256"] = new_sha256(data).hexdigest()
+            line["sha256"] = _hash(path, new_sha256())
         found.append(line)
     return found
 
 
-def _sha256(path: Path) -> str:
-    digest = new_sha256()
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def _hash(path: Path, digest: _Hash) -> str:
     with path.open("rb") as stream:
         while chunk := stream.read(_READ_BYTES):
             digest.update(chunk)

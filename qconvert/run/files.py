@@ -31,6 +31,14 @@ def _naming(path: Path, what: str) -> Iterator[None]:
         raise OutputError(f"{path}: cannot {what}: {error.strerror or error}{hint}") from error
 
 
+def existing_parent(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists: the disk it is, or will be, on."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 class Files:
     """The operating system's file calls, with errors that name the file."""
 
@@ -94,12 +102,17 @@ class Files:
 
     def rename(self, old: Path, new: Path) -> None:
         with _naming(old, f"rename to {new}"):
-            os.rename(old, new)
+            old.rename(new)
 
     def remove(self, path: Path) -> None:
         """Remove a file or an empty folder."""
         with _naming(path, "remove"):
             path.rmdir() if path.is_dir() else path.unlink()
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name. Raises OutputError where the system forbids it."""
+        with _naming(old, f"hard-link to {new} (--copy would copy it)"):
+            os.link(old, new)
 
     def remove_tree(self, path: Path) -> None:
         with _naming(path, "remove"):

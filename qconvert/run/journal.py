@@ -20,11 +20,11 @@ from qconvert.run.files import Files
 
 @dataclass(frozen=True)
 class Remembered:
-    """A journal read back: its header, the finished units (number -> receipt records), whether
+    """A journal read back: its header, the finished units (number -> receipt lines), whether
     publishing has begun (the names to publish, in order), and the length of the sound part."""
 
     header: Mapping[str, Any]
-    units: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    units: dict[int, Sequence[str]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     publish: Sequence[str] | None = None
     length: int = 0
@@ -96,6 +96,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         ("qconvert", "the version of qconvert"),
         ("max_shard_size", "--max-shard-size"),
         ("sha256", "--sha256"),
+        ("linked", "which files are hard links"),
         ("fingerprint", "the plan"),
     ):
         if then.get(key) != now.get(key):

@@ -63,6 +63,6 @@ def take_lock(path: Path) -> Lock | None:
 def _is(fd: int, path: Path) -> bool:
     """Whether the file opened as `fd` is still the one that `path` names."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False

@@ -19,8 +19,10 @@ from qconvert.run.unit_runner import Place, UnitRunner
 from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup
 from qconvert.units import Compute, Unit
 
-# Consecutive units travel together, so that a worker reads and writes long runs of a file.
+# Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
+# so many, for a batch of very small ones would be large itself and leave the others idle.
 BATCH_BYTES = 64 << 20
+BATCH_UNITS = 512
 _BATCHES_AHEAD = 2
 
 Numbered = tuple[int, Unit]
@@ -166,7 +168,7 @@ def _batches(todo: Sequence[Numbered], places: Mapping[str, Place]) -> Iterator[
     for number, unit in todo:
         group.append((number, unit))
         size += unit.write
-        if size >= BATCH_BYTES:
+        if size >= BATCH_BYTES or len(group) >= BATCH_UNITS:
             yield _batch(group, places)
             group, size = [], 0
     if group:

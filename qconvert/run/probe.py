@@ -1,5 +1,5 @@
-"""How fast this machine reads the source and writes the output, measured in a moment, so that a plan
-can say how long it will take here."""
+"""How fast this machine reads the source and writes the output, measured in a moment, so that a
+plan can say how long it will take here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from qconvert.checkpoint import Checkpoint
+from qconvert.run.files import existing_parent
 
 _BYTES = 64 << 20
 _CHUNK = 4 << 20
@@ -30,11 +31,8 @@ def read_rate(checkpoint: Checkpoint) -> float | None:
 def write_rate(out: Path) -> float | None:
     """Bytes a second writing and syncing 64 MiB where the output will be, in a file that has no
     name and leaves no trace. None where the folder or its parents cannot hold one."""
-    folder = out.absolute()
-    while not folder.exists():
-        folder = folder.parent
     try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        fd = os.open(existing_parent(out), os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError:
         return None
     try:

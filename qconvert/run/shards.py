@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from qconvert.checkpoint import INDEX, SINGLE
 from qconvert.graph import Output
@@ -17,12 +18,14 @@ DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """One safetensors file to be: its name, header bytes, and each tensor with its offset."""
+    """One safetensors file to be: its name, header bytes, and each tensor with its offset. `link` is
+    the source file that will stand in as it is, None for a file to be written."""
 
     name: str
     header: bytes
     tensors: tuple[tuple[str, TensorType, int], ...]
     size: int
+    link: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,13 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all files, linked ones too."""
         return sum(file.size for file in self.files)
+
+    @property
+    def written(self) -> int:
+        """Bytes of the files that are written."""
+        return sum(file.size for file in self.files if file.link is None)
 
     def index_json(self) -> bytes | None:
         """The index, or None for a single file (which needs none)."""
@@ -51,35 +60,54 @@ class Layout:
         return INDEX if len(self.files) > 1 else SINGLE
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A source file that holds nothing but outputs as they are: where, its size, and the tensors in
+    it with their offsets."""
+
+    path: Path
+    size: int
+    tensors: tuple[tuple[str, TensorType, int], ...]
+
+
 def lay_out(
-    outputs: Mapping[str, Output], max_bytes: int, metadata: Mapping[str, str]
+    outputs: Mapping[str, Output],
+    max_bytes: int,
+    metadata: Mapping[str, str],
+    links: Sequence[Link] = (),
 ) -> Layout:
     """Fill files in the order a model runs in, each with at most `max_bytes` of tensor data (a
-    larger tensor gets a file of its own)."""
+    larger tensor gets a file of its own). `links` come first, as they are."""
+    linked = {name for link in links for name, _, _ in link.tensors}
     groups: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(outputs, key=natural_key):
+    for name in sorted(outputs.keys() - linked, key=natural_key):
         size = outputs[name].type.nbytes
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
         filled += size
+    if links and not groups[-1]:
+        groups.pop()
+    count = len(links) + len(groups)
     files = []
     places = {}
-    for number, group in enumerate(groups):
+    for number, link in enumerate(links):
+        files.append(OutFile(_name(number, count), b"", link.tensors, link.size, link.path))
+        places.update({name: (number, at) for name, _, at in link.tensors})
+    for number, group in enumerate(groups, len(links)):
         ordered = _aligned_order([(name, outputs[name].type) for name in group])
         header, offsets = build_header(ordered, metadata)
         last = offsets[-1] + ordered[-1][1].nbytes if ordered else len(header)
-        name = (
-            SINGLE
-            if len(groups) == 1
-            else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-        )
         placed = tuple((n, t, at) for (n, t), at in zip(ordered, offsets, strict=True))
-        files.append(OutFile(name, header, placed, last))
+        files.append(OutFile(_name(number, count), header, placed, last))
         places.update({n: (number, at) for n, _, at in placed})
     return Layout(tuple(files), places)
+
+
+def _name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _aligned_order(tensors: list[tuple[str, TensorType]]) -> list[tuple[str, TensorType]]:

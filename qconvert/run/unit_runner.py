@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +18,27 @@ from qconvert.plan import nodes
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
 from qconvert.run.reader import Reader
-from qconvert.spec import TensorType
 from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Copy, Unit, compute_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an output's bytes go: file index, offset in it."""
+    """Where an output's bytes go: file index, offset in it. `linked` files are the source's own:
+    their bytes are read and hashed, and not written."""
 
     file: int
     offset: int
+    linked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
-    """What a finished unit leaves behind: a receipt record a tensor, and remarks for the user.
+    """What a finished unit leaves behind: a receipt line a tensor, in the order of the unit's
+    outputs, and remarks for the user. Lines are text, because a model has very many, and as dicts
+    they would take five times the memory.
     `files` are the indexes of the files written, which must be synced before it counts."""
 
-    records: tuple[dict[str, Any], ...]
+    records: tuple[str, ...]
     remarks: tuple[str, ...]
     files: tuple[int, ...]
     written: int
@@ -60,7 +65,9 @@ class _OutputHash:
 
 
 class _SourceHashes:
-    """xxh3-128 over the ranges of each source as they are read; neighbouring reads are one range."""
+    """xxh3-128 over the ranges of each source that are read. Reads that touch are one range, and
+    bytes read again count once: how an op's work is cut, which depends on the memory there is, must
+    not show."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, int, xxhash.xxh3_128]] = {}
@@ -68,11 +75,12 @@ class _SourceHashes:
 
     def feed(self, name: str, start: int, data: memoryview) -> None:
         begin, end, digest = self._open.get(name, (start, start, xxhash.xxh3_128()))
-        if end != start:
+        if not begin <= start <= end:
             self._close(name)
-            begin, digest = start, xxhash.xxh3_128()
-        digest.update(data)
-        self._open[name] = (begin, start + data.nbytes, digest)
+            begin = end = start
+            digest = xxhash.xxh3_128()
+        digest.update(data[end - start :])
+        self._open[name] = (begin, max(end, start + data.nbytes), digest)
 
     def _close(self, name: str) -> None:
         begin, end, digest = self._open.pop(name)
@@ -141,7 +149,7 @@ class _Job:
         self._places = places
         self._out = [_OutputHash() for _ in places]
         self._in = _SourceHashes()
-        self._remarks: list[str] = []
+        self._remarks: Counter[tuple[str, str]] = Counter()
 
     def copy(self, step: Copy) -> None:
         """Source bytes to output bytes, undecoded, through one buffer."""
@@ -194,10 +202,10 @@ class _Job:
         outs = [Buffer(t, self._arena.take(t.nbytes)) for _, t in part.outs]
         scratch = self._arena.take(node.op.scratch(*(b.type for b in ins)))
         try:
-            remarks = node.op.run(ins, outs, scratch)
+            counts = node.op.run(ins, outs, scratch)
         except RunError as error:
             raise RunError(f"{self._label(node)}: {error}") from error
-        self._remarks += [f"{self._label(node)}: {remark}" for remark in remarks]
+        self._remarks.update({(self._label(node), what): n for what, n in counts.items()})
         return outs
 
     def _label(self, node: Apply) -> str:
@@ -229,9 +237,10 @@ class _Job:
 
     def _write(self, output: int, at: int, data: memoryview) -> None:
         place = self._places[output]
-        fd = self._runner.descriptor(place.file)
-        path = self._runner._paths[place.file]
-        self._runner._files.write(fd, path, data, place.offset + at)
+        if not place.linked:
+            fd = self._runner.descriptor(place.file)
+            path = self._runner._paths[place.file]
+            self._runner._files.write(fd, path, data, place.offset + at)
         self._out[output].feed(at, data)
         self._runner._progress(data.nbytes)
 
@@ -241,22 +250,21 @@ class _Job:
         for i, (name, output) in enumerate(self._unit.outputs):
             place, digest = self._places[i], self._out[i]
             wanted = {source.name for source in _sources(output)}
-            records.append(
-                {
-                    "name": name,
-                    "dtype": output.type.dtype,
-                    "shape": list(output.type.shape),
-                    "file": self._runner._paths[place.file].name,
-                    "offset": place.offset,
-                    "nbytes": output.type.nbytes,
-                    "xxh3": digest.hexdigest() if digest.ordered else self._reread(i),
-                    "sources": [record for record in read if record["name"] in wanted],
-                }
-            )
+            record = {
+                "name": name,
+                "dtype": output.type.dtype,
+                "shape": list(output.type.shape),
+                "file": self._runner._paths[place.file].name,
+                "offset": place.offset,
+                "nbytes": output.type.nbytes,
+                "xxh3": digest.hexdigest() if digest.ordered else self._reread(i),
+                "sources": [record for record in read if record["name"] in wanted],
+            }
+            records.append(json.dumps(record, separators=(",", ":")))
         return UnitResult(
             tuple(records),
-            tuple(dict.fromkeys(self._remarks)),
-            tuple(sorted({place.file for place in self._places})),
+            tuple(f"{label}: {n} {what}" for (label, what), n in self._remarks.items()),
+            tuple(sorted({place.file for place in self._places if not place.linked})),
             self._unit.write,
         )
 
@@ -287,4 +295,3 @@ def _sources(output: Output) -> list[Source]:
             if isinstance(piece.origin, Source)
         ]
     return found
-

@@ -111,9 +111,7 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     # results, and both would wait for ever.
     Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     meter = ProgressMeter(connection)
-    runner = UnitRunner(
-        Reader(setup.shards), Files(), setup.paths, Arena(setup.arena), meter
-    )
+    runner = UnitRunner(Reader(setup.shards), Files(), setup.paths, Arena(setup.arena), meter)
     try:
         while (batch := inbox.get()) is not None:
             for number, unit in batch.units:

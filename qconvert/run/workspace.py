@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.errors import OutputError
-from qconvert.run.files import Files
+from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
 from qconvert.run.lock import take_lock
 from qconvert.run.shards import Layout
@@ -24,23 +24,22 @@ JOURNAL = "journal.jsonl"
 STAGE = "stage"
 LOCK = "lock"
 _COPY = 4 << 20
+_LINES = 4096
 
 
 def check_apart(out: Path, checkpoint: Checkpoint) -> None:
     """Raise OutputError where the output would lie in, on or around its own source."""
-    target, source = out.resolve(), checkpoint.root.resolve()
-    if target == source or source in target.parents or target in source.parents:
-        raise OutputError(
-            f"{out}: the output folder must lie apart from the source {checkpoint.root}"
-        )
+    # realpath, not resolve(): a link to itself is for mkdir to refuse, by name.
+    target = Path(os.path.realpath(out))
+    for folder in dict.fromkeys([checkpoint.root, *(s.path.parent for s in checkpoint.shards)]):
+        source = Path(os.path.realpath(folder))
+        if target == source or source in target.parents or target in source.parents:
+            raise OutputError(f"{out}: the output folder must lie apart from the source {folder}")
 
 
 def check_disk(out: Path, needed: int) -> None:
     """Raise OutputError if `needed` more bytes do not fit on the output's disk."""
-    folder = out.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    stat = os.statvfs(folder)
+    stat = os.statvfs(existing_parent(out))
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
         raise OutputError(
@@ -126,6 +125,9 @@ class Workspace:
             self._files.remove_tree(self.stage)
         self._files.make_folder(self.stage)
         for file in layout.files:
+            if file.link is not None:
+                self._files.link(file.link.resolve(), self.stage / file.name)
+                continue
             self.write_file(self.stage / file.name, memoryview(file.header), file.size)
         self._files.sync_folder(self.stage)
         path = self.work / JOURNAL
@@ -146,6 +148,21 @@ class Workspace:
         fd = self._files.open(path)
         try:
             self._files.write(fd, path, data, 0)
+            self._files.sync(fd, path)
+        finally:
+            self._files.close(fd)
+
+    def write_lines(self, path: Path, lines: Sequence[str]) -> None:
+        """Create a file of ASCII lines and sync it. Whole, a large model's receipt would be a
+        sizeable piece of memory."""
+        self._files.create(path, sum(len(line) + 1 for line in lines))
+        fd = self._files.open(path)
+        try:
+            at = 0
+            for first in range(0, len(lines), _LINES):
+                text = "\n".join([*lines[first : first + _LINES], ""]).encode("ascii")
+                self._files.write(fd, path, memoryview(text), at)
+                at += len(text)
             self._files.sync(fd, path)
         finally:
             self._files.close(fd)
@@ -262,17 +279,17 @@ def clean(out: Path, files: Files) -> bool:
         names = (found.publish or ()) if found is not None else ()
         staged = {name for name in names if (work / STAGE / name).exists()}
         if staged:  # publishing was interrupted: take back what had already been moved
-            _take_back(out, [name for name in names if name not in staged], files)
+            _take_back(out, names, staged, files)
         _discard(work, files)
     finally:
         lock.close()
     return True
 
 
-def _take_back(out: Path, names: Sequence[str], files: Files) -> None:
-    """Remove published files, and the folders they stood in where nothing else does."""
+def _take_back(out: Path, names: Sequence[str], staged: Set[str], files: Files) -> None:
+    """Remove those of the names that had been published, and the folders made for any of them."""
     for name in names:
-        if (out / name).exists():
+        if name not in staged and (out / name).exists():
             files.remove(out / name)
     for folder in _folders(out, names):
         if folder != out and folder.is_dir() and not os.listdir(folder):

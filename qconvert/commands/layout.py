@@ -1,0 +1,193 @@
+"""fuse, unfuse, experts, split, join: the same numbers in another order or other folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from qconvert.commands.convert import CONVERSION, RUNNING, RunOptions, convert, convert_stages
+from qconvert.commands.options import OUT, SOURCE
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--for",
+    "consumer",
+    metavar="NAME[==VERSION]",
+    help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
+)
+@click.option("--groups", type=click.IntRange(min=1), help="Order by groups, for your own loader.")
+@click.option("--source-groups", type=click.IntRange(min=1), help="Order a fused source is in.")
+@click.option(
+    "--what",
+    type=click.Choice(["gdn", "gate_up", "qkv"]),
+    default="gdn",
+    show_default=True,
+    help="Which projections.",
+)
+@CONVERSION
+def fuse(
+    source: str,
+    out: Path,
+    consumer: str | None,
+    groups: int | None,
+    source_groups: int | None,
+    what: str,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Bring Gated DeltaNet projections (Qwen3.5, Qwen3-Next) into the order a consumer takes.
+
+    Fusing saves sglang and vLLM the work of fusing at load and gives a file range a projection; it
+    makes nothing run faster. FP8 stays FP8: block scales move with their rows, or are refused where
+    they cannot. `--for qwen3-next` on a Qwen3.5 source converts the model class: text only.
+
+    \b
+    Examples:
+      qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 out --for sglang
+      qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
+      qconvert fuse my-model out --groups 4
+    """
+    from qconvert.checkpoint import Checkpoint
+    from qconvert.passes.as_class import AsClass
+    from qconvert.passes.experts import Unstack
+    from qconvert.passes.fuse import Fuse
+    from qconvert.recipe import Recipe
+
+    step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
+    name = (consumer or "").partition("==")[0]
+    if name == "qwen3-next" and Checkpoint.open(source).family.name == "qwen3_5":
+        steps = (Unstack(optional=True), step, AsClass("qwen3_next"))
+        convert(Recipe("fuse", steps, options["max_shard_size"]), source, out, options)
+    else:
+        convert(Recipe("fuse", (step,), options["max_shard_size"]), source, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option("--source-groups", type=click.IntRange(min=1), help="Order the source is in.")
+@CONVERSION
+def unfuse(
+    source: str, out: Path, source_groups: int | None, **options: Unpack[RunOptions]
+) -> None:
+    """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
+
+    The order of the source comes from its qconvert.json, its family, or --source-groups.
+
+    \b
+    Examples:
+      qconvert unfuse fused-for-sglang out
+      qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out
+    """
+    from qconvert.passes.fuse import Unfuse
+    from qconvert.recipe import Recipe
+
+    recipe = Recipe("unfuse", (Unfuse(source_groups),), options["max_shard_size"])
+    convert(recipe, source, out, options)
+
+
+@click.group()
+def experts() -> None:
+    """Routed experts as 3-D stacks, or a matrix each.
+
+    \b
+    Examples:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """A matrix an expert to stacks [E, 2I, H] and [E, H, I].
+
+    \b
+    Example:
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+    from qconvert.passes.experts import Stack
+    from qconvert.recipe import Recipe
+
+    convert(Recipe("stack", (Stack(),), options["max_shard_size"]), source, out, options)
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Stacks [E, 2I, H] and [E, H, I] to a matrix an expert, never reading a stack at once.
+
+    \b
+    Example:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+    """
+    from qconvert.passes.experts import Unstack
+    from qconvert.recipe import Recipe
+
+    convert(Recipe("unstack", (Unstack(),), options["max_shard_size"]), source, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--pp",
+    required=True,
+    metavar="15,15,15,16|N",
+    help="Layers of each stage, or a number of stages to cut as the runtime would.",
+)
+@click.option("--for", "consumer", metavar="sglang|vllm", help="The runtime. [needed with --pp N]")
+@click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
+@click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
+@RUNNING
+def split(
+    source: str,
+    out: Path,
+    pp: str,
+    consumer: str | None,
+    recipe: str | None,
+    copy: bool,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Cut a checkpoint into a folder for each pipeline stage, each complete in itself.
+
+    Whole shards that belong to one stage unchanged are hard links to the source's files where that
+    is possible. The environment variable to set is printed, and stands in every qconvert.json.
+
+    \b
+    Examples:
+      qconvert split DeepSeek-V3 stages --pp 15,15,15,16 --for sglang
+      qconvert split Qwen/Qwen3.5-397B-A17B-FP8 stages --pp 4 --for vllm
+      qconvert split Qwen/Qwen3.5-35B-A3B-FP8 stages --pp 4 --for sglang --recipe dequant-fp8
+    """
+    from qconvert.recipe import Recipe, load_recipe
+
+    passes = load_recipe(recipe) if recipe else Recipe("split", (), options["max_shard_size"])
+    convert_stages(passes, source, out, pp, consumer, options, link=not copy)
+
+
+@click.command()
+@click.argument("stages", type=click.Path(path_type=Path))
+@OUT
+@RUNNING
+def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Put the stages that `split` made together again.
+
+    \b
+    Example:
+      qconvert join stages DeepSeek-V3-again
+    """
+    from qconvert.recipe import Recipe
+    from qconvert.stages import open_stages
+
+    options["print_recipe"] = False
+    recipe = Recipe("join", (), options["max_shard_size"])
+    convert(recipe, open_stages(stages), out, options)

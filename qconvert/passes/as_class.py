@@ -1,0 +1,136 @@
+"""as_class: the same weights under another model class.
+
+Qwen3.5's text model and Qwen3-Next compute the same function (logits are bitwise equal in bf16 and
+fp64, transformers 5.17), but their checkpoints differ: names (`model.language_model.` against
+`model.`), the order of the linear-attention projections (`fuse` and `unfuse` see to that), and the
+config. What Qwen3-Next has no place for, the vision tower, is dropped by a named rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from qconvert.errors import PlanError
+from qconvert.graph import Output, Source
+from qconvert.passes.fuse import FACT
+from qconvert.plan import LogEntry, Plan
+
+_LANGUAGE, _PLAIN, _VISION = "model.language_model.", "model.", "model.visual."
+VISION_RULE = "as_class: qwen3_next has no vision tower"
+# Of a multi-modal rope: a text-only class uses one position for all sections.
+_MROPE = ("mrope_section", "mrope_interleaved")
+# Of Qwen3-Next's config alone; Qwen3.5 states none of them.
+_NEXT_ONLY = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+# Of a multi-modal config's root, meaningless without its vision tower.
+_ROOT_ONLY = (
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "architectures", "model_type",
+)  # fmt: skip
+# Processor files describe images; a text-only folder that has them makes runtimes look for a tower.
+_VISION_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AsClass:
+    """Rename tensors and rewrite the config for `to`: `qwen3_next` from Qwen3.5, or
+    `qwen3_5_text` (dense or MoE by the config's experts) from Qwen3-Next.
+
+    Raises PlanError for another source, and where the projections are not in the order the target
+    class takes: `fuse` to the interleaved order, or `unfuse`, first.
+    """
+
+    name: ClassVar[str] = "as_class"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    to: Literal["qwen3_next", "qwen3_5_text"]
+
+    def __call__(self, plan: Plan) -> Plan:
+        source = {"qwen3_next": "qwen3_5", "qwen3_5_text": "qwen3_next"}[self.to]
+        if plan.family.name != source:
+            raise PlanError(f"{self.to} is made from {source}, found {plan.family.name}")
+        dims = plan.census.dims
+        if dims.gdn is None:
+            raise PlanError("the config has no linear-attention layers")
+        wanted = dims.gdn[0] if self.to == "qwen3_next" else 0
+        if plan.facts.get(FACT) != wanted:
+            first = "`fuse: {consumer: qwen3-next}`" if wanted else "`unfuse`"
+            raise PlanError(f"its projections are in another order; {first} must come before")
+        tensors: dict[str, Output] = {}
+        dropped = dict(plan.dropped)
+        for name, output in plan.tensors.items():
+            if name.startswith(_VISION):
+                for piece in output.pieces:
+                    if not isinstance(piece.origin, Source):
+                        raise PlanError(f"{name!r} is computed by an earlier pass and dropped here")
+                    dropped[piece.origin.name] = VISION_RULE
+                continue
+            renamed = _PLAIN + name.removeprefix(_LANGUAGE) if name.startswith(_LANGUAGE) else name
+            if renamed in tensors:
+                raise PlanError(f"{name!r} would become {renamed!r}, which is there already")
+            tensors[renamed] = output
+        config = _to_next(plan.config) if self.to == "qwen3_next" else _to_text(plan.config)
+        gone = [f for f in plan.side_files if f in _VISION_FILES]
+        return plan.logged(
+            LogEntry(self.name, repr(self), len(tensors), None),
+            tensors=tensors,
+            config=config,
+            dropped=dropped,
+            side_files=tuple(f for f in plan.side_files if f not in gone),
+            dropped_files={**plan.dropped_files, **dict.fromkeys(gone, VISION_RULE)},
+        )
+
+
+def _to_next(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3.5 (root or nested) to a flat Qwen3-Next config. Qwen3.5 always normalizes its top-k
+    weights and has experts in every layer or in none."""
+    nested = config.get("text_config")
+    root = {key: value for key, value in config.items() if key not in _ROOT_ONLY}
+    text = dict(nested) if isinstance(nested, Mapping) else {}
+    text.pop("model_type", None)
+    merged = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **root, **text}
+    dense = not merged.get("num_experts")
+    layers = int(merged["num_hidden_layers"])
+    merged["norm_topk_prob"] = True
+    merged["decoder_sparse_step"] = 1
+    merged["mlp_only_layers"] = list(range(layers)) if dense else []
+    merged["num_experts"] = 0 if dense else merged["num_experts"]
+    rope = merged.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        merged["rope_parameters"] = {k: v for k, v in rope.items() if k not in _MROPE}
+    found: dict[str, Any] = _renamed(merged, _LANGUAGE, _PLAIN)
+    return found
+
+
+def _to_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next to a flat, text-only Qwen3.5 config."""
+    if not config.get("norm_topk_prob", True):
+        raise PlanError("config says norm_topk_prob: false; Qwen3.5 always normalizes")
+    layers = int(config["num_hidden_layers"])
+    dense = sorted(config.get("mlp_only_layers") or []) == list(range(layers))
+    if not dense and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise PlanError("some layers are dense and some have experts; Qwen3.5 has all or none")
+    kept = {key: value for key, value in config.items() if key not in _NEXT_ONLY}
+    kind, cls = ("qwen3_5_text", "Qwen3_5") if dense else ("qwen3_5_moe_text", "Qwen3_5Moe")
+    if dense:
+        kept.pop("num_experts", None)
+    return {**kept, "architectures": [f"{cls}ForCausalLM"], "model_type": kind}
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    """Module names in ignore lists follow their tensors."""
+    if isinstance(value, Mapping):
+        return {key: _renamed(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, old, new) for inner in value]
+    if isinstance(value, str) and value.startswith(old):
+        return new + value.removeprefix(old)
+    return value
+
+
+PASSES = (AsClass,)

@@ -1,0 +1,196 @@
+"""unstack and stack: routed experts as 3-D stacks, or a matrix each. Row ranges only, so no stack is
+ever read at once.
+
+Stacked (Qwen3.5 bf16 releases, transformers 5): `experts.gate_up_proj` [E, 2I, H], gate rows first,
+and `experts.down_proj` [E, H, I], without `.weight`; scales of FP8 stacks end in `_scale_inv`. Apart
+(DeepSeek, Qwen3-Next, Qwen FP8 releases): `experts.N.{gate,up,down}_proj.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from qconvert.errors import PlanError
+from qconvert.family import Census
+from qconvert.graph import Output, concat, stack
+from qconvert.plan import LogEntry, Plan
+from qconvert.quantization import fp8_scheme
+
+_STACKED = ("stacked_experts.gate_up_proj", "stacked_experts.down_proj")
+_APART = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """3-D expert stacks to a matrix an expert. Raises PlanError where nothing is stacked (unless
+    `optional`), where the expert count is not the config's, where the family's orientation
+    [E, 2I, H] does not hold, and where a block of scales spans gate and up."""
+
+    name: ClassVar[str] = "unstack"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    optional: bool = False
+
+    def __call__(self, plan: Plan) -> Plan:
+        if self.optional and not plan.census.dims.num_experts:
+            return plan.logged(LogEntry(self.name, repr(self), 0, 0, ("a dense model",)))
+        census = _census(plan)
+        tensors: dict[str, Output] = {}
+        matched = 0
+        for name, output in plan.tensors.items():
+            place = census.places.get(name)
+            if place is None or _kind(place.role.name) not in _STACKED:
+                tensors[name] = output
+                continue
+            matched += 1
+            both = _kind(place.role.name) == _STACKED[0]
+            if output.type.shape[:1] != (census.dims.num_experts,) or len(output.type.shape) != 3:
+                raise PlanError(
+                    f"{name!r}: expected [{census.dims.num_experts} experts, rows, columns], "
+                    f"found {output.type}"
+                )
+            if not place.parameter:
+                _check_orientation(name, output, census, both=both)
+            base = name[: name.index(".experts.") + len(".experts")]
+            suffix = place.parameter or "weight"
+            for expert in range(census.dims.num_experts):
+                matrix = output.index(expert)
+                for projection, rows in _halves(plan, name, matrix, suffix, both=both):
+                    tensors[f"{base}.{expert}.{projection}.{suffix}"] = rows
+        if not matched and not self.optional:
+            raise PlanError("no 3-D expert stack found; the experts are matrices already")
+        expected = _expected(census, _STACKED)
+        return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A matrix an expert to 3-D stacks: the inverse of `unstack`."""
+
+    name: ClassVar[str] = "stack"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    def __call__(self, plan: Plan) -> Plan:
+        census = _census(plan)
+        tensors: dict[str, Output] = {}
+        groups: dict[tuple[str, str], dict[tuple[str, int], Output]] = {}
+        matched = 0
+        for name, output in plan.tensors.items():
+            place = census.places.get(name)
+            if place is None or place.expert is None or _kind(place.role.name) not in _APART:
+                tensors[name] = output
+                continue
+            matched += 1
+            base = name[: name.index(".experts.") + len(".experts")]
+            projection = place.role.name.rpartition(".")[2]
+            groups.setdefault((base, place.parameter), {})[projection, place.expert] = output
+        if not matched:
+            raise PlanError("no expert matrices found; the experts are stacked already")
+        for (base, parameter), found in groups.items():
+            suffix = "" if parameter == "weight" else parameter.removeprefix("weight")
+            tensors[f"{base}.gate_up_proj{suffix}"] = _stacked(
+                base, parameter, found, census, ("gate_proj", "up_proj")
+            )
+            tensors[f"{base}.down_proj{suffix}"] = _stacked(
+                base, parameter, found, census, ("down_proj",)
+            )
+        expected = _expected(census, _APART)
+        return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
+
+
+def _census(plan: Plan) -> Census:
+    found = plan.census
+    if found.family.name == "generic":
+        raise PlanError(
+            f"model_type {plan.config.get('model_type')!r} is not known, so whether its stacks are "
+            "[E, 2I, H] or [E, H, 2I] cannot be told; see CONTRIBUTING.md, a model family"
+        )
+    if not found.dims.num_experts:
+        raise PlanError("the config counts no experts: a dense model has nothing to stack")
+    return found
+
+
+def _check_orientation(name: str, output: Output, census: Census, *, both: bool) -> None:
+    """gate_up [E, 2I, H] and down [E, H, I]: the family's order, held against hidden_size."""
+    hidden = census.dims.hidden_size
+    found = output.type.shape[2 if both else 1]
+    if found != hidden:
+        order = "[E, 2I, H]" if both else "[E, H, I]"
+        raise PlanError(
+            f"{name!r}: {census.family.name} stacks are {order} with H = {hidden}, "
+            f"found {output.type}"
+        )
+
+
+def _halves(
+    plan: Plan, name: str, matrix: Output, suffix: str, *, both: bool
+) -> Iterator[tuple[str, Output]]:
+    """gate and up of one expert, or down alone."""
+    if not both:
+        yield "down_proj", matrix
+        return
+    rows = matrix.type.shape[0]
+    if suffix != "weight":
+        _check_scale_cut(plan, name, rows)
+    if rows % 2:
+        raise PlanError(f"{name!r}: {rows} rows cannot be halved into gate and up")
+    yield "gate_proj", matrix.rows(0, rows // 2)
+    yield "up_proj", matrix.rows(rows // 2, rows)
+
+
+def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
+    """Block scales may be cut between gate and up only where a block ends there."""
+    weight = plan.tensors[name.removesuffix("_scale_inv").removesuffix("_scale")]
+    block = fp8_scheme(plan.checkpoint).block
+    half = weight.type.shape[1] // 2
+    if (block is not None and half % block[0]) or grid_rows % 2:
+        raise PlanError(
+            f"{name!r}: gate ends at row {half}, inside a scale block; dequantize first (the "
+            "recipe's `dequant` pass before this one)"
+        )
+
+
+def _stacked(
+    base: str,
+    parameter: str,
+    found: Mapping[tuple[str, int], Output],
+    census: Census,
+    projections: tuple[str, ...],
+) -> Output:
+    experts = []
+    for expert in range(census.dims.num_experts):
+        parts = []
+        for projection in projections:
+            part = found.get((projection, expert))
+            if part is None:
+                raise PlanError(f"'{base}.{expert}.{projection}.{parameter}' is missing")
+            parts.append(part)
+        if parameter != "weight" and len(parts[0].type.shape) != 2:
+            raise PlanError(
+                f"'{base}.{expert}.{projections[0]}.{parameter}': only block scales can be stacked, "
+                f"found {parts[0].type}"
+            )
+        experts.append(concat(parts))
+    try:
+        return stack(experts)
+    except PlanError as error:
+        raise PlanError(f"{base}: its experts are not alike: {error}") from error
+
+
+def _expected(census: Census, kinds: tuple[str, ...]) -> int:
+    """How many tensors the config leads to: all layers (and experts) of the roles that are there."""
+    return sum(
+        len(census.expected(role)) * len(census.present[role.name])
+        for role in census.family.roles
+        if role.name in census.present and _kind(role.name) in kinds
+    )
+
+
+def _kind(role: str) -> str:
+    """Experts of the draft layers are experts like all others."""
+    return role.removeprefix("mtp.")
+
+
+PASSES = (Unstack, Stack)

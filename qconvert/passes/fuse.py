@@ -1,0 +1,271 @@
+"""fuse and unfuse: the linear-attention projections in the order a consumer takes.
+
+Qwen3.5 stores in_proj_qkv, in_proj_z, in_proj_b and in_proj_a; Qwen3-Next in_proj_qkvz and
+in_proj_ba, interleaved by key head. What fusing is for: sglang and vLLM fuse split projections at
+load themselves; a fused repo saves that work at load, has one file range a projection, and is the
+only form the Qwen3-Next class and per-rank exports take. It makes nothing run faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from qconvert.consumers import parse_consumer
+from qconvert.errors import PlanError
+from qconvert.family import Dims
+from qconvert.graph import Output, Source
+from qconvert.ignore import with_siblings
+from qconvert.layout import Layout
+from qconvert.names import PARAMETERS
+from qconvert.plan import LASTING_FACTS, LogEntry, Plan
+from qconvert.quantization import fp8_scheme
+from qconvert.rows import Block, fuse_module, params_of, split_module
+
+_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
+_QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+EQUAL_RULE = "fuse: equal to the per-tensor scale kept for all parts"
+_FUSED, _SPLIT = (_QKVZ, _BA), (_QKV, _Z, _B, _A)
+(FACT,) = LASTING_FACTS  # 0 split, 1 contiguous, as many as key heads: interleaved
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Bring the linear-attention projections into the order `consumer` takes, or into `groups`.
+
+    `what` may also name `gate_up` or `qkv`: no loader in the table takes those fused from a
+    checkpoint, so they are refused by name. A source that is fused already is taken apart and put
+    together anew; its own order comes from its manifest, its family, or `source_groups`.
+    """
+
+    name: ClassVar[str] = "fuse"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    consumer: str | None = None
+    groups: int | None = None
+    source_groups: int | None = None
+    what: Literal["gdn", "gate_up", "qkv"] = "gdn"
+
+    def __call__(self, plan: Plan) -> Plan:
+        family = plan.family.name
+        dims = plan.census.dims
+        if self.what != "gdn":
+            who = parse_consumer(self.consumer).name if self.consumer else "no known loader"
+            projection = {"gate_up": "gate_up_proj", "qkv": "qkv_proj"}[self.what]
+            raise PlanError(
+                f"{projection}: {who} does not take it fused from a {family} checkpoint (sglang's "
+                "Qwen3.5 drops it with only a warning); leave it split, it is fused at load"
+            )
+        if self.consumer is None and self.groups is None:
+            raise PlanError("say for whom (`consumer`) or in how many groups (`groups`)")
+        target = self.groups
+        if self.consumer is not None:
+            wanted = parse_consumer(self.consumer).gdn_groups(family, dims)
+            if target is not None and target != wanted:
+                raise PlanError(
+                    f"{self.consumer} takes {_order(wanted, dims)} projections of {family}, not "
+                    f"{target} groups: in that order it would load and babble; leave `groups` out"
+                )
+            target = wanted
+        assert target is not None
+        return _reorder(plan, self.name, repr(self), target, self.source_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfuse:
+    """Take fused linear-attention projections apart: in_proj_qkv, _z, _b, _a. The order they are in
+    comes from the manifest, the family, or `source_groups`."""
+
+    name: ClassVar[str] = "unfuse"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    source_groups: int | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        return _reorder(plan, self.name, repr(self), 0, self.source_groups)
+
+
+def _order(groups: int, dims: Dims) -> str:
+    if groups == 0:
+        return "split"
+    nk = dims.gdn[0] if dims.gdn else 0
+    return {1: "contiguous (1 group)", nk: f"interleaved ({nk} groups)"}.get(
+        groups, f"{groups}-group"
+    )
+
+
+def _reorder(plan: Plan, name: str, spec: str, target: int, source_groups: int | None) -> Plan:
+    """From whatever order the plan is in to `target` groups (0: split)."""
+    dims = plan.census.dims
+    if dims.gdn is None:
+        raise PlanError(f"{plan.family.name}: the config has no linear-attention layers to {name}")
+    modules = _modules(plan, dims)
+    fused = _is_fused(plan, modules)
+    source = _source_groups(plan, dims, source_groups) if fused else 0
+    if source == target:
+        raise PlanError(f"the projections are {_order(target, dims)} already; nothing to {name}")
+    block = _block(plan)
+    moved: dict[str, dict[str, Output]] = {}
+    for at in modules:
+        moved.update(_moved(plan, at, dims, source, target, block))
+    gone = {f"{at}.{part}" for at in modules for part in (_FUSED if source else _SPLIT)}
+    tensors: dict[str, Output] = {}
+    for tensor, output in plan.tensors.items():
+        if tensor.rpartition(".")[0] not in gone:
+            tensors[tensor] = output
+    for module, params in moved.items():
+        tensors.update({f"{module}.{parameter}": output for parameter, output in params.items()})
+    expected = len(dims.groups.get("linear_attention", ()))
+    dropped, aliases = _scalars(plan, gone, moved)
+    return plan.logged(
+        LogEntry(name, spec, len(modules), expected, (f"now {_order(target, dims)}",), "layers"),
+        tensors=tensors,
+        config=with_siblings(plan.config),
+        facts={**plan.facts, FACT: target},
+        dropped={**plan.dropped, **dropped},
+        aliases=plan.aliases | aliases,
+    )
+
+
+def _scalars(
+    plan: Plan, gone: set[str], moved: Mapping[str, Mapping[str, Output]]
+) -> tuple[dict[str, str], set[str]]:
+    """Per-tensor scales: sources that are dropped because an equal one stands for all parts, and
+    outputs that repeat one because the parts share it."""
+    kept: set[str] = set()
+    aliases: set[str] = set()
+    for module, params in moved.items():
+        for parameter, output in params.items():
+            if output.type.numel == 1:
+                source = _scalar_source(output).name
+                if source in kept:
+                    aliases.add(f"{module}.{parameter}")
+                kept.add(source)
+    dropped: dict[str, str] = {}
+    for tensor, output in plan.tensors.items():
+        if tensor.rpartition(".")[0] in gone and output.type.numel == 1:
+            source = _scalar_source(output).name
+            if source not in kept:
+                dropped[source] = EQUAL_RULE
+    return dropped, aliases
+
+
+def _scalar_source(output: Output) -> Source:
+    (piece,) = output.pieces
+    if not isinstance(piece.origin, Source):
+        raise PlanError("a per-tensor scale is computed by an earlier pass; fuse before it")
+    return piece.origin
+
+
+def _modules(plan: Plan, dims: Dims) -> list[str]:
+    """The linear-attention module of every layer that has projections, in layer order."""
+    found: dict[str, None] = {}
+    for name in plan.tensors:
+        at, _, rest = name.partition(".linear_attn.")
+        if rest.partition(".")[0] in (*_FUSED, *_SPLIT):
+            found[f"{at}.linear_attn"] = None
+    if not found:
+        raise PlanError("no linear-attention projection found")
+    return list(found)
+
+
+def _is_fused(plan: Plan, modules: list[str]) -> bool:
+    """Whether all layers are fused (or all split). A layer with half a set, or both, is refused."""
+    states: dict[bool, str] = {}
+    for at in modules:
+        have = {
+            part
+            for part in (*_FUSED, *_SPLIT)
+            if any(f"{at}.{part}.{parameter}" in plan.tensors for parameter in PARAMETERS)
+        }
+        if have == set(_FUSED):
+            states[True] = at
+        elif have == set(_SPLIT):
+            states[False] = at
+        else:
+            raise PlanError(
+                f"{at} has {', '.join(sorted(have))}: expected either {' and '.join(_FUSED)} or "
+                f"{', '.join(_SPLIT)}, whole and alone"
+            )
+    if len(states) == 2:
+        raise PlanError(
+            f"{states[True]} is fused and {states[False]} is split: the layers disagree"
+        )
+    return True in states
+
+
+def _source_groups(plan: Plan, dims: Dims, stated: int | None) -> int:
+    """The order a fused source is in; never told from shapes, which are all alike."""
+    assert dims.gdn is not None
+    known = plan.facts.get(FACT)
+    if known is None and plan.family.name == "qwen3_next":
+        known = dims.gdn[0]
+    if known is not None and stated is not None and known != stated:
+        raise PlanError(f"source_groups is {stated}, but the source is known to have {known}")
+    groups = stated if known is None else known
+    if groups is None:
+        raise PlanError(
+            "the source's projections are fused and nothing says in which order (no qconvert.json "
+            "with it); state source_groups (1: contiguous, key heads: interleaved)"
+        )
+    return int(groups)
+
+
+def _block(plan: Plan) -> Block:
+    if not plan.checkpoint.quantization_configs or not any(
+        output.type.dtype in ("F8_E4M3", "F8_E5M2") for output in plan.tensors.values()
+    ):
+        return None
+    return fp8_scheme(plan.checkpoint).block
+
+
+def _moved(
+    plan: Plan, at: str, dims: Dims, source: int, target: int, block: Block
+) -> Iterator[tuple[str, dict[str, Output]]]:
+    """The projections of one layer in the new order, module by module."""
+    assert dims.gdn is not None
+    nk, nv, dk, dv = dims.gdn
+    keys, values = nk * dk, nv * dv
+    qkvz, ba = (keys, keys, values, values), (nv, nv)
+    if source:
+        sets = [
+            *_split(plan, f"{at}.{_QKVZ}", Layout(qkvz, source), block),
+            *_split(plan, f"{at}.{_BA}", Layout(ba, source), block),
+        ]
+        origin = [f"{at}.{_QKVZ}"] * 4 + [f"{at}.{_BA}"] * 2
+    else:
+        sets = [
+            *_split(plan, f"{at}.{_QKV}", Layout((keys, keys, values), 1), block),
+            *(params_of(plan.tensors, f"{at}.{part}") for part in (_Z, _B, _A)),
+        ]
+        origin = [f"{at}.{part}" for part in (_QKV, _QKV, _QKV, _Z, _B, _A)]
+
+    def read(scale: Output) -> bytes:
+        return plan.checkpoint.read_scalar(_scalar_source(scale))
+
+    if target:
+        parts = [(_QKVZ, Layout(qkvz, target), range(4)), (_BA, Layout(ba, target), range(4, 6))]
+        for part, layout, members in parts:
+            module = f"{at}.{part}"
+            names = [origin[i] for i in members]
+            chosen = [sets[i] for i in members]
+            yield module, fuse_module(module, names, chosen, layout, block, read)
+    else:
+        module = f"{at}.{_QKV}"
+        layout = Layout((keys, keys, values), 1)
+        yield module, fuse_module(module, origin[:3], sets[:3], layout, block, read)
+        for part, params in zip((_Z, _B, _A), sets[3:], strict=True):
+            yield f"{at}.{part}", dict(params)
+
+
+def _split(plan: Plan, module: str, layout: Layout, block: Block) -> list[dict[str, Output]]:
+    try:
+        return split_module(module, params_of(plan.tensors, module), layout, block)
+    except PlanError as error:
+        if module in str(error):
+            raise
+        raise PlanError(f"{module}: {error}") from error
+
+
+PASSES = (Fuse, Unfuse)

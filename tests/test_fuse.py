@@ -1,0 +1,378 @@
+"""fuse, unfuse, stack, unstack and as_class as plans: what they make of published shapes, and what
+they refuse by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_plan import checkpoint, published
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.consumers import parse_consumer
+from qconvert.diff import compare
+from qconvert.errors import PlanError
+from qconvert.header import build_header
+from qconvert.ignore import with_siblings
+from qconvert.passes.as_class import AsClass
+from qconvert.passes.dequant import Dequant
+from qconvert.passes.experts import Stack, Unstack
+from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
+from qconvert.plan import Plan, run_passes
+from qconvert.run.executor import Options, execute
+from qconvert.spec import TensorType, ceil_div
+
+# hidden_size, value heads, qkvz rows, ba rows; 16 key heads of 128 everywhere.
+_MODELS = {
+    "Qwen3-Next-80B-A3B": (2048, 32, 12288, 64),
+    "Qwen3.5-0.8B": (1024, 16, 8192, 32),
+    "Qwen3.5-9B": (4096, 32, 12288, 64),
+    "Qwen3.5-27B": (5120, 48, 16384, 96),
+    "Qwen3.5-35B-A3B": (2048, 32, 12288, 64),
+    "Qwen3.5-122B-A10B": (3072, 64, 20480, 128),
+    "Qwen3.5-397B-A17B": (4096, 64, 20480, 128),
+}
+_AT = "model.layers.0.linear_attn"
+
+
+def gdn_config(hidden: int, nk: int, nv: int, dk: int, dv: int, *, fp8: bool) -> dict[str, Any]:
+    """A text-only Qwen3.5 config of one linear-attention layer."""
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return {
+        "model_type": "qwen3_5_text", "hidden_size": hidden, "num_hidden_layers": 1,
+        "layer_types": ["linear_attention"], "linear_num_key_heads": nk,
+        "linear_num_value_heads": nv, "linear_key_head_dim": dk, "linear_value_head_dim": dv,
+        **({"quantization_config": block} if fp8 else {}),
+    }  # fmt: skip
+
+
+def gdn_tensors(
+    hidden: int, nk: int, nv: int, dk: int, dv: int, *, fp8: bool
+) -> dict[str, TensorType]:
+    rows = {"in_proj_qkv": 2 * nk * dk + nv * dv, "in_proj_z": nv * dv}
+    found = {}
+    for name, count in rows.items():
+        found[f"{_AT}.{name}.weight"] = TensorType("F8_E4M3" if fp8 else "BF16", (count, hidden))
+        if fp8:
+            grid = (ceil_div(count, 128), ceil_div(hidden, 128))
+            found[f"{_AT}.{name}.weight_scale_inv"] = TensorType("F32", grid)
+    for name in ("in_proj_b", "in_proj_a"):
+        found[f"{_AT}.{name}.weight"] = TensorType("BF16", (nv, hidden))
+    return found
+
+
+def gdn_plan(
+    hidden: int = 256, nk: int = 4, nv: int = 8, dk: int = 128, dv: int = 128, *, fp8: bool = True
+) -> Plan:
+    config = gdn_config(hidden, nk, nv, dk, dv, fp8=fp8)
+    return Plan.identity(checkpoint(gdn_tensors(hidden, nk, nv, dk, dv, fp8=fp8), config))
+
+
+@pytest.mark.parametrize("model", sorted(_MODELS))
+@pytest.mark.parametrize("groups", [1, 16])
+def test_real_models_fuse_at_fp8_with_their_scales(model: str, groups: int) -> None:
+    hidden, nv, qkvz, ba = _MODELS[model]
+    plan = run_passes(gdn_plan(hidden, 16, nv), (Fuse(groups=groups),))
+    types = {name.removeprefix(f"{_AT}."): output.type for name, output in plan.tensors.items()}
+    assert types == {
+        "in_proj_qkvz.weight": TensorType("F8_E4M3", (qkvz, hidden)),
+        "in_proj_qkvz.weight_scale_inv": TensorType("F32", (qkvz // 128, hidden // 128)),
+        "in_proj_ba.weight": TensorType("BF16", (ba, hidden)),
+    }
+    assert plan.facts == {"gdn_groups": groups}
+    assert not plan.losses()
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b-fp8", "qwen3.5-27b-fp8", "qwen3.5-35b-a3b"])
+def test_published_qwen3_5_fuses_for_sglang(model: str) -> None:
+    plan = run_passes(Plan.identity(published(model)), (Fuse(consumer="sglang==0.5.23"),))
+    assert not any(".in_proj_qkv." in name or ".in_proj_z." in name for name in plan.tensors)
+    assert plan.log[0].matched == plan.log[0].expected
+    assert run_passes(plan, (Unfuse(),)).tensors == Plan.identity(published(model)).tensors
+
+
+def test_published_qwen3_next_unfuses_and_back() -> None:
+    start = Plan.identity(published("qwen3-next-80b-a3b-fp8"))
+    back = run_passes(start, (Unfuse(), Fuse(consumer="vllm")))
+    assert back.tensors == start.tensors
+
+
+def test_consumers() -> None:
+    dims = published("qwen3.5-35b-a3b").census.dims
+    found = {
+        (name, family): parse_consumer(name).gdn_groups(family, dims)
+        for name in ("sglang", "vllm", "transformers")
+        for family in ("qwen3_5", "qwen3_next")
+    }
+    assert found == {
+        ("sglang", "qwen3_5"): 1, ("sglang", "qwen3_next"): 16,
+        ("vllm", "qwen3_5"): 0, ("vllm", "qwen3_next"): 16,
+        ("transformers", "qwen3_5"): 0, ("transformers", "qwen3_next"): 16,
+    }  # fmt: skip
+    with pytest.raises(PlanError, match="unknown consumer 'tgi'"):
+        parse_consumer("tgi")
+
+
+# ---- refusals
+
+
+def refused(plan: Plan, step: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        run_passes(plan, (step,))
+
+
+def lacking(plan: Plan, *names: str) -> Plan:
+    kept = {n: s for n, s in plan.checkpoint.items() if n not in names}
+    return Plan.identity(replace(plan.checkpoint, sources=kept))
+
+
+def test_half_a_set_is_refused() -> None:
+    plan = lacking(gdn_plan(fp8=False), f"{_AT}.in_proj_z.weight")
+    refused(plan, Fuse(groups=1), r"linear_attn has in_proj_a, in_proj_b, in_proj_qkv: expected")
+
+
+def test_split_and_fused_side_by_side_is_refused() -> None:
+    both = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
+    both[f"{_AT}.in_proj_ba.weight"] = TensorType("BF16", (16, 256))
+    config = gdn_config(256, 4, 8, 128, 128, fp8=False)
+    refused(Plan.identity(checkpoint(both, config)), Fuse(groups=1), "whole and alone")
+
+
+def test_mixed_schemes_are_refused() -> None:
+    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=True)
+    tensors[f"{_AT}.in_proj_z.weight"] = TensorType("BF16", (1024, 256))
+    del tensors[f"{_AT}.in_proj_z.weight_scale_inv"]
+    plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 128, 128, fp8=True)))
+    refused(plan, Fuse(groups=1), r"in_proj_qkv is weight F8_E4M3, .*in_proj_z is weight BF16")
+
+
+def test_scales_that_may_not_move_are_refused() -> None:
+    """dk = 64 interleaved: one scale block would span q and k."""
+    plan = gdn_plan(256, 4, 8, 64, 64)
+    refused(
+        plan, Fuse(groups=4), r"in_proj_qkvz\.weight_scale_inv: runs of .* are not whole blocks"
+    )
+    run_passes(plan, (Fuse(groups=1),))
+    run_passes(plan, (Dequant(), Fuse(groups=4)))
+
+
+@pytest.mark.parametrize("packed", ["qweight", "weight_packed", "weight_scale_2"])
+def test_packed_formats_are_refused(packed: str) -> None:
+    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
+    tensors[f"{_AT}.in_proj_z.{packed}"] = TensorType("I32", (8, 32))
+    plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 128, 128, fp8=False)))
+    refused(plan, Fuse(groups=1), rf"in_proj_z\.{packed}: a packed 4-bit weight")
+
+
+def test_what_sglang_would_drop_is_refused() -> None:
+    plan = Plan.identity(published("qwen3.5-35b-a3b"))
+    for what, name in (("gate_up", "gate_up_proj"), ("qkv", "qkv_proj")):
+        refused(plan, Fuse(consumer="sglang", what=what), f"{name}: sglang does not take it")  # type: ignore[arg-type]
+
+
+def test_groups_against_the_consumer_are_refused() -> None:
+    plan = Plan.identity(published("qwen3.5-35b-a3b"))
+    refused(plan, Fuse(consumer="sglang", groups=16), "load and babble")
+    refused(plan, Fuse(consumer="vllm"), "split already; nothing to fuse")
+    refused(plan, Fuse(groups=3), "3 groups do not divide")
+    refused(plan, Fuse(), "say for whom")
+    refused(Plan.identity(published("deepseek-v3")), Fuse(consumer="sglang"), "no linear-attention")
+
+
+def test_an_order_nobody_states_is_not_guessed() -> None:
+    fused = run_passes(gdn_plan(), (Fuse(groups=1),))
+    types = {name: output.type for name, output in fused.tensors.items()}
+    bare = Plan.identity(checkpoint(types, gdn_config(256, 4, 8, 128, 128, fp8=True)))
+    refused(bare, Unfuse(), "nothing says in which order")
+    run_passes(bare, (Unfuse(source_groups=1),))
+    known = Plan.identity(published("qwen3-next-80b-a3b"))
+    refused(known, Unfuse(source_groups=1), "known to have 16")
+
+
+# ---- per-channel and per-tensor scales
+
+
+def scaled_tensors(scale: tuple[int, ...]) -> tuple[dict[str, TensorType], dict[str, Any]]:
+    tensors = gdn_tensors(256, 4, 8, 16, 16, fp8=False)
+    for name, rows in (("in_proj_qkv", 256), ("in_proj_z", 128)):
+        tensors[f"{_AT}.{name}.weight"] = TensorType("F8_E4M3", (rows, 256))
+        shape = tuple(rows if n < 0 else n for n in scale)
+        tensors[f"{_AT}.{name}.weight_scale"] = TensorType("F32", shape)
+    config = gdn_config(256, 4, 8, 16, 16, fp8=True)
+    config["quantization_config"] = {"quant_method": "fp8"}
+    return tensors, config
+
+
+@pytest.mark.parametrize("scale", [(-1,), (-1, 1)])
+def test_per_channel_scales_move_with_their_rows(scale: tuple[int, ...]) -> None:
+    plan = run_passes(Plan.identity(checkpoint(*scaled_tensors(scale))), (Fuse(groups=4),))
+    weight = plan.tensors[f"{_AT}.in_proj_qkvz.weight"]
+    moved = plan.tensors[f"{_AT}.in_proj_qkvz.weight_scale"]
+    assert moved.type == TensorType("F32", (384, *scale[1:]))
+    # Byte for row: a weight row has 256 bytes, a scale 4.
+    assert [(p.start // 256, p.stop // 256) for p in weight.pieces] == [
+        (p.start // 4, p.stop // 4) for p in moved.pieces
+    ]
+
+
+@pytest.mark.parametrize("scale", [(), (1,)])
+def test_per_tensor_scales_fuse_where_they_are_equal(
+    scale: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensors, config = scaled_tensors(scale)
+    source = written(tmp_path / "s", tensors, config, scale=0.5)
+    plan = run_passes(Plan.identity(source), (Fuse(groups=1),))
+    assert plan.tensors[f"{_AT}.in_proj_qkvz.weight_scale"].type.shape == scale
+    assert dict(plan.dropped) == {f"{_AT}.in_proj_z.weight_scale": EQUAL_RULE}
+    execute(plan, tmp_path / "fused", Options(jobs=1))
+    back = run_passes(Plan.identity(Checkpoint.open(tmp_path / "fused")), (Unfuse(),))
+    execute(back, tmp_path / "back", Options(jobs=1))
+    assert compare(Checkpoint.open(tmp_path / "back"), source) == []
+
+
+def test_different_per_tensor_scales_are_refused(tmp_path: Path) -> None:
+    source = written(tmp_path / "s", *scaled_tensors(()))
+    refused(Plan.identity(source), Fuse(groups=1), "different per-tensor scales")
+
+
+# ---- experts
+
+
+def test_experts_unstack_and_stack() -> None:
+    start = Plan.identity(published("qwen3.5-35b-a3b"))
+    apart = run_passes(start, (Unstack(),))
+    name = "model.language_model.layers.3.mlp.experts.255.up_proj.weight"
+    assert apart.tensors[name].type == TensorType("BF16", (512, 2048))
+    assert apart.log[0].matched == apart.log[0].expected == 80
+    again = run_passes(apart, (Stack(),))
+    for key, output in start.tensors.items():
+        if ".experts." in key and not key.startswith("mtp."):
+            assert again.tensors[key] == output
+
+
+def test_fp8_experts_stack_with_their_scales_and_dequantize() -> None:
+    start = Plan.identity(published("qwen3.5-35b-a3b-fp8"))
+    stacked = run_passes(start, (Stack(),))
+    at = "model.language_model.layers.0.mlp.experts"
+    assert stacked.tensors[f"{at}.gate_up_proj"].type == TensorType("F8_E4M3", (256, 1024, 2048))
+    scale = stacked.tensors[f"{at}.gate_up_proj_scale_inv"]
+    assert scale.type.shape == (256, 8, 16)
+    run_passes(stacked, (Dequant(),))
+    assert run_passes(stacked, (Unstack(),)).tensors == start.tensors
+
+
+def test_unstack_refuses_what_it_cannot_know() -> None:
+    odd = {"model.layers.0.mlp.experts.gate_up_proj": TensorType("BF16", (4, 64, 64))}
+    refused(
+        Plan.identity(checkpoint(odd)), Unstack(), r"\[E, 2I, H\] or \[E, H, 2I\] cannot be told"
+    )
+    refused(Plan.identity(published("qwen3-30b-a3b-fp8")), Unstack(), "matrices already")
+    refused(Plan.identity(published("qwen3.5-0.8b")), Unstack(), "no experts")
+    base = published("qwen3.5-35b-a3b")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    turned = replace(base[name], type=TensorType("BF16", (256, 2048, 1024)))
+    plan = Plan.identity(replace(base, sources={**base.sources, name: turned}))
+    refused(plan, Unstack(), r"stacks are \[E, 2I, H\] with H = 2048")
+
+
+# ---- as_class and ignore lists
+
+
+def test_as_class_drops_vision_by_name_and_renames_ignore_lists() -> None:
+    steps = (Fuse(consumer="qwen3-next"), AsClass("qwen3_next"))
+    plan = run_passes(Plan.identity(published("qwen3.5-35b-a3b-fp8")), steps)
+    assert plan.config["model_type"] == "qwen3_next"
+    assert set(plan.dropped.values()) == {"as_class: qwen3_next has no vision tower"}
+    assert all(".visual." in name for name in plan.dropped)
+    assert plan.census.unknown == ()
+    ignored = plan.config["quantization_config"]["modules_to_not_convert"]
+    assert not any(name.startswith("model.language_model.") for name in ignored)
+    assert any(name.endswith(".in_proj_ba") for name in ignored)
+
+
+def test_as_class_wants_the_order_of_its_class() -> None:
+    plan = Plan.identity(published("qwen3.5-35b-a3b"))
+    refused(plan, AsClass("qwen3_next"), "must come before")
+    refused(plan, AsClass("qwen3_5_text"), "made from qwen3_next, found qwen3_5")
+
+
+def test_ignore_lists_name_all_of_a_set() -> None:
+    at = "model.layers.0.linear_attn"
+    config = {
+        "quantization_config": {
+            "modules_to_not_convert": ["lm_head", f"{at}.in_proj_b", "in_proj_z"]
+        }
+    }
+    (found,) = with_siblings(config)["quantization_config"].values()
+    assert found == [
+        "lm_head", f"{at}.in_proj_b", f"{at}.in_proj_a", f"{at}.in_proj_ba",
+        "in_proj_z", "in_proj_qkv", "in_proj_qkvz",
+    ]  # fmt: skip
+
+
+# ---- bytes
+
+
+def written(
+    folder: Path,
+    tensors: dict[str, TensorType],
+    config: dict[str, Any],
+    scale: float | None = None,
+) -> Checkpoint:
+    """A checkpoint of random bytes on disk; FP8 codes are never NaN, scales lie near one (or all
+    are `scale`)."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    header, _ = build_header(list(tensors.items()), {"format": "pt"})
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(header)
+        for kind in tensors.values():
+            if kind.dtype == "F32":
+                drawn = random.uniform(0.5, 2, kind.shape)
+                values = drawn if scale is None else np.full(kind.shape, scale)
+                stream.write(np.asarray(values, dtype=np.float32).tobytes())
+            else:
+                stream.write((random.integers(0, 256, kind.nbytes, np.uint8) & 0xBE).tobytes())
+    (folder / "config.json").write_text(json.dumps(config))
+    return Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_dequantizing_and_fusing_commute(groups: int, tmp_path: Path) -> None:
+    """Fused FP8 with moved scales, dequantized, is the dequantized weights fused, bit for bit."""
+    tensors = gdn_tensors(200, 4, 8, 128, 128, fp8=True)
+    source = written(tmp_path / "s", tensors, gdn_config(200, 4, 8, 128, 128, fp8=True))
+    start = Plan.identity(source)
+    for name, steps in (
+        ("a", (Fuse(groups=groups), Dequant())),
+        ("b", (Dequant(), Fuse(groups=groups))),
+    ):
+        execute(run_passes(start, steps), tmp_path / name, Options(jobs=1))
+    fused, plain = (tmp_path / name / "model.safetensors" for name in "ab")
+    assert fused.read_bytes() == plain.read_bytes()
+
+
+def test_a_big_stack_is_cut_and_put_together_in_small_units(tmp_path: Path) -> None:
+    """128 MiB of experts, unstacked and stacked again, never holding more than a few MiB."""
+    stack_type = TensorType("BF16", (16, 2048, 2048))
+    down = TensorType("BF16", (16, 2048, 1024))
+    at = "model.layers.0.mlp.experts"
+    config = {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 1,
+        "num_experts": 16, "moe_intermediate_size": 1024, "layer_types": ["full_attention"],
+    }  # fmt: skip
+    tensors = {f"{at}.gate_up_proj": stack_type, f"{at}.down_proj": down}
+    source = written(tmp_path / "s", tensors, config)
+    small = Options(memory=64 << 20, jobs=1)
+    first = execute(run_passes(Plan.identity(source), (Unstack(),)), tmp_path / "apart", small)
+    apart = Checkpoint.open(tmp_path / "apart")
+    assert len(apart) == 48
+    second = execute(run_passes(Plan.identity(apart), (Stack(),)), tmp_path / "again", small)
+    for receipt in (first, second):
+        assert receipt.share is not None
+        assert receipt.share.arena <= 4 << 20
+    assert compare(Checkpoint.open(tmp_path / "again"), source) == []

@@ -1,0 +1,327 @@
+"""Layouts against transformers' own classes: the same logits under another class or order, and byte
+for byte back again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import run_cli
+from safetensors.torch import load_file, save_file
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.passes.experts import Stack
+from qconvert.passes.fuse import Fuse, Unfuse
+from qconvert.plan import Pass, Plan, run_passes
+from qconvert.recipe import load_recipe
+from qconvert.run.executor import Options, execute
+from qconvert.sample import heavy_tailed, write_sample
+
+pytestmark = pytest.mark.peer
+
+# Its config and auto classes are typed for humans, not for mypy.
+hf: Any = transformers
+
+Tensors = dict[str, torch.Tensor]
+
+
+def text_settings(r: int) -> dict[str, Any]:
+    """A period of linear and full attention; r value heads a key head."""
+    return {
+        "vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2 * r, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+
+
+MOE = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+
+
+def make(kind: str, r: int) -> Any:
+    """A transformers config: Qwen3.5 dense or MoE, text-only or multi-modal, or Qwen3-Next."""
+    text = text_settings(r)
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 128, "num_position_embeddings": 16,
+    }  # fmt: skip
+    if kind == "dense":
+        return hf.Qwen3_5TextConfig(**text, intermediate_size=160)
+    if kind == "moe":
+        return hf.Qwen3_5MoeTextConfig(**text, **MOE)
+    if kind == "moe-vl":
+        return hf.Qwen3_5MoeConfig(text_config={**text, **MOE}, vision_config=vision)
+    return hf.Qwen3NextConfig(**text, **MOE, intermediate_size=160)
+
+
+def saved(config: Any, folder: Path) -> Path:
+    """A model of a config with heavy-tailed weights, saved as transformers saves it."""
+    torch.manual_seed(0)
+    kind = (
+        hf.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
+        else hf.AutoModelForCausalLM
+    )
+    model = kind.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.data.copy_(heavy_tailed(tuple(parameter.shape), generator))
+        else:
+            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path, *, vision: bool = False) -> torch.Tensor:
+    kind = hf.AutoModelForImageTextToText if vision else hf.AutoModelForCausalLM
+    model, told = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12) * 7 % 300).logits
+    assert torch.isfinite(found).all()
+    return found
+
+
+def run(source: Path, out: Path, *passes: Pass) -> Path:
+    execute(run_passes(Plan.identity(Checkpoint.open(source)), passes), out, Options(jobs=1))
+    return out
+
+
+def tensors(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+def equal(a: Path, b: Path) -> bool:
+    ours, theirs = tensors(a), tensors(b)
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("r", [2, 3])
+@pytest.mark.parametrize("kind", ["dense", "moe", "moe-vl"])
+def test_qwen3_5_computes_the_same_as_qwen3_next(kind: str, r: int, tmp_path: Path) -> None:
+    source = saved(make(kind, r), tmp_path / "source")
+    recipe = load_recipe("qwen3.5-to-qwen3-next")
+    out = run(source, tmp_path / "next", *recipe.passes)
+    assert type(hf.AutoConfig.from_pretrained(out)).__name__ == "Qwen3NextConfig"
+    assert torch.equal(logits(out), logits(source, vision=kind == "moe-vl"))
+    back = run(out, tmp_path / "back", *load_recipe("qwen3-next-to-qwen3.5").passes)
+    assert torch.equal(logits(back), logits(out))
+    if kind != "moe-vl":  # names and all: the text-only class is where it came from
+        assert equal(back, source)
+
+
+def test_the_contiguous_order_under_qwen3_next_babbles(tmp_path: Path) -> None:
+    """The reason for all this: the wrong order loads without a word and computes something else."""
+    source = saved(make("next", 2), tmp_path / "source")
+    out = run(source, tmp_path / "wrong", Fuse(groups=1))
+    assert not torch.allclose(logits(out).float(), logits(source).float(), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_split_fused_unfused_is_where_it_began(kind: str, tmp_path: Path) -> None:
+    source = saved(make(kind, 3), tmp_path / "source")
+    fused = run(source, tmp_path / "fused", Fuse(consumer="sglang"))
+    assert any("in_proj_qkvz" in name for name in tensors(fused))
+    assert equal(run(fused, tmp_path / "back", Unfuse()), source)
+    assert torch.equal(logits(tmp_path / "back"), logits(source))
+
+
+def test_qwen3_next_begins_with_unfuse(tmp_path: Path) -> None:
+    source = saved(make("next", 2), tmp_path / "source")
+    split = run(source, tmp_path / "split", Unfuse())
+    assert equal(run(split, tmp_path / "back", Fuse(consumer="transformers")), source)
+
+
+def test_stacked_experts_load_and_come_back(tmp_path: Path) -> None:
+    source = saved(make("moe", 2), tmp_path / "source")
+    stacked = run(source, tmp_path / "stacked", Stack())
+    assert tensors(stacked)["model.layers.0.mlp.experts.gate_up_proj"].shape == (6, 96, 128)
+    assert torch.equal(logits(stacked), logits(source))
+    back = run(stacked, tmp_path / "back", *load_recipe("qwen3.5-unstack-experts").passes)
+    assert equal(back, source)
+
+
+def sglang_rank_rows(parts: list[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
+    """sglang 0.5.23's rule for a merged column-parallel parameter loaded from a fused tensor: each
+    output size's slice is cut in tp, and the rank's shares lie one after another."""
+    shares = [part.chunk(tp, dim=0)[rank] for part in parts]
+    return torch.cat(shares)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_sglangs_loader_takes_the_contiguous_order_at_every_tp(
+    groups: int, tp: int, tmp_path: Path
+) -> None:
+    """The loader narrows the fused tensor at q, k, v, z offsets and shards each slice: right for the
+    contiguous order at every TP, wrong for the interleaved one."""
+    nk, r, dk, dv = 8, 2, 4, 4
+    sizes = [nk * dk, nk * dk, nk * r * dv, nk * r * dv]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(size, 16, generator=generator) for size in sizes]
+    at = "model.layers.0.linear_attn"
+    stored = {
+        f"{at}.in_proj_qkv.weight": torch.cat(parts[:3]),
+        f"{at}.in_proj_z.weight": parts[3],
+        f"{at}.in_proj_b.weight": torch.randn(nk * r, 16, generator=generator),
+        f"{at}.in_proj_a.weight": torch.randn(nk * r, 16, generator=generator),
+    }
+    source = tmp_path / "source"
+    config = hf.Qwen3_5TextConfig(
+        **{
+            **text_settings(2), "hidden_size": 16, "num_hidden_layers": 1,
+            "layer_types": ["linear_attention"], "linear_num_key_heads": nk,
+            "linear_num_value_heads": nk * r, "linear_key_head_dim": dk, "linear_value_head_dim": dv,
+        }
+    )  # fmt: skip
+    config.save_pretrained(source)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    out = run(source, tmp_path / "out", Fuse(groups=groups))
+    fused = tensors(out)[f"{at}.in_proj_qkvz.weight"]
+    slices = [*torch.split(fused, sizes)]
+    right = all(
+        torch.equal(sglang_rank_rows(slices, rank, tp), sglang_rank_rows(parts, rank, tp))
+        for rank in range(tp)
+    )
+    assert right is (groups == 1)
+
+
+# ---- pipeline stages
+
+
+def families() -> dict[str, Any]:
+    """A small model of every family transformers has a class for."""
+    deepseek = hf.DeepseekV3Config(
+        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    qwen3_moe = hf.Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    tied = hf.Qwen3_5TextConfig(**text_settings(2), intermediate_size=96, tie_word_embeddings=True)
+    return {
+        "deepseek_v3": deepseek, "qwen3_moe": qwen3_moe, "qwen3_5 dense": make("dense", 2),
+        "qwen3_5 moe": make("moe", 2), "qwen3_5 vl": make("moe-vl", 2), "qwen3_5 tied": tied,
+        "qwen3_next": make("next", 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("family", sorted(families()))
+def test_split_and_join_is_byte_identical(
+    family: str, copy: bool, runtime: str, tmp_path: Path
+) -> None:
+    source = saved(families()[family], tmp_path / "source")
+    (source / "tokenizer.json").write_text('{"version": "1.0"}')
+    stages, out = tmp_path / "stages", tmp_path / "out"
+    arguments = ["--pp", "1,2,1", "--for", runtime, *(["--copy"] if copy else [])]
+    done = run_cli("split", source, stages, *arguments)
+    if family == "qwen3_next" and runtime == "sglang":
+        assert done.code == 1
+        assert "asserts that there is one pipeline stage" in done.err
+        return
+    assert done.code == 0, done.err
+    variable = {"sglang": "SGLANG", "vllm": "VLLM"}[runtime]
+    assert f"set {variable}_PP_LAYER_PARTITION=1,2,1" in done.out
+    for number in range(3):
+        folder = stages / f"stage-{number:02d}-of-03"
+        checked = run_cli("validate", folder, "--against", source, "--level", "full")
+        assert checked.code == 0, checked.out
+        assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        manifest = json.loads((folder / "qconvert.json").read_text())["stage"]
+        assert manifest["partition"] == [1, 2, 1]
+        headless = family == "qwen3_5 tied" and runtime == "sglang" and number == 2
+        same = (folder / "config.json").read_bytes() == (source / "config.json").read_bytes()
+        assert same is not headless
+    assert run_cli("join", stages, out).code == 0
+    assert equal(out, source)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).exists() == (source / name).exists()
+        if (source / name).exists():
+            assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_whole_shards_are_linked_and_a_copy_is_not(tmp_path: Path) -> None:
+    write_sample(tmp_path / "source", shards=8)
+    for name, more in (("linked", []), ("copied", ["--copy"])):
+        done = run_cli(
+            "split", tmp_path / "source", tmp_path / name, "--pp", "2", "--for", "vllm", *more
+        )
+        assert done.code == 0, done.err
+    inodes = {file.stat().st_ino for file in (tmp_path / "source").glob("*.safetensors")}
+
+    def shared(name: str) -> int:
+        files = (tmp_path / name).glob("*/*.safetensors")
+        return sum(file.stat().st_ino in inodes for file in files)
+
+    assert shared("linked") >= 4
+    assert shared("copied") == 0
+    for name in ("linked", "copied"):
+        assert run_cli("join", tmp_path / name, tmp_path / f"{name}-again").code == 0
+        assert run_cli("diff", tmp_path / "source", tmp_path / f"{name}-again").code == 0
+
+
+def test_stages_compose_with_other_passes(tmp_path: Path) -> None:
+    """Dequantized, then cut: the stages together are the dequantized checkpoint."""
+    source = tmp_path / "source"
+    write_sample(source)
+    done = run_cli(
+        "split", source, tmp_path / "s", "--pp", "1,3", "--for", "sglang", "--recipe",
+        "qwen3.5-fp8-to-bf16-fused",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert run_cli("join", tmp_path / "s", tmp_path / "joined").code == 0
+    whole = run_cli("run", "qwen3.5-fp8-to-bf16-fused", source, tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    assert run_cli("diff", tmp_path / "whole", tmp_path / "joined").code == 0
+    manifest = json.loads((tmp_path / "joined" / "qconvert.json").read_text())
+    assert manifest["gdn_groups"] == 1
+
+
+def test_a_missing_or_foreign_stage_is_refused(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_sample(tmp_path / f"source{seed}", seed=seed)
+        pp = ["2,2", "1,3"][seed]
+        assert (
+            run_cli("split", tmp_path / f"source{seed}", tmp_path / f"s{seed}", "--pp", pp).code
+            == 0
+        )
+    lost = tmp_path / "s0" / "stage-01-of-02"
+    lost.rename(tmp_path / "elsewhere")
+    done = run_cli("join", tmp_path / "s0", tmp_path / "out")
+    assert (done.code, "stage 1 of 2 is missing" in done.err) == (1, True)
+    (tmp_path / "s1" / "stage-01-of-02").rename(lost)
+    done = run_cli("join", tmp_path / "s0", tmp_path / "out")
+    assert (done.code, "belongs to another split" in done.err) == (1, True)
+
+
+def test_wrong_partitions_and_runtimes_are_refused(tmp_path: Path) -> None:
+    write_sample(tmp_path / "s")
+    for arguments, said in (
+        (["--pp", "2,1"], "is 3, it must equal num_hidden_layers = 4"),
+        (["--pp", "2"], "say --for sglang or --for vllm"),
+        (["--pp", "two"], "'two' is no partition"),
+        (["--pp", "9", "--for", "vllm"], "4 layers cannot be cut into 9 stages"),
+        (["--pp", "2,2", "--for", "transformers"], "no runtime with pipeline stages"),
+    ):
+        done = run_cli("split", tmp_path / "s", tmp_path / "out", *arguments)
+        assert (done.code, said in done.err) == (1, True), done.err
+        assert not (tmp_path / "out").exists()

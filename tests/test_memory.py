@@ -1,0 +1,309 @@
+"""--memory is a promise: measured on process trees, on tensors larger than it, and per tensor.
+
+Measured is what the promise is about: anonymous memory beyond what an interpreter with torch
+imported takes. Pages of files are the kernel's to give back.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import faults
+import headers
+import pytest
+from headers import HeaderSet
+
+from qconvert.checkpoint import RECEIPT, Checkpoint
+from qconvert.names import natural_key
+from qconvert.passes.dequant import Dequant
+from qconvert.plan import Plan, run_passes
+from qconvert.run.executor import Options, prepare
+from qconvert.run.memory import PLAN_BYTES_PER_TENSOR, WORKER_BYTES
+from qconvert.spec import TensorType
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def _python(code: str, *arguments: object) -> str:
+    """What a fresh interpreter prints, with the tests' helpers in reach."""
+    command = [sys.executable, "-c", _PRELUDE + code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_PRELUDE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+def status(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+"""
+
+# --- planning ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3: all 92 thousand tensors, none of the data."""
+    folder = tmp_path_factory.mktemp("deepseek") / "source"
+    folder.mkdir()
+    headers.write_sparse(headers.load("deepseek-v3"), folder)
+    return folder
+
+
+_PLAN = """
+before = status("RssAnon")
+from qconvert.checkpoint import Checkpoint
+from qconvert.passes.dequant import Dequant
+from qconvert.plan import Plan, run_passes
+from qconvert.run.executor import Options, prepare
+imported = status("RssAnon")
+plan = run_passes(Plan.identity(Checkpoint.open(sys.argv[1])), (Dequant(),))
+ready = prepare(plan, Options(memory=1 << 30))
+print(len(plan.checkpoint), status("RssAnon") - imported, status("VmHWM"), "torch" in sys.modules)
+"""
+
+
+def test_planning_a_huge_model_is_cheap(deepseek: Path) -> None:
+    count, growth, peak, torch_imported = _python(_PLAN, deepseek).split()
+    assert int(count) == len(headers.load("deepseek-v3").tensors)
+    assert int(peak) < 500_000_000
+    assert torch_imported == "False"
+    assert int(growth) / int(count) <= PLAN_BYTES_PER_TENSOR
+
+
+def _calls(source: Path) -> tuple[int, int]:
+    """Tensors of a checkpoint, and function calls that planning its conversion takes."""
+    profile = cProfile.Profile()
+    profile.enable()
+    plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
+    ready = prepare(plan, Options(memory=GIB, jobs=1))
+    profile.disable()
+    assert ready.units
+    assert ready.fingerprint
+    entries: list[Any] = profile.getstats()
+    return len(plan.checkpoint), sum(entry.callcount for entry in entries)
+
+
+def _with_layers(layers: int) -> HeaderSet:
+    """Qwen3-30B-A3B-FP8 with fewer layers."""
+    full = headers.load("qwen3-30b-a3b-fp8")
+    kept = {
+        name: kind
+        for name, kind in full.tensors.items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
+    }
+    return HeaderSet({**full.config, "num_hidden_layers": layers}, kept, 4)
+
+
+def test_planning_is_linear_in_tensors(tmp_path: Path) -> None:
+    """Counted in calls, not seconds. Quadratic work would take four times the calls."""
+    counts = {}
+    for layers in (24, 48):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        headers.write_sparse(_with_layers(layers), folder)
+        counts[layers] = _calls(folder)
+    (few, cost_few), (many, cost_many) = counts[24], counts[48]
+    assert few > 18_000
+    assert 1.9 < many / few < 2.1
+    assert cost_many < 2.5 * cost_few
+    assert cost_many > 10 * many  # calls were counted at all
+
+
+# --- whole runs -------------------------------------------------------------------------------
+
+
+@dataclass
+class Peak:
+    """The most memory seen in a tree of processes: `total` in all, `beyond` beyond what an
+    interpreter with torch takes for each of them. `most` processes at once."""
+
+    total: int = 0
+    beyond: int = 0
+    most: int = 0
+    samples: int = 0
+    largest: dict[int, int] = field(default_factory=dict)
+
+    def add(self, sizes: dict[int, int], bare: int) -> None:
+        total = sum(sizes.values())
+        self.total = max(self.total, total)
+        self.beyond = max(self.beyond, total - len(sizes) * bare)
+        self.most = max(self.most, len(sizes))
+        self.samples += 1
+        for pid, size in sizes.items():
+            self.largest[pid] = max(self.largest.get(pid, 0), size)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from _family(int(child))
+
+
+def _sizes(pid: int) -> dict[int, int]:
+    """RssAnon of a process and all below it; those that end meanwhile are left out."""
+    found = {}
+    try:
+        for member in _family(pid):
+            for line in Path(f"/proc/{member}/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    found[member] = int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return found
+
+
+def _watched(bare: int, *arguments: object) -> Peak:
+    """Run the command line and watch its memory."""
+    command = [sys.executable, "-m", "qconvert", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    peak = Peak()
+    while process.poll() is None:
+        peak.add(_sizes(process.pid), bare)
+        time.sleep(0.003)
+    told, _ = process.communicate()
+    assert process.returncode == 0, told
+    assert peak.samples > 50
+    return peak
+
+
+@pytest.fixture(scope="module")
+def bare() -> int:
+    """RssAnon of an interpreter that has imported torch."""
+    return int(_python('import torch; print(status("RssAnon"))'))
+
+
+def _fp8_headers(*, matrices: int, experts: int) -> HeaderSet:
+    """Matrices of 16 MiB each and a stack of 18 MiB experts, FP8."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{i % 2}.m{i // 2}.weight": (4096, 4096) for i in range(matrices)
+    }
+    if experts:
+        shapes["model.layers.0.mlp.experts.gate_up_proj"] = (experts, 4608, 4096)
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[name] = TensorType("F8_E4M3", shape)
+        tensors[f"{name}_scale_inv"] = TensorType("F32", faults.grid(shape))
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    return HeaderSet(faults.config(), ordered, 2)
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Path]:
+    """A folder for gigabytes, emptied whatever happens."""
+    free = shutil.disk_usage(tmp_path).free
+    if free < 12 * GIB:
+        pytest.fail(f"this test writes 9 GB below {tmp_path}, where {free} bytes are free")
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def _converted(room: Path, bare: int, made: HeaderSet, memory: str) -> Peak:
+    source, out = room / "source", room / "out"
+    source.mkdir()
+    headers.write_sparse(made, source)
+    peak = _watched(bare, "dequant", source, out, "--memory", memory, "--jobs", 2)
+    lines = (out / RECEIPT).read_text().splitlines()
+    assert sum('"name"' in line for line in lines) >= len(made.tensors) // 2
+    shutil.rmtree(source)
+    shutil.rmtree(out)
+    return peak
+
+
+@pytest.mark.big
+def test_a_run_keeps_to_its_memory(
+    room: Path, bare: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 GB of FP8, a third of it in one tensor: within 512 MiB, and no more than 1 GB takes."""
+    one = _converted(room, bare, _fp8_headers(matrices=60, experts=0), "512MiB")
+    four = _converted(room, bare, _fp8_headers(matrices=172, experts=64), "512MiB")
+    with capsys.disabled():
+        print(f"\n1 GB: {_told(one, bare)}\n4 GB: {_told(four, bare)}")
+    _check(four, bare, 512 * MIB)
+    assert four.total < one.total + 16 * MIB
+
+
+@pytest.mark.big
+def test_a_tensor_larger_than_the_memory(
+    room: Path, bare: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peak = _converted(room, bare, _fp8_headers(matrices=2, experts=64), "128MiB")
+    with capsys.disabled():
+        print(f"\n1.2 GB tensor: {_told(peak, bare)}")
+    _check(peak, bare, 128 * MIB)
+
+
+def _check(peak: Peak, bare: int, memory: int) -> None:
+    """Two workers and their parent kept to the budget, and were really seen at work."""
+    main, *workers = peak.largest.values()
+    assert peak.most == len(peak.largest) == 3
+    assert peak.beyond < memory
+    # The parent never imports torch, and the figure above gives it credit for that. Without:
+    without_torch = int(_python("import qconvert.cli; print(status('RssAnon'))"))
+    beyond = [main - without_torch, *(size - bare for size in workers)]
+    assert sum(max(0, size) for size in beyond) < memory
+    assert min(workers) > bare  # they had torch, and were watched when they did
+
+
+def _told(peak: Peak, bare: int) -> str:
+    each = ", ".join(f"{size // MIB}" for size in peak.largest.values())
+    return (
+        f"{peak.total // MIB} MiB in {peak.most} processes ({each}), each would be {bare // MIB} "
+        f"with torch alone; {peak.beyond // MIB} MiB beyond that, {peak.samples} samples"
+    )
+
+
+_RUN = """
+import faults
+import torch
+torch.ones(3)
+from pathlib import Path
+from qconvert.checkpoint import Checkpoint
+from qconvert.plan import Plan
+from qconvert.run.executor import Options, execute
+root, count = Path(sys.argv[1]), int(sys.argv[2])
+def name(i):
+    return f"model.layers.{i % 60}.mlp.experts.{i // 60}.down_proj.weight"
+tensor = faults.plain((4, 4))
+faults.write_checkpoint(
+    root / "source", {name(i): tensor for i in range(count)}, shards=4, quantized=False
+)
+del tensor
+before = status("VmHWM")
+plan = Plan.identity(Checkpoint.open(root / "source")).check()
+receipt = execute(plan, root / "out", Options(memory=1 << 30, jobs=1))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.big
+def test_memory_set_aside_per_tensor_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan, units, journal and receipt of many tiny tensors: the growth from one count to another
+    leaves out what does not depend on the count."""
+    few, many = 20_000, 60_000
+    peaks = []
+    for count in (few, many):
+        (tmp_path / str(count)).mkdir()
+        peaks.append(int(_python(_RUN, tmp_path / str(count), count)))
+        shutil.rmtree(tmp_path / str(count))
+    per_tensor = (peaks[1] - peaks[0]) / (many - few)
+    with capsys.disabled():
+        print(f"\n{per_tensor:.0f} bytes a tensor, {PLAN_BYTES_PER_TENSOR} set aside")
+    assert 500 < per_tensor <= PLAN_BYTES_PER_TENSOR
+    # What one process takes besides: an arena of some MiB, and what WORKER_BYTES is for.
+    assert peaks[0] - few * per_tensor < WORKER_BYTES + 8 * MIB
