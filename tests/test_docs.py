@@ -1,0 +1,70 @@
+"""Documents rot; these cannot: every command and option the README shows exists, and the run it shows
+is what the demo prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from checkpoints import run_cli
+
+from qconvert.cli import cli
+from qconvert.recipe import parse_recipe
+
+_ROOT = Path(__file__).parent.parent
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+# What a machine measures, or chooses, is its own.
+_MEASURED = re.compile(r"^needs .*$", re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """Lines of the README's shell blocks that run qconvert, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", _README, re.DOTALL)
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("qconvert ")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_shown_parses(line: str) -> None:
+    """Parsed by click, not run: unknown commands, options and missing arguments fail."""
+    words = shlex.split(line)[1:]
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    command.make_context(line, words)
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(commands()) > 10
+
+
+def test_the_run_shown_is_the_demos() -> None:
+    (shown,) = re.findall(r"```console\n(.*?)```", _README, re.DOTALL)
+    printed = run_cli("demo").out
+    first = _MEASURED.sub("", printed.split("\n$ qconvert dequant")[0]).strip()
+    assert _MEASURED.sub("", shown).strip() == first
+
+
+def test_the_recipe_shown_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", _README, re.DOTALL)
+    assert [step.name for step in parse_recipe(text, "README").passes] == ["dequant", "fuse"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "CHANGELOG.md", "LICENSE"]
+)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (_ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        assert (_ROOT / target).exists(), target
+
+
+def test_rule_ids_are_documented_where_they_are_raised() -> None:
+    for file in (_ROOT / "validators").glob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        head = source.partition('"""\n\nfrom')[0]
+        for rule in set(re.findall(r'"(QC\d{3})"', source)):
+            assert rule in head, f"{file.name} raises {rule} and does not say what it is"
