@@ -14,7 +14,8 @@ from qconvert import __version__
 from qconvert.commands.check import diff, inspect, validate
 from qconvert.commands.convert import dequant, plan, run
 from qconvert.commands.house import clean, demo, recipes
-from qconvert.commands.layout import experts, fuse, join, split, unfuse
+from qconvert.commands.layout import experts, fuse, unfuse
+from qconvert.commands.stages import join, split
 from qconvert.errors import QConvertError
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130

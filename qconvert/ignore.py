@@ -1,34 +1,49 @@
 """Ignore lists: which modules a quantization config leaves out, in names every runtime matches.
 
 Runtimes look for a module under the name they use, fused or split: vLLM and sglang fuse at load and
-ask whether the parts are ignored, others ask for the fused name. An entry for the fused name alone is
-ignored by one or the other, so all names of a set stand together.
+ask whether the parts are ignored, others ask for the fused name. An entry for the fused name alone
+is ignored by one or the other, so all names of a set stand together. sglang takes `ignored_layers`
+or else `modules_to_not_convert`, never both (read in 0.5.23): one key is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")
+_KEY = "modules_to_not_convert"
+_OTHER_KEYS = ("ignored_layers", "ignore")
 _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
 )
 
 
-def with_siblings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with every ignore list completed: wherever one name of a set is listed, all are.
-    Order is kept, new names follow the first of their set."""
+def true_lists(config: Mapping[str, Any], unquantized: Iterable[str]) -> dict[str, Any]:
+    """The config with the ignore list of every quantization block completed: wherever one name of a
+    set is listed all are, and so are the sets of the `unquantized` modules. Order is kept; new names
+    follow the first of their set. Configs without a quantization block are returned as they are."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            changed[key] = with_siblings(value)
-        elif key in _KEYS and isinstance(value, list):
-            changed[key] = _completed(value)
+        if key in ("quantization_config", "compression_config") and isinstance(value, Mapping):
+            changed[key] = _block(value, list(unquantized))
+        elif isinstance(value, Mapping) and key.endswith("_config"):
+            changed[key] = true_lists(value, unquantized)
         else:
             changed[key] = value
     return changed
+
+
+def _block(block: Mapping[str, Any], unquantized: list[str]) -> dict[str, Any]:
+    """compressed-tensors has its own key, `ignore`; the fp8 dialects get `modules_to_not_convert`."""
+    key = "ignore" if block.get("quant_method") == "compressed-tensors" else _KEY
+    listed: list[Any] = []
+    for name in (key, *(k for k in (_KEY, *_OTHER_KEYS) if k != key)):
+        value = block.get(name)
+        listed += value if isinstance(value, list) else []
+    kept = {k: v for k, v in block.items() if k not in (_KEY, *_OTHER_KEYS)}
+    names = _completed([*listed, *unquantized])
+    return {**kept, key: names} if names or key in block else kept
 
 
 def _completed(names: list[Any]) -> list[Any]:
@@ -37,8 +52,32 @@ def _completed(names: list[Any]) -> list[Any]:
         found[name] = None
         if not isinstance(name, str):
             continue
-        stem, dot, last = name.rpartition(".")
+        # A pattern of compressed-tensors ends in `$` or not; its siblings end alike.
+        body, dollar = (name[:-1], "$") if name.endswith("$") else (name, "")
         for members in _SETS:
-            if last in members:
-                found.update(dict.fromkeys(f"{stem}{dot}{member}" for member in members))
+            fitting = [member for member in members if _ends(body, member)]
+            if fitting:
+                stem = body.removesuffix(max(fitting, key=len))
+                found.update(dict.fromkeys(f"{stem}{member}{dollar}" for member in members))
     return list(found)
+
+
+def _ends(name: str, member: str) -> bool:
+    """Whether the last component of a dotted name or pattern is `member`."""
+    return name == member or name.endswith(("." + member, "*" + member))
+
+
+def renamed_modules(config: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """The config with module names that begin with `old` beginning with `new`: lists follow their
+    tensors."""
+    return {key: _renamed(value, old, new) for key, value in config.items()}
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, Mapping):
+        return renamed_modules(value, old, new)
+    if isinstance(value, list):
+        return [_renamed(inner, old, new) for inner in value]
+    if isinstance(value, str) and value.startswith(old):
+        return new + value.removeprefix(old)
+    return value

@@ -15,6 +15,7 @@ from qconvert.errors import PlanError
 from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Apply, Output, Source, Value
 from qconvert.names import natural_key, scale_candidates, weight_candidates
+from qconvert.quantization import grid_fault, stated_block
 
 # Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
 # them: the order of fused projections cannot be told from the tensors.
@@ -41,7 +42,7 @@ class Plan:
     `dropped` maps source names to the rule that drops them, `dropped_files` likewise for side
     files. `facts` is what a pass wants recorded in the manifest (layout, method, ...). `aliases` are
     outputs that repeat another's bytes on purpose; `linkable` are source shards that an output
-    folder could hold as they are.
+    folder could hold as they are. `needs_class` is a model class that alone takes what a pass made.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +56,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     aliases: frozenset[str] = frozenset()
     linkable: tuple[int, ...] = ()
+    needs_class: str | None = None
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> Plan:
@@ -94,6 +96,12 @@ class Plan:
         """
         if not self.tensors:
             raise PlanError("nothing is left to write: the passes drop every tensor")
+        if self.needs_class is not None and self.config.get("model_type") != self.needs_class:
+            raise PlanError(
+                f"the projections are in an order only {self.needs_class} takes, and the model_type "
+                f"is {self.config.get('model_type')}: it would load and babble; the recipe lacks "
+                f"`as_class: {{to: {self.needs_class}}}`"
+            )
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
@@ -180,7 +188,9 @@ def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
 def _check_count(entry: LogEntry) -> None:
     """A pass that finds 35 of 36 layers has failed."""
     if entry.expected is not None and entry.matched != entry.expected:
-        raise PlanError(f"{entry.matched} tensors matched, the config leads to {entry.expected}")
+        raise PlanError(
+            f"{entry.matched} {entry.what} matched, the config leads to {entry.expected}"
+        )
 
 
 def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
@@ -271,14 +281,20 @@ def _first_hole(spans: list[tuple[int, int]], size: int) -> int | None:
 
 
 def _check_scales(plan: Plan) -> None:
+    block = stated_block(plan.checkpoint.quantization_configs)
     for name, output in plan.tensors.items():
         weights = weight_candidates(name)
         if weights and not any(weight in plan.tensors for weight in weights):
             raise PlanError(f"scale {name!r} has no weight beside it ({' or '.join(weights)})")
         if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not weights:
-            scales = scale_candidates(name)
-            if not any(scale in plan.tensors for scale in scales):
-                raise PlanError(f"FP8 weight {name!r} has no scale ({' or '.join(scales)})")
+            scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
+            if not scales:
+                tried = " or ".join(scale_candidates(name))
+                raise PlanError(f"FP8 weight {name!r} has no scale ({tried})")
+            if block is not None and len(output.type.shape) >= 2:
+                fault = grid_fault(output.type, plan.tensors[scales[0]].type, block)
+                if fault is not None:
+                    raise PlanError(f"scale {scales[0]!r}: {fault}")
 
 
 def _check_ties(plan: Plan) -> None:

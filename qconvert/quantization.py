@@ -4,12 +4,13 @@ shapes. Dividing rows by scale rows is silently wrong for hundreds of ragged row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.errors import PlanError
+from qconvert.spec import TensorType, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,34 @@ class Fp8Scheme:
     block: tuple[int, int] | None
     where: str
     u8_exponents: bool
+
+
+def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
+    """The `weight_block_size` that the configs state, None where none is stated in a sound form."""
+    for config in configs:
+        size = config.block.get("weight_block_size")
+        if (
+            isinstance(size, list)
+            and len(size) == 2
+            and all(type(n) is int and n > 0 for n in size)
+        ):
+            return size[0], size[1]
+    return None
+
+
+def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) -> str | None:
+    """What is wrong with a block-scale grid, None where it is ceil(shape / block). Per-tensor and
+    per-channel scales, which have another form, are not judged."""
+    *lead, rows, columns = weight.shape
+    grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
+    if scale.shape == grid or len(scale.shape) != len(grid) or scale.numel == 1:
+        return None
+    if scale.shape in ((*lead, rows, 1), (*lead, 1, 1)):
+        return None
+    return (
+        f"expected a scale grid {list(grid)} for {weight} in blocks of {block[0]}x{block[1]}, found "
+        f"{list(scale.shape)}"
+    )
 
 
 def fp8_scheme(checkpoint: Checkpoint) -> Fp8Scheme:

@@ -83,12 +83,8 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         lines.append(f"pass    {entry.name}: {entry.matched} {entry.what}{wanted}{notes}")
     if not plan.log:
         lines.append("pass    none: a plain copy")
-    lines += _dropped(plan)
-    losses = plan.losses()
-    lines.append(
-        f"lossy   {len(losses)} step{'' if len(losses) == 1 else 's'}" + (":" if losses else "")
-    )
-    lines += [f"        {what} ({count} tensors)" for what, count in losses.items()]
+    lines += drop_lines(plan)
+    lines += loss_lines(plan)
     unknown = checkpoint.census.unknown
     if unknown:
         lines.append(f"unknown {len(unknown)} tensors have no known role, copied: {_some(unknown)}")
@@ -96,7 +92,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         lines.append(
             f"unknown model_type {checkpoint.config.get('model_type')!r}: layers cannot be counted"
         )
-    absent = checkpoint.census.absent()
+    absent = checkpoint.absent()
     if absent:
         lines.append(
             f"warning {len(absent)} tensors that {checkpoint.family.name} has are absent: "
@@ -178,7 +174,18 @@ def _bytes_in(output: Output) -> int:
     return total
 
 
-def _dropped(plan: Plan) -> list[str]:
+def loss_lines(plan: Plan) -> list[str]:
+    """What the plan's steps lose, with how many tensors."""
+    losses = plan.losses()
+    count = f"{len(losses)} step{'' if len(losses) == 1 else 's'}{':' if losses else ''}"
+    return [
+        f"lossy   {count}",
+        *(f"        {what} ({number} tensors)" for what, number in losses.items()),
+    ]
+
+
+def drop_lines(plan: Plan) -> list[str]:
+    """What is dropped, and by which rule."""
     rules: dict[str, list[str]] = {}
     for name, rule in plan.dropped.items():
         rules.setdefault(rule, []).append(name)
@@ -306,7 +313,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtypes": dtypes,
         "roles": roles,
         "unknown": list(checkpoint.census.unknown),
-        "missing": checkpoint.census.absent(),
+        "missing": checkpoint.absent(),
         "quantization": quantization_lines(checkpoint),
         "side_files": list(checkpoint.side_files),
         "denied_files": list(checkpoint.denied_files),

@@ -93,6 +93,12 @@ def fuse_module(
     return fused
 
 
+def is_per_tensor(parameter: str, output: Output, block: Block) -> bool:
+    """Whether a parameter is one scale for a whole tensor: of one element, where the config states
+    no block (a small tensor's only block has one element too)."""
+    return parameter in _SCALES and block is None and output.type.numel == 1
+
+
 def _layout_of(
     module: str, parameter: str, output: Output, layout: Layout, block: Block
 ) -> Layout | None:
@@ -102,7 +108,7 @@ def _layout_of(
     if parameter not in _SCALES:
         raise PlanError(f"{module}.{parameter}: is not known to follow the rows of its weight")
     shape = output.type.shape
-    if output.type.numel == 1 and max(layout.segments) > (block[0] if block else 1):
+    if is_per_tensor(parameter, output, block):
         return None
     if block is not None:
         try:

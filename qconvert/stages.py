@@ -9,16 +9,19 @@ vLLM 0.33 (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from qconvert.checkpoint import Checkpoint, Shard
+from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
+from qconvert.consumers import parse_consumer
 from qconvert.errors import CheckpointError, PlanError
 from qconvert.family import Census, Place
 from qconvert.graph import Output, Source
-from qconvert.plan import Plan, nodes
+from qconvert.plan import LASTING_FACTS, Plan, nodes
 
 Runtime = Literal["sglang", "vllm"]
 VARIABLE: dict[str, str] = {
@@ -79,7 +82,7 @@ def check_partition(partition: Sequence[int], layers: int) -> tuple[int, ...]:
 
 def check_runtime(name: str | None) -> Runtime | None:
     """The runtime of `--for`, `NAME[==VERSION]`. Raises PlanError for one that has no stages here."""
-    plain = None if name is None else name.partition("==")[0]
+    plain = None if name is None else parse_consumer(name).name
     if plain not in (None, "sglang", "vllm"):
         raise PlanError(f"{name!r} is no runtime with pipeline stages; choose sglang or vllm")
     return plain  # type: ignore[return-value]
@@ -112,7 +115,12 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     """
     census = plan.census
     sizes = check_partition(partition, census.dims.num_layers)
-    if runtime == "sglang" and plan.family.name == "qwen3_next" and len(sizes) > 1:
+    if plan.family.name == "generic":
+        raise PlanError(
+            f"model_type {plan.config.get('model_type')!r} is not known, so no stage can be named for "
+            "its tensors; see CONTRIBUTING.md, a model family"
+        )
+    if runtime != "vllm" and plan.family.name == "qwen3_next" and len(sizes) > 1:
         raise PlanError(
             "sglang's Qwen3-Next asserts that there is one pipeline stage; use vLLM (--for vllm), "
             "or one stage"
@@ -150,12 +158,14 @@ def _owners(
     if place.role.name.startswith("vision."):
         return range(len(stages))  # runtimes build the tower without asking for their stage
     if place.role.name == "embed_tokens":
-        if runtime == "vllm":
+        if runtime != "sglang":  # vLLM builds them in every stage; unknown runtimes may
             return range(len(stages))
         return sorted({0, last}) if census.dims.tied or has_mtp else [0]
     if place.layer is not None:
         return [_owner_of_layer(name, place, stages)]
-    return [last]  # the final norm and the head
+    if place.role.name in ("norm", "lm_head"):
+        return [last]
+    raise PlanError(f"{name!r}: its role {place.role.name!r} belongs to no stage qconvert knows of")
 
 
 def _owner_of_layer(name: str, place: Place, stages: Sequence[Stage]) -> int:
@@ -241,18 +251,25 @@ def open_stages(folder: Path) -> Checkpoint:
     folders = sorted(folder.glob("stage-*-of-*"))
     if not folders:
         raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
+    for path in folders:
+        if (path / WORK_DIR).is_dir():
+            raise CheckpointError(f"{path} is unfinished; run the split's command again")
     opened = [Checkpoint.open(path) for path in folders]
     facts = [_facts_of(checkpoint) for checkpoint in opened]
     partition = facts[0]["partition"]
     for checkpoint, fact in zip(opened, facts, strict=True):
         if fact["partition"] != partition or _parent(checkpoint) != _parent(opened[0]):
-            raise CheckpointError(f"{checkpoint.root}: belongs to another split than {folders[0]}")
+            raise CheckpointError(
+                f"{checkpoint.root}: belongs to another split than {folders[0]}: its source, passes "
+                "or partition are others"
+            )
     numbers = [fact["number"] for fact in facts]
     missing = sorted(set(range(len(partition))) - set(numbers))
     if missing:
         raise CheckpointError(f"{folder}: stage {missing[0]} of {len(partition)} is missing")
     shards: list[Shard] = []
     sources: dict[str, Source] = {}
+    shared: list[tuple[str, Checkpoint]] = []
     for checkpoint, fact in zip(opened, facts, strict=True):
         base = len(shards)
         shards += checkpoint.shards
@@ -262,13 +279,30 @@ def open_stages(folder: Path) -> Checkpoint:
             known = sources.get(name)
             if known is None:
                 sources[name] = replace(source, shard=base + source.shard)
-            elif known.type != source.type:
-                raise CheckpointError(
-                    f"tensor {name!r} is {known.type} in one stage, {source.type}"
-                )
+            else:
+                shared.append((name, checkpoint))
+    _check_shared(shared, opened)
     first = opened[numbers.index(0)]
-    digest = "+".join(checkpoint.header_digest[:16] for checkpoint in opened)
-    return replace(first, shards=tuple(shards), sources=sources, header_digest=digest)
+    digest = sha256("".join(checkpoint.header_digest for checkpoint in opened).encode())
+    return replace(first, shards=tuple(shards), sources=sources, header_digest=digest.hexdigest())
+
+
+def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Checkpoint]) -> None:
+    """Tensors that several stages hold must be one: their receipts have the same hash of them."""
+    if not shared:
+        return
+    names = {name for name, _ in shared}
+    hashes: dict[str, set[str]] = {}
+    for checkpoint in opened:
+        for line in (checkpoint.root / RECEIPT).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record.get("name") in names and record["name"] in checkpoint:
+                hashes.setdefault(record["name"], set()).add(record["xxh3"])
+    for name, checkpoint in shared:
+        if len(hashes.get(name, ())) != 1:
+            raise CheckpointError(
+                f"{checkpoint.root}: tensor {name!r} is another than in an earlier stage"
+            )
 
 
 def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -280,5 +314,18 @@ def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def _parent(checkpoint: Checkpoint) -> Any:
-    return (checkpoint.manifest or {}).get("identity", {}).get("source")
+def _parent(checkpoint: Checkpoint) -> list[Any]:
+    """What all stages of one split have in common."""
+    manifest = checkpoint.manifest or {}
+    identity = manifest.get("identity", {})
+    keys = ("source", "source_sample", "passes", "qconvert")
+    return [*(identity.get(key) for key in keys), [manifest.get(key) for key in LASTING_FACTS]]
+
+
+def open_source(where: str | Path) -> Checkpoint:
+    """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
+    they were. Raises CheckpointError."""
+    folder = Path(where)
+    if str(where) and not (folder / "config.json").exists() and any(folder.glob("stage-*-of-*")):
+        return open_stages(folder)
+    return Checkpoint.open(where)

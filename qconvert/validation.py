@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
+from qconvert.stages import open_source
 
 Need = Literal["source", "receipt", "data"]
 
@@ -130,7 +131,7 @@ def validate_folder(out: Path, against: str | None = None, *, full: bool = False
                 "run its command again, or qconvert clean",
             )
         )  # fmt: skip
-    source = Checkpoint.open(against) if against is not None else None
+    source = open_source(against) if against is not None else None
     try:
         folder = Folder(Checkpoint.open(out), source)
         # Read now: what validators rest on, and what may be broken.

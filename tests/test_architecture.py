@@ -15,10 +15,10 @@ _PACKAGE = _ROOT / "qconvert"
 # A module imports only from rooms of a lower number, or from its own.
 _RANK = {
     "errors": 0, "spec": 1, "names": 1, "graph": 2, "header": 2, "family": 3, "layouts": 4,
-    "layout": 3, "rows": 4, "consumers": 4, "ignore": 4, "checkpoint": 5, "ops": 5,
-    "quantization": 6, "plan": 6, "units": 7, "passes": 7, "stages": 7, "recipe": 8, "recipes": 8,
-    "run": 8, "validation": 8, "diff": 9, "sample": 8, "validators": 9, "report": 9, "demo": 10,
-    "commands": 11, "cli": 12, "__main__": 13, "__init__": 0,
+    "layout": 3, "rows": 4, "consumers": 4, "checkpoint": 5, "ops": 5, "quantization": 6, "plan": 7,
+    "ignore": 8, "units": 8, "passes": 9, "stages": 9, "recipe": 10, "recipes": 10, "run": 10,
+    "validation": 10, "sample": 10, "diff": 11, "validators": 11, "report": 11, "demo": 12,
+    "commands": 13, "cli": 14, "__main__": 15, "__init__": 0,
 }  # fmt: skip
 
 # Heavy libraries are imported where they are used, never when a module is.

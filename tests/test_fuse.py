@@ -16,14 +16,16 @@ from qconvert.checkpoint import Checkpoint
 from qconvert.consumers import parse_consumer
 from qconvert.diff import compare
 from qconvert.errors import PlanError
+from qconvert.graph import Source
 from qconvert.header import build_header
-from qconvert.ignore import with_siblings
+from qconvert.ignore import true_lists
 from qconvert.passes.as_class import AsClass
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
 from qconvert.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
+from qconvert.run.reader import Reader
 from qconvert.spec import TensorType, ceil_div
 
 # hidden_size, value heads, qkvz rows, ba rows; 16 key heads of 128 everywhere.
@@ -171,7 +173,7 @@ def test_packed_formats_are_refused(packed: str) -> None:
 def test_what_sglang_would_drop_is_refused() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
     for what, name in (("gate_up", "gate_up_proj"), ("qkv", "qkv_proj")):
-        refused(plan, Fuse(consumer="sglang", what=what), f"{name}: sglang does not take it")  # type: ignore[arg-type]
+        refused(plan, Fuse(consumer="sglang", what=what), f"{name}: sglang is not known to take it")  # type: ignore[arg-type]
 
 
 def test_groups_against_the_consumer_are_refused() -> None:
@@ -265,6 +267,15 @@ def test_fp8_experts_stack_with_their_scales_and_dequantize() -> None:
     assert run_passes(stacked, (Unstack(),)).tensors == start.tensors
 
 
+@pytest.mark.parametrize("packed", ["qweight", "weight_packed", "scales"])
+def test_packed_experts_are_not_stacked(packed: str) -> None:
+    base = published("qwen3-30b-a3b-fp8")
+    name = f"model.layers.0.mlp.experts.0.up_proj.{packed}"
+    odd = Source(name, TensorType("I32", (8, 8)), 0, 0)
+    plan = Plan.identity(replace(base, sources={**base.sources, name: odd}))
+    refused(plan, Stack(), rf"up_proj\.{packed}.*packed 4-bit")
+
+
 def test_unstack_refuses_what_it_cannot_know() -> None:
     odd = {"model.layers.0.mlp.experts.gate_up_proj": TensorType("BF16", (4, 64, 64))}
     refused(
@@ -307,7 +318,7 @@ def test_ignore_lists_name_all_of_a_set() -> None:
             "modules_to_not_convert": ["lm_head", f"{at}.in_proj_b", "in_proj_z"]
         }
     }
-    (found,) = with_siblings(config)["quantization_config"].values()
+    (found,) = true_lists(config, [])["quantization_config"].values()
     assert found == [
         "lm_head", f"{at}.in_proj_b", f"{at}.in_proj_a", f"{at}.in_proj_ba",
         "in_proj_z", "in_proj_qkv", "in_proj_qkvz",
@@ -356,8 +367,19 @@ def test_dequantizing_and_fusing_commute(groups: int, tmp_path: Path) -> None:
     assert fused.read_bytes() == plain.read_bytes()
 
 
-def test_a_big_stack_is_cut_and_put_together_in_small_units(tmp_path: Path) -> None:
-    """128 MiB of experts, unstacked and stacked again, never holding more than a few MiB."""
+def test_a_big_stack_is_cut_and_put_together_in_small_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack of 128 MiB taken apart, gate split from up, and stacked again: no read and no buffer
+    is larger than 4 MiB."""
+    sizes: list[int] = []
+    read = Reader.read
+
+    def watched(self: Reader, source: Source, start: int, into: memoryview) -> None:
+        sizes.append(into.nbytes)
+        read(self, source, start, into)
+
+    monkeypatch.setattr(Reader, "read", watched)
     stack_type = TensorType("BF16", (16, 2048, 2048))
     down = TensorType("BF16", (16, 2048, 1024))
     at = "model.layers.0.mlp.experts"
@@ -375,4 +397,5 @@ def test_a_big_stack_is_cut_and_put_together_in_small_units(tmp_path: Path) -> N
     for receipt in (first, second):
         assert receipt.share is not None
         assert receipt.share.arena <= 4 << 20
+    assert 0 < max(sizes) <= 4 << 20
     assert compare(Checkpoint.open(tmp_path / "again"), source) == []

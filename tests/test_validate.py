@@ -26,6 +26,7 @@ from checkpoints import (
     write_shard,
 )
 
+from qconvert.checkpoint import Checkpoint
 from qconvert.validation import Report, validate_folder
 
 MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
@@ -81,7 +82,7 @@ def test_a_sound_output_has_no_finding(
     report = validate_folder(out, str(source), full=True)
     assert report.findings == []
     assert report.not_checked == []
-    assert len(report.proved) == 5
+    assert len(report.proved) == 6
     assert found_in(out, source, full=True) == []
     assert tree(out) == before
 
@@ -102,7 +103,7 @@ def test_a_source_is_sound_without_a_receipt(source: Path) -> None:
 
 def test_what_was_not_looked_at_is_said(out: Path) -> None:
     report = validate_folder(out)
-    assert len(report.not_checked) == 2
+    assert len(report.not_checked) == 3
     assert any("--against SRC" in text for text in report.not_checked)
     assert any("--level full" in text for text in report.not_checked)
 
@@ -433,6 +434,44 @@ def test_qc031_another_source(out: Path, tmp_path: Path) -> None:
     report = validate_folder(out, str(other))
     assert [(finding.rule, finding.where) for finding in report.findings] == [("QC031", str(other))]
     assert found_in(out, other) == ["QC031"]
+
+
+def test_qc031_the_same_headers_with_other_weights(out: Path, source: Path, tmp_path: Path) -> None:
+    """Two fine-tunes of one base: headers alone cannot tell them apart."""
+    other = copied(source, tmp_path / "other")
+    file = next(iter(sorted(other.glob("*.safetensors"))))
+    flip(file, file.stat().st_size - 1)
+    assert found_in(out, other) == ["QC031"]
+
+
+def test_qc033_a_source_that_changed_where_no_sample_fell(
+    out: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source of a large model is only sampled by name; --level full reads it all again."""
+    other = copied(source, tmp_path / "other")
+    file = next(iter(sorted(other.glob("*.safetensors"))))
+    known = Checkpoint.open(source).sample_digest
+    flip(file, file.stat().st_size - 1)
+    monkeypatch.setattr(Checkpoint, "sample_digest", known)
+    report = validate_folder(out, str(other), full=True)
+    rules = [("QC033", finding.where) for finding in report.findings]
+    assert [(finding.rule, finding.where) for finding in report.findings] == rules
+    assert len(rules) == 1
+    assert found_in(out, other, full=True) == ["QC033"]
+
+
+def test_qc015_a_grid_that_does_not_fit(tmp_path: Path) -> None:
+    """Columns of a [2, 3] grid for 128-wide blocks of a 256-wide weight."""
+    model = fp8_moe()
+    name = f"{Q}.weight_scale_inv"
+    old = model.tensors[name]
+    rows, columns = old.shape
+    model.tensors[name] = tensor("F32", rows, columns + 1)
+    folder = model.write(tmp_path / "source")
+    report = validate_folder(folder)
+    found = [(finding.rule, finding.where) for finding in report.findings]
+    assert found == [("QC015", name)]
+    assert found_in(folder) == ["QC015"]
 
 
 def test_qc032_a_side_file_that_did_not_come_along(out: Path, source: Path) -> None:

@@ -27,14 +27,16 @@ class Conservation:
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         source, manifest = folder.source, folder.checkpoint.manifest or {}
         assert source is not None
-        made_from = manifest.get("identity", {}).get("source")
-        if made_from != source.header_digest:
-            yield Finding(
-                "QC031", "error", str(source.root),
-                f"its headers hash to {source.header_digest[:12]}, this folder was made from "
-                f"{str(made_from)[:12]}",
-            )  # fmt: skip
-            return
+        identity = manifest.get("identity", {})
+        for key, here, what in (
+            ("source", source.header_digest, "headers"),
+            ("source_sample", source.sample_digest, "weights or side files"),
+        ):
+            if identity.get(key) != here:
+                where = str(source.root)
+                message = f"is not what this folder was made from: its {what} are others"
+                yield Finding("QC031", "error", where, message)
+                return
         used: dict[str, list[tuple[int, int]]] = {}
         for line in folder.receipt or ():
             for part in line.get("sources", ()):

@@ -4,17 +4,18 @@ QC010 the index states another total_size than the tensors add up to.
 QC011 a scale without its weight, or an FP8 weight without a scale.
 QC012 a quantization block is stated and no tensor is quantized (or FP8 and no block is).
 QC013 a tensor that the family requires is missing.
+QC015 a block-scale grid is not ceil(shape / block).
 QC014 embeddings are tied by the config and differ in type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from qconvert.checkpoint import INDEX
-from qconvert.names import parse, scale_candidates, weight_candidates
+from qconvert.names import scale_candidates, weight_candidates
+from qconvert.quantization import grid_fault, stated_block
 from qconvert.validation import Finding, Folder, Need
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -45,15 +46,20 @@ def _total_size(folder: Folder) -> Iterator[Finding]:
 
 def _scales(folder: Folder) -> Iterator[Finding]:
     names = folder.checkpoint
+    block = stated_block(names.quantization_configs)
     for name, source in names.items():
         weights = weight_candidates(name)
         if weights and not any(weight in names for weight in weights):
             yield Finding("QC011", "error", name, f"no weight beside it ({' or '.join(weights)})")
         if source.type.dtype in _FP8 and not weights:
-            scales = scale_candidates(name)
-            if not any(scale in names for scale in scales):
-                tried = " or ".join(scales)
+            scales = [scale for scale in scale_candidates(name) if scale in names]
+            if not scales:
+                tried = " or ".join(scale_candidates(name))
                 yield Finding("QC011", "error", name, f"FP8 without a scale ({tried})")
+            elif block is not None and len(source.type.shape) >= 2:
+                fault = grid_fault(source.type, names[scales[0]].type, block)
+                if fault is not None:
+                    yield Finding("QC015", "error", scales[0], fault)
 
 
 def _quantization(folder: Folder) -> Iterator[Finding]:
@@ -77,10 +83,7 @@ def _quantization(folder: Folder) -> Iterator[Finding]:
 
 def _family(folder: Folder) -> Iterator[Finding]:
     census = folder.checkpoint.census
-    stage = (folder.checkpoint.manifest or {}).get("stage")
-    for name in census.absent():
-        if stage is not None and not _of_stage(name, stage):
-            continue
+    for name in folder.checkpoint.absent():
         yield Finding(
             "QC013", "error", name, f"missing: family {census.family.name} requires it by config"
         )
@@ -88,17 +91,6 @@ def _family(folder: Folder) -> Iterator[Finding]:
         names = [n for role in census.family.tied if (n := census.named(role)) is not None]
         if len({folder.checkpoint[name].type for name in names}) > 1:
             yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
-
-
-def _of_stage(name: str, stage: Mapping[str, Any]) -> bool:
-    """Whether a pipeline stage must hold a tensor: its layers; embeddings in the first stage; the
-    final norm and the head in the last."""
-    layer = parse(name).layer
-    if layer is not None:
-        first, stop = stage["layers"]
-        return bool(first <= layer < stop)
-    wanted = 0 if "embed_tokens" in name else stage["of"] - 1
-    return bool(stage["number"] == wanted)
 
 
 VALIDATOR = Structure()

@@ -29,11 +29,11 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
     """
     from fnmatch import fnmatchcase
 
-    from qconvert.checkpoint import Checkpoint
     from qconvert.names import natural_key
     from qconvert.report import inspect_json, inspect_text
+    from qconvert.stages import open_source
 
-    checkpoint = Checkpoint.open(source)
+    checkpoint = open_source(source)
     if tensors is not None:
         names = sorted((n for n in checkpoint if fnmatchcase(n, tensors)), key=natural_key)
         if as_json:
@@ -64,10 +64,10 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
       qconvert diff DeepSeek-V3-bf16 other-bf16
       qconvert diff original resharded --headers
     """
-    from qconvert.checkpoint import Checkpoint
     from qconvert.diff import compare
+    from qconvert.stages import open_source
 
-    found = compare(Checkpoint.open(a), Checkpoint.open(b), data=not headers)
+    found = compare(open_source(a), open_source(b), data=not headers)
     if as_json:
         listed = [{"tensor": d.tensor, "kind": d.kind, "detail": d.detail} for d in found]
         click.echo(json.dumps(listed, indent=2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -120,7 +120,7 @@ def run(recipe: str, source: str, out: Path, **options: Unpack[RunOptions]) -> N
     """
     from qconvert.recipe import load_recipe
 
-    options["print_recipe"] = False
+    options["print_recipe"] = False  # it is one already
     convert(load_recipe(recipe), source, out, options)
 
 
@@ -157,102 +157,26 @@ def convert(
         return
     from qconvert.run.executor import prepare
 
-    planned = _planned(recipe, source, out, options)
-    if planned is None:
+    plan = planned(recipe, source, out, options)
+    if plan is None:
         return
-    ready = prepare(planned, _run_options(recipe, options))
+    ready = prepare(plan, run_options(recipe, options))
     _show_plan(ready, out, options)
     if not options["dry_run"]:
         assert out is not None
-        _carry_out(ready, out, options["as_json"])
+        carry_out(ready, out, options["as_json"])
 
 
-def convert_stages(
-    recipe: Recipe,
-    source: str,
-    out: Path,
-    pp: str,
-    runtime: str | None,
-    options: RunOptions,
-    *,
-    link: bool,
-) -> None:
-    """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
-    from dataclasses import replace
-
-    from qconvert.report import model_line
-    from qconvert.run.executor import prepare
-    from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
-
-    planned = _planned(recipe, source, out, options)
-    if planned is None:
-        return
-    known: Runtime | None = check_runtime(runtime)
-    partition = partition_of(pp, planned.census.dims.num_layers, known)
-    run_options = _run_options(recipe, options)
-    stages = []
-    for plan in split_plan(planned, partition, known):
-        folder = out / plan.facts["stage"]["folder"]
-        near = folder if link else None
-        stages.append((folder, prepare(plan.check(), replace(run_options, link_near=near))))
-    sizes = ",".join(map(str, partition))
-    variables = [VARIABLE[known]] if known else list(VARIABLE.values())
-    settings = [f"{variable}={sizes}" for variable in variables]
-    if options["as_json"]:
-        click.echo(json.dumps(_stages_json(stages, partition, settings), indent=2))
-    else:
-        click.echo(model_line(planned.checkpoint), err=not options["dry_run"])
-        _show_stages(stages, err=not options["dry_run"])
-    if not options["dry_run"]:
-        for folder, ready in stages:
-            _carry_out(ready, folder, as_json=False, quiet=options["as_json"])
-    if not options["as_json"]:
-        click.echo("set " + " or ".join(settings))
-
-
-def _stages_json(
-    stages: list[tuple[Path, Prepared]], partition: Sequence[int], settings: list[str]
-) -> dict[str, Any]:
-    return {
-        "partition": list(partition),
-        "environment": settings,
-        "stages": [
-            {
-                "folder": str(folder),
-                "layers": ready.plan.facts["stage"]["layers"],
-                "tensors": len(ready.plan.tensors),
-                "bytes": ready.plan.bytes_out,
-                "linked_files": sum(file.link is not None for file in ready.layout.files),
-                "files": len(ready.layout.files),
-            }
-            for folder, ready in stages
-        ],
-    }
-
-
-def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
-    from qconvert.recipe import format_size
-
-    for folder, ready in stages:
-        first, stop = ready.plan.facts["stage"]["layers"]
-        linked = sum(file.link is not None for file in ready.layout.files)
-        click.echo(
-            f"{folder.name}  layers {first}-{stop - 1}  {len(ready.plan.tensors)} tensors, "
-            f"{format_size(ready.plan.bytes_out)}, {len(ready.layout.files)} files, "
-            f"{linked} of them hard links",
-            err=err,
-        )
-
-
-def _planned(
+def planned(
     recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
 ) -> Plan | None:
     """The recipe's plan, or None where only a dump of it was wanted."""
     from qconvert.checkpoint import Checkpoint
     from qconvert.plan import Plan, run_passes
     from qconvert.run.workspace import check_apart
+    from qconvert.stages import open_source
 
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
     if out is not None:
         check_apart(out, checkpoint)
     start = Plan.identity(checkpoint)
@@ -262,7 +186,7 @@ def _planned(
     return run_passes(start, recipe.passes)
 
 
-def _run_options(recipe: Recipe, options: RunOptions) -> Options:
+def run_options(recipe: Recipe, options: RunOptions) -> Options:
     from qconvert.run.executor import Options
     from qconvert.run.shards import DEFAULT_SHARD_BYTES
 
@@ -321,7 +245,7 @@ def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
         click.echo(text, err=not options["dry_run"])
 
 
-def _carry_out(ready: Prepared, out: Path, as_json: bool, quiet: bool = False) -> None:
+def carry_out(ready: Prepared, out: Path, as_json: bool, quiet: bool = False) -> None:
     import time
 
     from qconvert.commands.progress import Bar

@@ -1,14 +1,17 @@
-"""fuse, unfuse, experts, split, join: the same numbers in another order or other folders."""
+"""fuse, unfuse, experts: the same numbers in another order."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from qconvert.commands.convert import CONVERSION, RUNNING, RunOptions, convert, convert_stages
+from qconvert.commands.convert import CONVERSION, RunOptions, convert
 from qconvert.commands.options import OUT, SOURCE
+
+if TYPE_CHECKING:
+    from qconvert.plan import Pass
 
 
 @click.command()
@@ -51,19 +54,22 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
-    from qconvert.checkpoint import Checkpoint
+    from qconvert.consumers import parse_consumer
     from qconvert.passes.as_class import AsClass
     from qconvert.passes.experts import Unstack
     from qconvert.passes.fuse import Fuse
     from qconvert.recipe import Recipe
+    from qconvert.stages import open_source
 
+    if consumer is None and groups is None and what == "gdn":
+        raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
-    name = (consumer or "").partition("==")[0]
-    if name == "qwen3-next" and Checkpoint.open(source).family.name == "qwen3_5":
+    steps: tuple[Pass, ...] = (step,)
+    checkpoint = open_source(source)
+    next_class = consumer is not None and parse_consumer(consumer).name == "qwen3-next"
+    if next_class and checkpoint.family.name == "qwen3_5":
         steps = (Unstack(optional=True), step, AsClass("qwen3_next"))
-        convert(Recipe("fuse", steps, options["max_shard_size"]), source, out, options)
-    else:
-        convert(Recipe("fuse", (step,), options["max_shard_size"]), source, out, options)
+    convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
 
 
 @click.command()
@@ -133,61 +139,3 @@ def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
     from qconvert.recipe import Recipe
 
     convert(Recipe("unstack", (Unstack(),), options["max_shard_size"]), source, out, options)
-
-
-@click.command()
-@SOURCE
-@OUT
-@click.option(
-    "--pp",
-    required=True,
-    metavar="15,15,15,16|N",
-    help="Layers of each stage, or a number of stages to cut as the runtime would.",
-)
-@click.option("--for", "consumer", metavar="sglang|vllm", help="The runtime. [needed with --pp N]")
-@click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
-@click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
-@RUNNING
-def split(
-    source: str,
-    out: Path,
-    pp: str,
-    consumer: str | None,
-    recipe: str | None,
-    copy: bool,
-    **options: Unpack[RunOptions],
-) -> None:
-    """Cut a checkpoint into a folder for each pipeline stage, each complete in itself.
-
-    Whole shards that belong to one stage unchanged are hard links to the source's files where that
-    is possible. The environment variable to set is printed, and stands in every qconvert.json.
-
-    \b
-    Examples:
-      qconvert split DeepSeek-V3 stages --pp 15,15,15,16 --for sglang
-      qconvert split Qwen/Qwen3.5-397B-A17B-FP8 stages --pp 4 --for vllm
-      qconvert split Qwen/Qwen3.5-35B-A3B-FP8 stages --pp 4 --for sglang --recipe dequant-fp8
-    """
-    from qconvert.recipe import Recipe, load_recipe
-
-    passes = load_recipe(recipe) if recipe else Recipe("split", (), options["max_shard_size"])
-    convert_stages(passes, source, out, pp, consumer, options, link=not copy)
-
-
-@click.command()
-@click.argument("stages", type=click.Path(path_type=Path))
-@OUT
-@RUNNING
-def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Put the stages that `split` made together again.
-
-    \b
-    Example:
-      qconvert join stages DeepSeek-V3-again
-    """
-    from qconvert.recipe import Recipe
-    from qconvert.stages import open_stages
-
-    options["print_recipe"] = False
-    recipe = Recipe("join", (), options["max_shard_size"])
-    convert(recipe, open_stages(stages), out, options)

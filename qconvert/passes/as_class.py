@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.errors import PlanError
 from qconvert.graph import Output, Source
+from qconvert.ignore import renamed_modules
 from qconvert.passes.fuse import FACT
 from qconvert.plan import LogEntry, Plan
 
@@ -80,6 +81,7 @@ class AsClass:
             LogEntry(self.name, repr(self), len(tensors), None),
             tensors=tensors,
             config=config,
+            needs_class=None,
             dropped=dropped,
             side_files=tuple(f for f in plan.side_files if f not in gone),
             dropped_files={**plan.dropped_files, **dict.fromkeys(gone, VISION_RULE)},
@@ -103,8 +105,7 @@ def _to_next(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = merged.get("rope_parameters")
     if isinstance(rope, Mapping):
         merged["rope_parameters"] = {k: v for k, v in rope.items() if k not in _MROPE}
-    found: dict[str, Any] = _renamed(merged, _LANGUAGE, _PLAIN)
-    return found
+    return renamed_modules(merged, _LANGUAGE, _PLAIN)
 
 
 def _to_text(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,17 +121,6 @@ def _to_text(config: Mapping[str, Any]) -> dict[str, Any]:
     if dense:
         kept.pop("num_experts", None)
     return {**kept, "architectures": [f"{cls}ForCausalLM"], "model_type": kind}
-
-
-def _renamed(value: Any, old: str, new: str) -> Any:
-    """Module names in ignore lists follow their tensors."""
-    if isinstance(value, Mapping):
-        return {key: _renamed(inner, old, new) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_renamed(inner, old, new) for inner in value]
-    if isinstance(value, str) and value.startswith(old):
-        return new + value.removeprefix(old)
-    return value
 
 
 PASSES = (AsClass,)

@@ -44,6 +44,7 @@ class Unstack:
             if place is None or _kind(place.role.name) not in _STACKED:
                 tensors[name] = output
                 continue
+            _refuse_packed(name, place.parameter)
             matched += 1
             both = _kind(place.role.name) == _STACKED[0]
             if output.type.shape[:1] != (census.dims.num_experts,) or len(output.type.shape) != 3:
@@ -82,6 +83,7 @@ class Stack:
             if place is None or place.expert is None or _kind(place.role.name) not in _APART:
                 tensors[name] = output
                 continue
+            _refuse_packed(name, place.parameter)
             matched += 1
             base = name[: name.index(".experts.") + len(".experts")]
             projection = place.role.name.rpartition(".")[2]
@@ -89,6 +91,8 @@ class Stack:
         if not matched:
             raise PlanError("no expert matrices found; the experts are stacked already")
         for (base, parameter), found in groups.items():
+            if parameter != "weight":
+                _check_scale_join(plan, base, groups.get((base, "weight"), {}))
             suffix = "" if parameter == "weight" else parameter.removeprefix("weight")
             tensors[f"{base}.gate_up_proj{suffix}"] = _stacked(
                 base, parameter, found, census, ("gate_proj", "up_proj")
@@ -110,6 +114,15 @@ def _census(plan: Plan) -> Census:
     if not found.dims.num_experts:
         raise PlanError("the config counts no experts: a dense model has nothing to stack")
     return found
+
+
+def _refuse_packed(name: str, parameter: str) -> None:
+    """Only plain weights and block scales have their rows where a stack puts them."""
+    if parameter not in ("", "weight", "weight_scale_inv", "weight_scale"):
+        raise PlanError(
+            f"{name!r}: a packed 4-bit weight holds its rows on another axis and cannot be stacked "
+            "or unstacked; start from the bf16 or FP8 release"
+        )
 
 
 def _check_orientation(name: str, output: Output, census: Census, *, both: bool) -> None:
@@ -152,6 +165,23 @@ def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
         )
 
 
+def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[str, int], Output]) -> None:
+    """gate's scales may be followed by up's only where gate's rows end with a block."""
+    gate = weights.get(("gate_proj", 0))
+    block = fp8_scheme(plan.checkpoint).block
+    if gate is None or block is None:
+        raise PlanError(
+            f"{base}: only block scales of expert weights can be stacked; dequantize first (the "
+            "recipe's `dequant` pass before this one)"
+        )
+    if gate.type.shape[0] % block[0]:
+        raise PlanError(
+            f"{base}: gate_proj has {gate.type.shape[0]} rows, which are not whole blocks of "
+            f"{block[0]}: in one tensor a block would span gate and up; dequantize first (the "
+            "recipe's `dequant` pass before this one)"
+        )
+
+
 def _stacked(
     base: str,
     parameter: str,
@@ -167,11 +197,6 @@ def _stacked(
             if part is None:
                 raise PlanError(f"'{base}.{expert}.{projection}.{parameter}' is missing")
             parts.append(part)
-        if parameter != "weight" and len(parts[0].type.shape) != 2:
-            raise PlanError(
-                f"'{base}.{expert}.{projections[0]}.{parameter}': only block scales can be stacked, "
-                f"found {parts[0].type}"
-            )
         experts.append(concat(parts))
     try:
         return stack(experts)

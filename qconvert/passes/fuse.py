@@ -9,20 +9,23 @@ only form the Qwen3-Next class and per-rank exports take. It makes nothing run f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from qconvert.consumers import parse_consumer
 from qconvert.errors import PlanError
 from qconvert.family import Dims
 from qconvert.graph import Output, Source
-from qconvert.ignore import with_siblings
+from qconvert.ignore import renamed_modules, true_lists
 from qconvert.layout import Layout
 from qconvert.names import PARAMETERS
 from qconvert.plan import LASTING_FACTS, LogEntry, Plan
 from qconvert.quantization import fp8_scheme
-from qconvert.rows import Block, fuse_module, params_of, split_module
+from qconvert.rows import Block, fuse_module, is_per_tensor, params_of, split_module
 
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_MODELOPT_FILE = "hf_quant_config.json"
+_TEXT_ONLY = ("qwen3_5_text", "qwen3_5_moe_text")
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
 EQUAL_RULE = "fuse: equal to the per-tensor scale kept for all parts"
@@ -51,11 +54,12 @@ class Fuse:
         family = plan.family.name
         dims = plan.census.dims
         if self.what != "gdn":
-            who = parse_consumer(self.consumer).name if self.consumer else "no known loader"
+            who = parse_consumer(self.consumer).name if self.consumer else "any known loader"
             projection = {"gate_up": "gate_up_proj", "qkv": "qkv_proj"}[self.what]
             raise PlanError(
-                f"{projection}: {who} does not take it fused from a {family} checkpoint (sglang's "
-                "Qwen3.5 drops it with only a warning); leave it split, it is fused at load"
+                f"{projection}: {who} is not known to take it fused from a {family} checkpoint "
+                "(sglang's Qwen3.5 drops it with only a warning); leave it split, loaders fuse it "
+                "themselves"
             )
         if self.consumer is None and self.groups is None:
             raise PlanError("say for whom (`consumer`) or in how many groups (`groups`)")
@@ -69,7 +73,11 @@ class Fuse:
                 )
             target = wanted
         assert target is not None
-        return _reorder(plan, self.name, repr(self), target, self.source_groups)
+        consumer = parse_consumer(self.consumer).name if self.consumer is not None else None
+        if consumer == "qwen3-next" and family != "qwen3_next":
+            return _reorder(plan, self, target, self.source_groups, needs_class="qwen3_next")
+        done = _reorder(plan, self, target, self.source_groups)
+        return _plain_names(done) if consumer == "sglang" else done
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class Unfuse:
     source_groups: int | None = None
 
     def __call__(self, plan: Plan) -> Plan:
-        return _reorder(plan, self.name, repr(self), 0, self.source_groups)
+        return _reorder(plan, self, 0, self.source_groups)
 
 
 def _order(groups: int, dims: Dims) -> str:
@@ -95,15 +103,23 @@ def _order(groups: int, dims: Dims) -> str:
     )
 
 
-def _reorder(plan: Plan, name: str, spec: str, target: int, source_groups: int | None) -> Plan:
-    """From whatever order the plan is in to `target` groups (0: split)."""
+def _reorder(
+    plan: Plan,
+    step: Fuse | Unfuse,
+    target: int,
+    source_groups: int | None,
+    needs_class: str | None = None,
+) -> Plan:
+    """From whatever order the plan is in to `target` groups (0: split). `needs_class` names the model
+    class that alone takes that order: the plan is not sound until `as_class` has run."""
+    name = step.name
     dims = plan.census.dims
     if dims.gdn is None:
         raise PlanError(f"{plan.family.name}: the config has no linear-attention layers to {name}")
     modules = _modules(plan, dims)
     fused = _is_fused(plan, modules)
     source = _source_groups(plan, dims, source_groups) if fused else 0
-    if source == target:
+    if source == target and needs_class is None:
         raise PlanError(f"the projections are {_order(target, dims)} already; nothing to {name}")
     block = _block(plan)
     moved: dict[str, dict[str, Output]] = {}
@@ -117,19 +133,68 @@ def _reorder(plan: Plan, name: str, spec: str, target: int, source_groups: int |
     for module, params in moved.items():
         tensors.update({f"{module}.{parameter}": output for parameter, output in params.items()})
     expected = len(dims.groups.get("linear_attention", ()))
-    dropped, aliases = _scalars(plan, gone, moved)
+    dropped, aliases = _scalars(plan, gone, moved, block)
     return plan.logged(
-        LogEntry(name, spec, len(modules), expected, (f"now {_order(target, dims)}",), "layers"),
+        LogEntry(
+            name, repr(step), len(modules), expected, (f"now {_order(target, dims)}",), "layers"
+        ),
         tensors=tensors,
-        config=with_siblings(plan.config),
+        config=true_lists(plan.config, _unquantized(tensors, moved)),
         facts={**plan.facts, FACT: target},
         dropped={**plan.dropped, **dropped},
         aliases=plan.aliases | aliases,
+        needs_class=needs_class,
+        **_without_modelopt_file(plan),
     )
 
 
+def _unquantized(
+    tensors: Mapping[str, Output], moved: Mapping[str, Mapping[str, Output]]
+) -> list[str]:
+    """Of the modules just made, those left in bf16 in a checkpoint that has quantized ones."""
+    if not any(output.type.dtype in _FP8 for output in tensors.values()):
+        return []
+    return [module for module, params in moved.items() if params["weight"].type.dtype not in _FP8]
+
+
+def _without_modelopt_file(plan: Plan) -> dict[str, Any]:
+    """hf_quant_config.json names modules by their old names. Runtimes read it only where config.json
+    has no quantization block, so where it has one the file goes, and else the source is refused."""
+    if _MODELOPT_FILE not in plan.side_files:
+        return {}
+    if "quantization_config" not in plan.config:
+        raise PlanError(
+            f"{_MODELOPT_FILE} alone says how the source is quantized, by names that would no longer "
+            "hold; copy its block into config.json as quantization_config first"
+        )
+    rule = "fuse: config.json's quantization_config stands for it"
+    return {
+        "side_files": tuple(name for name in plan.side_files if name != _MODELOPT_FILE),
+        "dropped_files": {**plan.dropped_files, _MODELOPT_FILE: rule},
+    }
+
+
+def _plain_names(plan: Plan) -> Plan:
+    """sglang's text-only Qwen3.5 drops `model.language_model.*` with only a warning: its names are
+    `model.*`. Multi-modal configs keep theirs."""
+    if plan.config.get("model_type") not in _TEXT_ONLY:
+        return plan
+    old, new = "model.language_model.", "model."
+    renamed = {
+        new + name.removeprefix(old) if name.startswith(old) else name: output
+        for name, output in plan.tensors.items()
+    }
+    if len(renamed) != len(plan.tensors):
+        raise PlanError(f"tensors stand both under {old} and {new}; sglang takes one of them")
+    aliases = frozenset(
+        new + name.removeprefix(old) if name.startswith(old) else name for name in plan.aliases
+    )
+    config = renamed_modules(plan.config, old, new)
+    return replace(plan, tensors=renamed, aliases=aliases, config=config)
+
+
 def _scalars(
-    plan: Plan, gone: set[str], moved: Mapping[str, Mapping[str, Output]]
+    plan: Plan, gone: set[str], moved: Mapping[str, Mapping[str, Output]], block: Block
 ) -> tuple[dict[str, str], set[str]]:
     """Per-tensor scales: sources that are dropped because an equal one stands for all parts, and
     outputs that repeat one because the parts share it."""
@@ -137,14 +202,15 @@ def _scalars(
     aliases: set[str] = set()
     for module, params in moved.items():
         for parameter, output in params.items():
-            if output.type.numel == 1:
+            if is_per_tensor(parameter, output, block):
                 source = _scalar_source(output).name
                 if source in kept:
                     aliases.add(f"{module}.{parameter}")
                 kept.add(source)
     dropped: dict[str, str] = {}
     for tensor, output in plan.tensors.items():
-        if tensor.rpartition(".")[0] in gone and output.type.numel == 1:
+        module, _, parameter = tensor.rpartition(".")
+        if module in gone and is_per_tensor(parameter, output, block):
             source = _scalar_source(output).name
             if source not in kept:
                 dropped[source] = EQUAL_RULE
@@ -214,7 +280,7 @@ def _source_groups(plan: Plan, dims: Dims, stated: int | None) -> int:
 
 def _block(plan: Plan) -> Block:
     if not plan.checkpoint.quantization_configs or not any(
-        output.type.dtype in ("F8_E4M3", "F8_E5M2") for output in plan.tensors.values()
+        output.type.dtype in _FP8 for output in plan.tensors.values()
     ):
         return None
     return fp8_scheme(plan.checkpoint).block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from qconvert import __version__
 from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
-from qconvert.run.files import Files, existing_parent
+from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, default_memory, share_out
 from qconvert.run.pool import Numbered, run_here, run_workers
@@ -107,16 +108,21 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     cannot fit. Reads no tensor data and writes nothing."""
     cut = tuple(units(plan))
     metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
-    links = _links(plan, options.link_near) if options.link_near is not None else []
+    links = []
+    if options.link_near is not None:
+        links = _links(plan, options.link_near, options.max_shard_size)
     layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
     memory = default_memory() if options.memory is None else options.memory
     share = share_out(cut, len(plan.checkpoint), memory, options.jobs)
     return Prepared(plan, options, plan.fingerprint(), cut, layout, share)
 
 
-def _links(plan: Plan, near: Path) -> list[Link]:
-    """The plan's linkable source files that lie on the output's disk."""
+def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
+    """The plan's linkable source files that can be hard-linked where the output will be, and are not
+    larger than an explicit --max-shard-size."""
     folder = existing_parent(near)
+    # Published shards are about as large as the default, some a little larger.
+    largest = max_shard_size if max_shard_size != DEFAULT_SHARD_BYTES else sys.maxsize
     by_shard: dict[int, list[tuple[str, TensorType, int]]] = {n: [] for n in plan.linkable}
     for name, source in plan.checkpoint.items():
         if source.shard in by_shard:
@@ -124,7 +130,8 @@ def _links(plan: Plan, near: Path) -> list[Link]:
     return [
         Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
         for number, tensors in by_shard.items()
-        if (shard := plan.checkpoint.shards[number]).path.stat().st_dev == folder.stat().st_dev
+        if (shard := plan.checkpoint.shards[number]).size <= largest
+        and can_link(shard.path, folder)
     ]
 
 
@@ -156,7 +163,7 @@ def run_prepared(
     ready.plan.checkpoint.check_unchanged()
     identity = _identity(ready)
     if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
-        check_disk(out, _disk_bytes(ready))
+        check_disk(out, disk_bytes(ready))
     space = Workspace(out, identity, ready.layout.commit_name, disk)
     if space.done:
         names = tuple(_publish_order(ready))
@@ -248,6 +255,7 @@ def _identity(ready: Prepared) -> dict[str, Any]:
         "qconvert": __version__,
         "fingerprint": ready.fingerprint,
         "source": checkpoint.header_digest,
+        "source_sample": checkpoint.sample_digest,
         "passes": [entry.spec for entry in ready.plan.log],
         "max_shard_size": ready.options.max_shard_size,
         "sha256": ready.options.sha256,
@@ -261,7 +269,8 @@ def side_bytes(plan: Plan) -> int:
     return sum(file_size(plan.checkpoint.root / name) for name in plan.side_files)
 
 
-def _disk_bytes(ready: Prepared) -> int:
+def disk_bytes(ready: Prepared) -> int:
+    """Bytes a run will put on disk, generously."""
     records = _RECORD_BYTES * len(ready.plan.tensors)
     return ready.layout.written + side_bytes(ready.plan) + records
 
@@ -348,7 +357,7 @@ def manifest_of(ready: Prepared) -> dict[str, Any]:
     identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
     return {
         "identity": identity,
-        "family": plan.checkpoint.family.name,
+        "family": plan.family.name,
         "layers": dims.num_layers,
         "experts": dims.num_experts,
         "passes": [

@@ -39,6 +39,18 @@ def existing_parent(path: Path) -> Path:
     return folder
 
 
+def can_link(path: Path, folder: Path) -> bool:
+    """Whether a file can get a second name in a folder: tried, because another disk, a bind mount, a
+    file of another owner or a full link count all forbid it. Leaves nothing behind."""
+    probe = folder / f".qconvert-link-{os.getpid()}"
+    try:
+        os.link(path.resolve(), probe)
+    except OSError:
+        return False
+    probe.unlink()
+    return True
+
+
 class Files:
     """The operating system's file calls, with errors that name the file."""
 

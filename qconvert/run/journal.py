@@ -83,7 +83,11 @@ class Journal:
 def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """In words, the first thing in which two journal headers differ, in the order a user would
     look: source, passes in turn, then output options. None if they agree."""
-    for key, label in (("source", "the source"), ("stat", "the source's files (size or time)")):
+    for key, label in (
+        ("source", "the source"),
+        ("source_sample", "the source's weights or side files"),
+        ("stat", "the source's files (size or time)"),
+    ):
         if then.get(key) != now.get(key):
             return f"{label} changed since that run began"
     before, after = list(then.get("passes", [])), list(now.get("passes", []))

@@ -264,10 +264,17 @@ def _folders(root: Path, names: Sequence[str]) -> list[Path]:
 
 
 def clean(out: Path, files: Files) -> bool:
-    """Drop unfinished work in OUT, published parts of it too. False if there was none.
+    """Drop unfinished work in OUT, and in the folders of pipeline stages in it; published parts of it
+    too. False if there was none.
 
     Raises OutputError if another run holds it.
     """
+    folders = [out, *sorted(out.glob("stage-*-of-*"))]
+    cleaned = [_clean(folder, files) for folder in folders]
+    return any(cleaned)
+
+
+def _clean(out: Path, files: Files) -> bool:
     work = out / WORK_DIR
     if not work.is_dir():
         return False
