@@ -53,7 +53,6 @@ class Plan:
     dropped_files: Mapping[str, str] = field(default_factory=dict)
     log: tuple[LogEntry, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
     aliases: frozenset[str] = frozenset()
     linkable: tuple[int, ...] = ()
     needs_class: str | None = None

@@ -98,7 +98,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
             f"warning {len(absent)} tensors that {checkpoint.family.name} has are absent: "
             f"{_some(absent)}"
         )
-    lines += [f"warning {text}" for text in (*checkpoint.warnings, *plan.warnings)]
+    lines += [f"warning {text}" for text in checkpoint.warnings]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
     lines += [
@@ -248,7 +248,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
         "side_files": list(plan.side_files),
         "lossy_steps": plan.losses(),
         "unknown": list(checkpoint.census.unknown),
-        "warnings": [*checkpoint.warnings, *plan.warnings],
+        "warnings": list(checkpoint.warnings),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
         "disk": ready.layout.nbytes + side_bytes(plan),

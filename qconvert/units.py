@@ -100,27 +100,37 @@ def _first_part_bytes(op: Op, limit: int, types: tuple[TensorType, ...]) -> int:
     return part_bytes(op, first) if first is not None else 0
 
 
+class _Groups:
+    """Union-find over numbers; a group goes by its smallest."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def find(self, key: int) -> int:
+        parent = self._parent
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    def join(self, a: int, b: int) -> None:
+        first, second = self.find(a), self.find(b)
+        if first != second:
+            self._parent[max(first, second)] = min(first, second)
+
+
 def units(plan: Plan) -> list[Unit]:
     """The plan's units, in the order of their first output. Linear in outputs and nodes."""
     names = list(plan.tensors)
-    parent = list(range(len(names)))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
+    joined = _Groups()
     owner: dict[int, int] = {}
     for i, name in enumerate(names):
         for node in nodes([plan.tensors[name]]):
-            first = owner.setdefault(id(node), i)
-            a, b = find(first), find(i)
-            if a != b:
-                parent[max(a, b)] = min(a, b)
+            joined.join(owner.setdefault(id(node), i), i)
     groups: dict[int, list[str]] = {}
     for i, name in enumerate(names):
-        groups.setdefault(find(i), []).append(name)
+        groups.setdefault(joined.find(i), []).append(name)
     return [_unit([(name, plan.tensors[name]) for name in group]) for group in groups.values()]
 
 
@@ -162,19 +172,12 @@ def _source_bytes(pieces: Sequence[Piece]) -> int:
 
 def _components(outputs: Sequence[Output]) -> Mapping[int, int]:
     """Group of every node: nodes joined through arguments share one."""
-    parent: dict[int, int] = {}
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for node in nodes(outputs):
-        parent.setdefault(id(node), id(node))
+    joined = _Groups()
+    found = list(nodes(outputs))
+    for node in found:
         for before in _arguments(node):
-            parent[find(id(before))] = find(id(node))
-    return {i: find(i) for i in parent}
+            joined.join(id(before), id(node))
+    return {id(node): joined.find(id(node)) for node in found}
 
 
 def _arguments(node: Apply) -> Iterator[Apply]:
