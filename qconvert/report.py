@@ -349,6 +349,18 @@ def inspect_text(checkpoint: Checkpoint) -> str:
         passes = ", ".join(step["spec"] for step in made["passes"]) or "none: a plain copy"
         version = made["identity"]["qconvert"]
         lines.append(f"made by qconvert {version}, passes: {passes}")
+        if "gdn_groups" in made:
+            groups = made["gdn_groups"]
+            order = (
+                "split" if groups == 0 else f"fused in {groups} group{'' if groups == 1 else 's'}"
+            )
+            lines.append(f"linear-attention projections: {order}")
+        if "stage" in made:
+            stage = made["stage"]
+            first, stop = stage["layers"]
+            lines.append(
+                f"pipeline stage {stage['number']} of {stage['of']}: layers {first} to {stop - 1}"
+            )
     return "\n".join(lines)
 
 

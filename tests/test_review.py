@@ -252,3 +252,12 @@ def test_no_read_is_large_when_a_stack_is_cut_and_joined(
     recipe.write_text("passes: [dequant, stack]")
     ok("run", recipe, samples / "a", tmp_path / "out", "--jobs", "1")
     assert 0 < max(sizes) <= 4 << 20
+
+
+def test_inspect_says_order_and_stage(samples: Path, tmp_path: Path) -> None:
+    ok("fuse", samples / "a", tmp_path / "fused", "--for", "sglang")
+    assert "linear-attention projections: fused in 1 group\n" in ok("inspect", tmp_path / "fused")
+    split(tmp_path / "fused", tmp_path / "stages")
+    said = ok("inspect", tmp_path / "stages" / "stage-01-of-02")
+    assert "pipeline stage 1 of 2: layers 2 to 3" in said
+    assert "fused in 1 group" in said
