@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import traceback
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ def check_visible(out: Path, wanted: Tree) -> bool:
 # --- death ------------------------------------------------------------------------------------
 
 
-class Stepping(Files):
+class Stepping(Files, ABC):
     """Calls `step` before and after every operation that changes the disk, and within those that a
     death can leave half done."""
 
@@ -197,8 +198,9 @@ class Stepping(Files):
         # In which order a folder's entries are removed is the file system's choice.
         self._backwards = backwards
 
+    @abstractmethod
     def step(self, what: str) -> None:
-        raise NotImplementedError
+        """Called at each moment a process could die at; `what` names it."""
 
     @contextmanager
     def _around(self, what: str) -> Iterator[None]:
