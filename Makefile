@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test peers lint check clean
+.PHONY: demo test peers lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -35,6 +35,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt
 	$(PIP) -r requirements-peers.txt
 	touch $@
+
+# Against other tools and this machine's limits; minutes, and 25 GB of disk. CASES="dequant fuse" for some.
+bench: $(VENV)/installed-peers
+	$(PIP) -e '.[bench]'
+	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,108 +1,165 @@
-"""A block-FP8 MoE checkpoint of any size, with the shapes of Qwen3-30B-A3B: ragged rows are in the
-router and norms, columns are multiples of 128 so that peers survive."""
+"""Checkpoints to convert: real names and shapes, a few layers of them, and weights that look real."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from qconvert.header import build_header
+from qconvert.names import natural_key
 from qconvert.spec import TensorType, ceil_div
 
-HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 2048, 768, 128, 32768
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import headers
+
+_BLOCK = 128
 _POOL_BYTES = 1 << 24
+_SHARD_BYTES = 2_000_000_000
 
 
-def _config(layers: int) -> dict[str, Any]:
-    return {
+@dataclass(frozen=True)
+class Model:
+    """A config and tensors, in the order they are stored."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorType]
+
+
+def qwen3_moe(layers: int) -> Model:
+    """Block-FP8 in the shapes of Qwen3-30B-A3B, 0.62 GB a layer. Heads of 112 make k and v ragged:
+    448 rows are three and a half blocks. Columns are multiples of 128, so that peers survive."""
+    hidden, intermediate, experts, vocab, heads, kv_heads, head = 2048, 768, 128, 32768, 32, 4, 112
+    config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_experts": EXPERTS,
+        "num_experts": experts,
         "num_experts_per_tok": 8,
-        "moe_intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": intermediate,
         "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": VOCAB,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocab,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "quantization_config": {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
+            "weight_block_size": [_BLOCK, _BLOCK],
         },
+    }
+    tensors = {
+        "model.embed_tokens.weight": TensorType("BF16", (vocab, hidden)),
+        "model.norm.weight": TensorType("BF16", (hidden,)),
+        "lm_head.weight": TensorType("BF16", (vocab, hidden)),
+    }
+    for number in range(layers):
+        at = f"model.layers.{number}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{norm}.weight"] = TensorType("BF16", (hidden,))
+        tensors |= _fp8(f"{at}.self_attn.q_proj", heads * head, hidden)
+        tensors |= _fp8(f"{at}.self_attn.k_proj", kv_heads * head, hidden)
+        tensors |= _fp8(f"{at}.self_attn.v_proj", kv_heads * head, hidden)
+        tensors |= _fp8(f"{at}.self_attn.o_proj", hidden, heads * head)
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{at}.self_attn.{norm}.weight"] = TensorType("BF16", (head,))
+        tensors[f"{at}.mlp.gate.weight"] = TensorType("BF16", (experts, hidden))
+        for expert in range(experts):
+            tensors |= _fp8(f"{at}.mlp.experts.{expert}.gate_proj", intermediate, hidden)
+            tensors |= _fp8(f"{at}.mlp.experts.{expert}.up_proj", intermediate, hidden)
+            tensors |= _fp8(f"{at}.mlp.experts.{expert}.down_proj", hidden, intermediate)
+    return Model(config, tensors)
+
+
+def _fp8(module: str, rows: int, columns: int) -> dict[str, TensorType]:
+    return {
+        f"{module}.weight": TensorType("F8_E4M3", (rows, columns)),
+        f"{module}.weight_scale_inv": TensorType(
+            "F32", (ceil_div(rows, _BLOCK), ceil_div(columns, _BLOCK))
+        ),
     }
 
 
-def _fp8(module: str, rows: int, columns: int) -> Iterator[tuple[str, TensorType]]:
-    yield f"{module}.weight", TensorType("F8_E4M3", (rows, columns))
-    grid = (ceil_div(rows, 128), ceil_div(columns, 128))
-    yield f"{module}.weight_scale_inv", TensorType("F32", grid)
+def qwen3_5(layers: int) -> Model:
+    """The first layers of Qwen3.5-35B-A3B-FP8 as published, 0.83 GB each, and 2 GB of embeddings;
+    without its vision tower and MTP layer."""
+    published = headers.load("qwen3.5-35b-a3b-fp8")
+    text = published.config["text_config"]
+    config = {key: value for key, value in published.config.items() if key != "vision_config"}
+    config["text_config"] = text | {
+        "num_hidden_layers": layers,
+        "layer_types": text["layer_types"][:layers],
+        "mtp_num_hidden_layers": 0,
+    }
+    return Model(config, {n: t for n, t in published.tensors.items() if _kept(n, layers)})
 
 
-def _layer(number: int) -> Iterator[tuple[str, TensorType]]:
-    at = f"model.layers.{number}"
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{at}.{norm}.weight", TensorType("BF16", (HIDDEN,))
-    for name, rows, columns in (
-        ("q_proj", 4096, HIDDEN),
-        ("k_proj", 512, HIDDEN),
-        ("v_proj", 512, HIDDEN),
-        ("o_proj", HIDDEN, 4096),
-    ):
-        yield from _fp8(f"{at}.self_attn.{name}", rows, columns)
-    for norm in ("q_norm", "k_norm"):
-        yield f"{at}.self_attn.{norm}.weight", TensorType("BF16", (128,))
-    yield f"{at}.mlp.gate.weight", TensorType("BF16", (EXPERTS, HIDDEN))
-    for expert in range(EXPERTS):
-        for name in ("gate_proj", "up_proj"):
-            yield from _fp8(f"{at}.mlp.experts.{expert}.{name}", INTERMEDIATE, HIDDEN)
-        yield from _fp8(f"{at}.mlp.experts.{expert}.down_proj", HIDDEN, INTERMEDIATE)
+def _kept(name: str, layers: int) -> bool:
+    parts = name.split(".")
+    if parts[0] == "mtp" or "visual" in parts:
+        return False
+    return "layers" not in parts or int(parts[parts.index("layers") + 1]) < layers
 
 
-def _shards(layers: int) -> Iterator[list[tuple[str, TensorType]]]:
-    embedding = TensorType("BF16", (VOCAB, HIDDEN))
-    yield [
-        ("model.embed_tokens.weight", embedding),
-        ("model.norm.weight", TensorType("BF16", (HIDDEN,))),
-        ("lm_head.weight", embedding),
-    ]
-    for number in range(layers):
-        yield list(_layer(number))
+def _codes() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """FP8 codes of heavy-tailed weights, each block scaled to its largest."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(_POOL_BYTES, generator=generator)
+    chi = sum(torch.randn(_POOL_BYTES, generator=generator) ** 2 for _ in range(4))
+    assert isinstance(chi, torch.Tensor)
+    blocks = (normal / (chi / 4).sqrt()).view(-1, _BLOCK * _BLOCK)
+    scaled = blocks * (448 / blocks.abs().amax(1, keepdim=True))
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten().numpy()
 
 
-def write_checkpoint(folder: Path, layers: int) -> int:
-    """Write it; about 0.62 GB a layer. Returns bytes of tensor data."""
+def write_checkpoint(folder: Path, model: Model) -> int:
+    """Write a model. Returns its bytes of tensor data."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    codes = random.integers(0, 256, _POOL_BYTES, dtype=np.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 5  # no NaN
+    codes = _codes()
     weight_map: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(_shards(layers), 1):
-        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
-        header, _ = build_header(tensors, {"format": "pt"})
+    shards = list(_shards(model))
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header, _ = build_header([(name, model.tensors[name]) for name in names], {"format": "pt"})
         with (folder / file).open("wb") as stream:
             stream.write(header)
-            for name, kind in tensors:
+            for name in names:
                 weight_map[name] = file
-                total += kind.nbytes
-                if kind.dtype == "F32":
+                kind = model.tensors[name]
+                if name.endswith("_scale_inv"):
                     scale = random.uniform(1e-4, 1e-3, kind.shape).astype(np.float32)
-                    stream.write(scale.tobytes())
+                    bits = scale.view(np.uint32) >> 16
+                    stored = scale if kind.dtype == "F32" else bits.astype(np.uint16)
+                    stream.write(stored.tobytes())
                     continue
                 for start in range(0, kind.nbytes, _POOL_BYTES):
-                    part = codes[: min(_POOL_BYTES, kind.nbytes - start)]
-                    stream.write((part if kind.dtype == "F8_E4M3" else part & 0xBD).tobytes())
+                    stream.write(codes[: min(_POOL_BYTES, kind.nbytes - start)].data)
+    total = sum(kind.nbytes for kind in model.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "config.json").write_text(json.dumps(_config(layers), indent=2))
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2))
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def _shards(model: Model) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name in sorted(model.tensors, key=natural_key):
+        names.append(name)
+        size += model.tensors[name].nbytes
+        if size > _SHARD_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names

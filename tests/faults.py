@@ -27,6 +27,7 @@ from qconvert.run.files import Files
 from qconvert.spec import TensorType, ceil_div
 
 BLOCK = 128
+BLOCK_BYTES = 4096  # what direct writes are cut in
 Tensors = Mapping[str, tuple[TensorType, bytes]]
 Tree = dict[str, bytes]
 
@@ -194,6 +195,8 @@ class Stepping(Files, ABC):
     """Calls `step` before and after every operation that changes the disk, and within those that a
     death can leave half done."""
 
+    beside = False
+
     def __init__(self, *, backwards: bool = False) -> None:
         # In which order a folder's entries are removed is the file system's choice.
         self._backwards = backwards
@@ -224,6 +227,19 @@ class Stepping(Files, ABC):
             super().write(fd, path, data[:half], offset)
             self.step("write")
             super().write(fd, path, data[half:], offset + half)
+
+    def write_direct(self, fd: int, path: Path, data: memoryview, offset: int) -> int:
+        # A disk writes blocks in any order: the later ones may be there, and the first not yet.
+        first = data[:BLOCK_BYTES]
+        with self._around("write_direct"):
+            if data.nbytes > BLOCK_BYTES:
+                rest, at = data[BLOCK_BYTES:], offset + BLOCK_BYTES
+                if super().write_direct(fd, path, rest, at) != rest.nbytes:
+                    return 0
+                self.step("write_direct")
+            if super().write_direct(fd, path, first, offset) != first.nbytes:
+                return 0
+        return data.nbytes
 
     def append(self, fd: int, path: Path, data: bytes) -> None:
         half = len(data) // 2
@@ -341,6 +357,8 @@ class PowerFiles(Files):
     `sync_folder` of the folder it stands in (for a rename: the folder it went to).
     """
 
+    beside = False
+
     def __init__(self, root: Path, at: int) -> None:
         self._root = root
         self._at = at
@@ -383,6 +401,12 @@ class PowerFiles(Files):
         self._step()
         super().write(fd, path, data, offset)
         self._inode(path).since.append((offset, bytes(data)))
+
+    def write_direct(self, fd: int, path: Path, data: memoryview, offset: int) -> int:
+        self._step()
+        count = super().write_direct(fd, path, data, offset)
+        self._inode(path).since.append((offset, bytes(data[:count])))
+        return count
 
     def append(self, fd: int, path: Path, data: bytes) -> None:
         self._step()

@@ -543,7 +543,7 @@ def test_no_space_left_comes_with_advice(tmp_path: Path, monkeypatch: pytest.Mon
     def full(fd: int, size: int) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("qconvert.run.files._fallocate", full)
+    monkeypatch.setattr("qconvert.run.files.reserve", full)
     with pytest.raises(OutputError, match="cannot reserve 10 bytes: No space left") as caught:
         Files().create(tmp_path / "file", 10)
     assert "free some space and run the same command again" in str(caught.value)
@@ -668,8 +668,11 @@ def test_a_share_keeps_to_the_budget(sample: Path) -> None:
             assert share.arena >= max(unit.peak for unit in prepare(plan, HERE).units)
 
 
-def test_interrupting_from_outside_keeps_what_is_done(small: Path, tmp_path: Path) -> None:
-    """Ctrl-C commits the units that are finished, whatever the batches."""
+def test_interrupting_from_outside_keeps_what_is_done(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C commits the units whose bytes are written, however many a commit should be of."""
+    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 1)
     out = tmp_path / "out"
     how = replace(faults.options("single"), commit_bytes=1 << 40)
 
@@ -681,8 +684,11 @@ def test_interrupting_from_outside_keeps_what_is_done(small: Path, tmp_path: Pat
             if self.count == 4:
                 raise KeyboardInterrupt
 
+    class OneByOne(Files):
+        beside = False
+
     with pytest.raises(KeyboardInterrupt):
-        execute(plan_of(small), out, how, events=Interrupting())
+        execute(plan_of(small), out, how, events=Interrupting(), files=OneByOne())
     _unpublished(out)
     receipt: Receipt = execute(plan_of(small), out, how)
     assert receipt.resumed_units == 3

@@ -1,17 +1,22 @@
-"""Raw bytes seen as torch tensors, without a copy."""
+"""Raw bytes seen as numpy arrays, without a copy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
     from qconvert.spec import Shape
 
 
-def typed(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """A writable tensor over `data`, which must hold exactly that many bytes, suitably aligned."""
-    import torch
+T = TypeVar("T", bound="np.generic")
 
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+def array(
+    data: memoryview, dtype: type[T], shape: Shape
+) -> np.ndarray[tuple[int, ...], np.dtype[T]]:
+    """An array over `data`, which must hold exactly that many bytes, and is written through."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

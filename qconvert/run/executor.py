@@ -21,7 +21,7 @@ from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, default_memory, share_out
-from qconvert.run.pool import Numbered, run_here, run_workers
+from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Done, Progress, Setup
@@ -224,12 +224,14 @@ def _run_units(
     paths = [space.stage / file.name for file in ready.layout.files]
     linked = [file.link is not None for file in ready.layout.files]
     places = {name: Place(n, at, linked[n]) for name, (n, at) in ready.layout.places.items()}
-    setup = Setup(ready.plan.checkpoint.shards, paths, ready.share.arena, os.getpid())
+    share = ready.share
+    setup = Setup(ready.plan.checkpoint.shards, paths, share.arena, share.window, os.getpid())
+    batches = cut_batches(todo, places, min(BATCH_BYTES, ready.options.commit_bytes))
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
     stream: Generator[Progress | Done] = (
-        run_here(setup, todo, places, files)
-        if ready.share.jobs == 1
-        else run_workers(setup, ready.share.jobs, todo, places, space.lock_fd)
+        run_here(setup, batches, files)
+        if share.jobs == 1
+        else run_workers(setup, share.jobs, batches, space.lock_fd)
     )
     try:
         # Closed whatever happens here: workers must not outlive the run they belong to.

@@ -18,6 +18,7 @@ from pathlib import Path
 from qconvert.errors import OutputError
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
@@ -54,6 +55,10 @@ def can_link(path: Path, folder: Path) -> bool:
 class Files:
     """The operating system's file calls, with errors that name the file."""
 
+    # Whether writes and syncs may go on in threads beside the caller's. Tests that stop a process
+    # at a certain operation say no: those must come in the same order every time.
+    beside = True
+
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents; one that exists is fine."""
         with _naming(path, "create the folder"):
@@ -65,7 +70,7 @@ class Files:
         with _naming(path, f"reserve {size} bytes"):
             fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o666)
             try:
-                if size and not _fallocate(fd, size):
+                if size and not reserve(fd, size):
                     os.ftruncate(fd, size)
             finally:
                 os.close(fd)
@@ -81,6 +86,28 @@ class Files:
             while data.nbytes:
                 done = os.pwrite(fd, data, offset)
                 data, offset = data[done:], offset + done
+
+    def open_direct(self, path: Path) -> int:
+        """A descriptor that writes past the page cache; an ordinary one where there is no such
+        thing (tmpfs, some network file systems)."""
+        if hasattr(os, "O_DIRECT"):
+            try:
+                return os.open(path, os.O_WRONLY | os.O_DIRECT)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise OutputError(f"{path}: cannot open: {error.strerror}") from error
+        return self.open(path)
+
+    def write_direct(self, fd: int, path: Path, data: memoryview, offset: int) -> int:
+        """Write past the page cache; memory, offset and size must be whole blocks. Returns how many
+        bytes were written: 0 where the file system wants no such thing."""
+        with _naming(path, "write"):
+            try:
+                return os.pwrite(fd, data, offset)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+        return 0
 
     def append(self, fd: int, path: Path, data: bytes) -> None:
         """Write all of `data` at the end."""
@@ -134,8 +161,8 @@ class Files:
         os.close(fd)
 
 
-def _fallocate(fd: int, size: int) -> bool:
-    """Reserve blocks; False where the file system cannot.
+def reserve(fd: int, size: int) -> bool:
+    """Reserve blocks, `size` bytes of them; False where the file system cannot.
 
     Not os.posix_fallocate: where the file system lacks the call, the C library imitates it by
     writing a byte into every block.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.errors import PlanError
-from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Unit, compute_bytes
+from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
+from qconvert.units import PART_BYTES, Compute, Unit, compute_bytes
 
 DEFAULT_BYTES = 1 << 30
 # What the plan, the units and the receipts of one tensor cost the main process: see
@@ -21,16 +22,20 @@ DEFAULT_BYTES = 1 << 30
 PLAN_BYTES_PER_TENSOR = 4096
 # A worker beyond its arena: pickled units, receipt records, torch's small temporaries.
 WORKER_BYTES = 24 << 20
+# What linked files are read through, to be hashed.
+_LEAST_ARENA = 1 << 20
 # Below this much output a process's start costs more than it saves.
 BYTES_PER_JOB = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The decision: how many workers, and the arena each of them gets, in bytes."""
+    """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
+    and the windows its results wait in for the disk."""
 
     jobs: int
     arena: int
+    window: int
     total: int
 
 
@@ -62,9 +67,9 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
     """
     plan = tensors * PLAN_BYTES_PER_TENSOR
     worst = max(units, key=lambda unit: unit.peak)
-    comfortable = max(worst.peak, COPY_BYTES, max(map(_comfort, units)))
-    if plan + WORKER_BYTES + worst.peak > memory:
-        need = plan + WORKER_BYTES + worst.peak
+    comfortable = max(worst.peak, _LEAST_ARENA, max(map(_comfort, units)))
+    need = plan + WORKER_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    if need > memory:
         raise PlanError(
             f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
             f"{_mib(plan)} for the plan and {_mib(WORKER_BYTES)} for a worker, the smallest "
@@ -75,9 +80,11 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
     wanted = max(1, min(wanted, len(units)))
     for count in range(wanted, 0, -1):
         room = (memory - plan) // count - WORKER_BYTES
-        if room >= comfortable or count == 1:
-            arena = min(room, comfortable)
-            return Share(count, arena, plan + count * (WORKER_BYTES + arena))
+        if room >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
+            arena = min(room - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+            window = min((room - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
+            each = WORKER_BYTES + arena + WINDOWS * window
+            return Share(count, arena, window, plan + count * each)
     raise AssertionError("one worker always fits: checked above")
 
 

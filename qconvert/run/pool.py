@@ -6,18 +6,17 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from qconvert import errors
 from qconvert.errors import QConvertError, RunError
-from qconvert.run.arena import Arena
 from qconvert.run.files import Files
-from qconvert.run.reader import Reader
-from qconvert.run.unit_runner import Place, UnitRunner
-from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup
-from qconvert.units import Compute, Unit
+from qconvert.run.sink import Sink, Underway
+from qconvert.run.unit_runner import Place
+from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
+from qconvert.units import Unit
 
 # Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
 # so many, for a batch of very small ones would be large itself and leave the others idle.
@@ -28,41 +27,25 @@ _BATCHES_AHEAD = 2
 Numbered = tuple[int, Unit]
 
 
-def run_here(
-    setup: Setup, todo: Sequence[Numbered], places: Mapping[str, Place], files: Files
-) -> Generator[Progress | Done]:
+def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Progress | Done]:
     """Run units in this process, one after another."""
-    pending: list[int] = []
-    runner = UnitRunner(
-        Reader(setup.shards), files, setup.paths, Arena(setup.arena), pending.append
-    )
-    threads = _one_torch_thread() if any(_computes(unit) for _, unit in todo) else None
+    made: list[int] = []
+    sink = Sink(files, setup.paths, setup.window)
+    runner = unit_runner(setup, sink, made.append)
+    underway: Underway[Done] = Underway(sink)
     try:
-        for number, unit in todo:
-            result = runner.run(unit, places)
-            yield Progress(sum(pending))
-            pending.clear()
-            yield Done(number, result)
+        for batch in batches:
+            for number, unit in batch.units:
+                underway.add(Done(number, runner.run(unit, batch.places)))
+                yield Progress(sum(made))
+                made.clear()
+                yield from underway.settled()
+            sink.seal()
+            yield from underway.settled()
+        yield from underway.flush()
     finally:
         runner.close()
-        if threads is not None:
-            import torch
-
-            torch.set_num_threads(threads)
-
-
-def _one_torch_thread() -> int:
-    """One thread a process is the fastest: tiles are too small to share out. Returns the former
-    number."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    return threads
-
-
-def _computes(unit: Unit) -> bool:
-    return any(isinstance(step, Compute) for step in unit.steps)
+        sink.close()
 
 
 class _Worker:
@@ -73,7 +56,8 @@ class _Worker:
         # worker's message classes would not be those of the module.
         code = f"from qconvert.run.worker import main; main({theirs.fileno()})"
         command = [sys.executable, "-P", "-c", code]
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # Parts are too small to share out among threads.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -123,14 +107,10 @@ def _error(message: Failed) -> QConvertError:
 
 
 def run_workers(
-    setup: Setup,
-    jobs: int,
-    todo: Sequence[Numbered],
-    places: Mapping[str, Place],
-    lock_fd: int,
+    setup: Setup, jobs: int, all_batches: Iterable[Batch], lock_fd: int
 ) -> Generator[Progress | Done]:
     """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
-    batches = deque(_batches(todo, places))
+    batches = deque(all_batches)
     workers: list[_Worker] = []
     try:
         for _ in range(min(jobs, len(batches))):
@@ -162,13 +142,16 @@ def run_workers(
             worker.stop()
 
 
-def _batches(todo: Sequence[Numbered], places: Mapping[str, Place]) -> Iterator[Batch]:
+def cut_batches(
+    todo: Sequence[Numbered], places: Mapping[str, Place], most: int = BATCH_BYTES
+) -> Iterator[Batch]:
+    """Units in batches of at least `most` bytes, unless there are very many in one."""
     group: list[Numbered] = []
     size = 0
     for number, unit in todo:
         group.append((number, unit))
         size += unit.write
-        if size >= BATCH_BYTES or len(group) >= BATCH_UNITS:
+        if size >= most or len(group) >= BATCH_UNITS:
             yield _batch(group, places)
             group, size = [], 0
     if group:

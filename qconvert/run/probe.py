@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from qconvert.checkpoint import Checkpoint
-from qconvert.run.files import existing_parent
+from qconvert.run.files import existing_parent, reserve
+from qconvert.run.pages import fresh_pages
 
 _BYTES = 64 << 20
 _CHUNK = 4 << 20
@@ -29,20 +30,31 @@ def read_rate(checkpoint: Checkpoint) -> float | None:
 
 
 def write_rate(out: Path) -> float | None:
-    """Bytes a second writing and syncing 64 MiB where the output will be, in a file that has no
-    name and leaves no trace. None where the folder or its parents cannot hold one."""
+    """Bytes a second writing and syncing 64 MiB where the output will be, as a run would: past the
+    page cache where that can be. The file has no name and leaves no trace. None where the folder or
+    its parents cannot hold one."""
+    folder = existing_parent(out)
     try:
-        fd = os.open(existing_parent(out), os.O_TMPFILE | os.O_RDWR, 0o600)
+        return _write_rate(folder, getattr(os, "O_DIRECT", 0))
+    except OSError:
+        pass
+    try:
+        return _write_rate(folder, 0)
     except OSError:
         return None
+
+
+def _write_rate(folder: Path, flags: int) -> float:
+    # Direct writes need aligned memory; a disk that compresses needs bytes that cannot be.
+    chunk = fresh_pages(_CHUNK)
+    chunk[:] = os.urandom(1 << 20) * (_CHUNK >> 20)
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
     try:
-        chunk = os.urandom(1 << 20) * (_CHUNK >> 20)
+        reserve(fd, _BYTES)
         begin = time.perf_counter()
-        for _ in range(_BYTES // _CHUNK):
-            os.write(fd, chunk)
+        for start in range(0, _BYTES, _CHUNK):
+            os.pwrite(fd, chunk, start)
         os.fdatasync(fd)
         return _BYTES / (time.perf_counter() - begin)
-    except OSError:
-        return None
     finally:
         os.close(fd)

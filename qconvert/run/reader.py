@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from qconvert.checkpoint import Shard
 from qconvert.errors import RunError
 from qconvert.graph import Source
+from qconvert.run.handles import Handles
+
+_OPEN_FILES = 64
 
 
 class Reader:
@@ -15,12 +18,9 @@ class Reader:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self._open: dict[int, int] = {}
+        self._open = Handles(self._open_shard, os.close, _OPEN_FILES)
 
-    def _descriptor(self, number: int) -> int:
-        fd = self._open.get(number)
-        if fd is not None:
-            return fd
+    def _open_shard(self, number: int) -> int:
         shard = self._shards[number]
         try:
             fd = os.open(shard.path, os.O_RDONLY)
@@ -33,12 +33,11 @@ class Reader:
                 f"{shard.path} changed while it was being converted; leave the source alone and "
                 "start again (qconvert clean OUT first)"
             )
-        self._open[number] = fd
         return fd
 
     def read(self, source: Source, start: int, into: memoryview) -> None:
         """Fill `into` with the source's bytes from `start` on. Raises RunError on a short read."""
-        fd = self._descriptor(source.shard)
+        fd = self._open[source.shard]
         at = source.offset + start
         while into.nbytes:
             try:
@@ -54,6 +53,4 @@ class Reader:
             into, at = into[done:], at + done
 
     def close(self) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
+        self._open.close()

@@ -1,13 +1,11 @@
-"""Carry out one unit: read, compute, write at known offsets, and hash what passed by."""
+"""Carry out one unit: read, compute, leave the results with the sink, and hash what passed by."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -16,9 +14,9 @@ from qconvert.errors import RunError
 from qconvert.graph import Apply, Buffer, Output, Part, Source, whole
 from qconvert.plan import nodes
 from qconvert.run.arena import Arena
-from qconvert.run.files import Files
 from qconvert.run.reader import Reader
-from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Copy, Unit, compute_bytes
+from qconvert.run.sink import Sink
+from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Copy, Unit, Write, compute_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class _SourceHashes:
 
     def _close(self, name: str) -> None:
         begin, end, digest = self._open.pop(name)
-        self._done.append({"name": name, "start": begin, "stop": end, "xxh3": digest.hexdigest()})
+        self._done.append(_range(name, begin, end, digest.hexdigest()))
 
     def records(self) -> list[dict[str, Any]]:
         for name in list(self._open):
@@ -93,30 +91,34 @@ class _SourceHashes:
         return [unique[key] for key in sorted(unique)]
 
 
+def _range(name: str, start: int, stop: int, xxh3: str) -> dict[str, Any]:
+    return {"name": name, "start": start, "stop": stop, "xxh3": xxh3}
+
+
 class UnitRunner:
     """Runs units one at a time in one arena.
 
-    `paths` are the files being written; `places` says where each output goes. `progress` is told
-    of bytes as they are written.
+    `names` are those of the files the sink writes; `places` says where each output goes. `progress`
+    is told of bytes as they are made.
     """
 
     def __init__(
         self,
         reader: Reader,
-        files: Files,
-        paths: Sequence[Path],
+        sink: Sink,
+        names: Sequence[str],
         arena: Arena,
         progress: Callable[[int], None],
     ) -> None:
         self._reader = reader
-        self._files = files
-        self._paths = paths
+        self._sink = sink
+        self._names = names
         self._arena = arena
         self._progress = progress
-        self._descriptors: dict[int, int] = {}
 
     def run(self, unit: Unit, places: Mapping[str, Place]) -> UnitResult:
-        """Make the unit's outputs. Raises RunError naming the tensor whose data cannot be right."""
+        """Make the unit's outputs and leave them with the sink, which writes them in its own time.
+        Raises RunError naming the tensor whose data cannot be right."""
         job = _Job(self, unit, [places[name] for name, _ in unit.outputs])
         for step in unit.steps:
             self._arena.reset()
@@ -127,15 +129,7 @@ class UnitRunner:
         return job.result()
 
     def close(self) -> None:
-        for fd in self._descriptors.values():
-            self._files.close(fd)
-        self._descriptors.clear()
         self._reader.close()
-
-    def descriptor(self, file: int) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = self._files.open(self._paths[file])
-        return self._descriptors[file]
 
 
 class _Job:
@@ -145,22 +139,34 @@ class _Job:
         self._runner = runner
         self._reader = runner._reader
         self._arena = runner._arena
+        self._sink = runner._sink
         self._unit = unit
         self._places = places
         self._out = [_OutputHash() for _ in places]
         self._in = _SourceHashes()
+        # A unit that is one copy has the same bytes on both sides: they are hashed once.
+        self._same = len(unit.steps) == 1 and isinstance(unit.steps[0], Copy)
         self._remarks: Counter[tuple[str, str]] = Counter()
 
     def copy(self, step: Copy) -> None:
-        """Source bytes to output bytes, undecoded, through one buffer."""
+        """Source bytes to output bytes, undecoded, read to where they are written from."""
+        place = self._places[step.output]
         # At least one byte, or an empty tensor could not be stepped through.
-        size = max(1, min(step.stop - step.start, COPY_BYTES, self._arena.size))
-        buffer = self._arena.take(size)
+        size = max(1, min(step.stop - step.start, COPY_BYTES, self._sink.limit))
+        if place.linked:
+            size = min(size, self._arena.size)
+            spare = self._arena.take(size)
         for start in range(step.start, step.stop, size):
-            chunk = buffer[: min(size, step.stop - start)]
+            at = step.at + start - step.start
+            count = min(size, step.stop - start)
+            if place.linked:
+                chunk = spare[:count]
+            else:
+                chunk = self._sink.room(place.file, place.offset + at, count)
             self._reader.read(step.source, start, chunk)
-            self._in.feed(step.source.name, start, chunk)
-            self._write(step.output, step.at + start - step.start, chunk)
+            if not self._same:
+                self._in.feed(step.source.name, start, chunk)
+            self._made(step.output, at, chunk)
 
     def compute(self, step: Compute) -> None:
         if len(step.nodes) == 1:
@@ -180,9 +186,34 @@ class _Job:
                 data = self._arena.take(tensor_type.nbytes)
                 self._fill(arg, at, data, {})
                 ins.append(Buffer(tensor_type, data))
-            outs = self._run(node, part, ins)
-            for port, (at, _) in enumerate(part.outs):
-                self._emit(step, 0, port, at, outs[port].data)
+            write = self._straight_out(step, part)
+            if write is None:
+                outs = self._run(node, ins, self._results(part))
+                for port, (at, _) in enumerate(part.outs):
+                    self._emit(step, 0, port, at, outs[port].data)
+            else:
+                ((start, kind),) = part.outs
+                at = write.at + start - write.start
+                place = self._places[write.output]
+                data = self._sink.room(place.file, place.offset + at, kind.nbytes)
+                self._run(node, ins, [Buffer(kind, data)])
+                self._made(write.output, at, data)
+
+    def _straight_out(self, step: Compute, part: Part) -> Write | None:
+        """The write that wants all of the part's only result, which can then be computed right
+        where it is written from."""
+        if len(part.outs) > 1:
+            return None
+        start, stop = part.outs[0][0], part.outs[0][0] + part.outs[0][1].nbytes
+        wanted = [w for w in step.writes if max(w.start, start) < min(w.stop, stop)]
+        if len(wanted) != 1 or stop - start > self._sink.limit:
+            return None
+        (write,) = wanted
+        whole_part = write.start <= start and stop <= write.stop
+        return write if whole_part and not self._places[write.output].linked else None
+
+    def _results(self, part: Part) -> list[Buffer]:
+        return [Buffer(kind, self._arena.take(kind.nbytes)) for _, kind in part.outs]
 
     def _compute_whole(self, step: Compute) -> None:
         """Several connected nodes: every result lives until the last has been computed."""
@@ -194,12 +225,11 @@ class _Job:
                 data = self._arena.take(arg.type.nbytes)
                 self._fill(arg, 0, data, results)
                 ins.append(Buffer(arg.type, data))
-            results[id(node)] = self._run(node, part, ins)
+            results[id(node)] = self._run(node, ins, self._results(part))
             for port, buffer in enumerate(results[id(node)]):
                 self._emit(step, number, port, 0, buffer.data)
 
-    def _run(self, node: Apply, part: Part, ins: Sequence[Buffer]) -> list[Buffer]:
-        outs = [Buffer(t, self._arena.take(t.nbytes)) for _, t in part.outs]
+    def _run(self, node: Apply, ins: Sequence[Buffer], outs: list[Buffer]) -> list[Buffer]:
         scratch = self._arena.take(node.op.scratch(*(b.type for b in ins)))
         try:
             counts = node.op.run(ins, outs, scratch)
@@ -237,16 +267,21 @@ class _Job:
 
     def _write(self, output: int, at: int, data: memoryview) -> None:
         place = self._places[output]
-        if not place.linked:
-            fd = self._runner.descriptor(place.file)
-            path = self._runner._paths[place.file]
-            self._runner._files.write(fd, path, data, place.offset + at)
+        for start in range(0, data.nbytes, self._sink.limit):
+            chunk = data[start : start + self._sink.limit]
+            if not place.linked:
+                offset = place.offset + at + start
+                self._sink.room(place.file, offset, chunk.nbytes)[:] = chunk
+            self._made(output, at + start, chunk)
+
+    def _made(self, output: int, at: int, data: memoryview) -> None:
+        """Bytes of an output have come to be, and are on their way."""
         self._out[output].feed(at, data)
         self._runner._progress(data.nbytes)
 
     def result(self) -> UnitResult:
         records = []
-        read = self._in.records()
+        read = self._read()
         for i, (name, output) in enumerate(self._unit.outputs):
             place, digest = self._places[i], self._out[i]
             wanted = {source.name for source in _sources(output)}
@@ -254,7 +289,7 @@ class _Job:
                 "name": name,
                 "dtype": output.type.dtype,
                 "shape": list(output.type.shape),
-                "file": self._runner._paths[place.file].name,
+                "file": self._runner._names[place.file],
                 "offset": place.offset,
                 "nbytes": output.type.nbytes,
                 "xxh3": digest.hexdigest() if digest.ordered else self._reread(i),
@@ -268,17 +303,24 @@ class _Job:
             self._unit.write,
         )
 
+    def _read(self) -> list[dict[str, Any]]:
+        (step, *_) = self._unit.steps or (None,)
+        if not self._same or not isinstance(step, Copy):
+            return self._in.records()
+        whole = _range(step.source.name, step.start, step.stop, self._out[0].hexdigest())
+        return [whole] if step.start < step.stop else []
+
     def _reread(self, output: int) -> str:
         """Hash an output that was not written front to back by reading it again."""
         place = self._places[output]
-        fd = self._runner.descriptor(place.file)
+        self._sink.flush()
         left = self._unit.outputs[output][1].type.nbytes
         digest = xxhash.xxh3_128()
         at = place.offset
         while left:
-            data = os.pread(fd, min(left, COPY_BYTES), at)
+            data = self._sink.read(place.file, at, min(left, COPY_BYTES))
             if not data:
-                raise RunError(f"{self._runner._paths[place.file]}: ends at byte {at}")
+                raise RunError(f"{self._runner._names[place.file]}: ends at byte {at}")
             digest.update(data)
             at, left = at + len(data), left - len(data)
         return digest.hexdigest()

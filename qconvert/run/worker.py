@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +22,7 @@ from qconvert.checkpoint import Shard
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
 from qconvert.run.reader import Reader
+from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult, UnitRunner
 from qconvert.units import Unit
 
@@ -31,11 +32,13 @@ _PROGRESS_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker needs once: the source's shards, the files to write, its arena in bytes."""
+    """What a worker needs once: the source's shards, the files to write, and its memory in bytes:
+    an arena, and each window of the sink."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
     arena: int
+    window: int
     parent: int
 
 
@@ -111,19 +114,37 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     # results, and both would wait for ever.
     Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     meter = ProgressMeter(connection)
-    runner = UnitRunner(Reader(setup.shards), Files(), setup.paths, Arena(setup.arena), meter)
+    sink = Sink(Files(), setup.paths, setup.window)
+    runner = unit_runner(setup, sink, meter)
+    underway: Underway[Message] = Underway(sink)
     try:
         while (batch := inbox.get()) is not None:
             for number, unit in batch.units:
-                connection.send(Done(number, runner.run(unit, batch.places)))
+                underway.add(Done(number, runner.run(unit, batch.places)))
+                _send(connection, underway.settled())
             meter.flush()
-            connection.send(BatchDone())
+            sink.seal()
+            underway.add(BatchDone())
+            # With more to do, that goes on while the disk catches up.
+            _send(connection, underway.flush() if inbox.empty() else underway.settled())
     except errors.QConvertError as error:
         connection.send(Failed(type(error).__name__, str(error)))
     except BrokenPipeError:
         return
     finally:
         runner.close()
+        sink.close()
+
+
+def unit_runner(setup: Setup, sink: Sink, progress: Callable[[int], None]) -> UnitRunner:
+    """A runner for units of the setup's conversion."""
+    names = [path.name for path in setup.paths]
+    return UnitRunner(Reader(setup.shards), sink, names, Arena(setup.arena), progress)
+
+
+def _send(connection: Connection[Message, Batch | None], messages: Iterable[Message]) -> None:
+    for message in messages:
+        connection.send(message)
 
 
 def _receive(

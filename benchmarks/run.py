@@ -1,0 +1,264 @@
+"""qconvert against other tools and against this machine's own limit, in one run.
+
+    make bench
+    .venv/bin/python benchmarks/run.py dequant --layers 6 --runs 5 --json out.json --plot out.svg
+
+Contenders run in turn, A B C A B C, because shared machines change speed from minute to minute;
+medians are printed. The limit is the same bytes without the work: the source read (warm), as much
+as the result written and synced, each the quickest way found, one after the other. Every command
+is timed as a whole process, imports and planning included, its children's CPU time and memory too.
+
+Cases:
+  dequant  block-FP8 MoE to BF16, beside compressed-tensors' converter
+  fuse     Qwen3.5's GDN projections fused, everything still FP8
+  copy     the same checkpoint, written again as it is
+  hashing  dequant in one process, with and without hashing
+  sizes    dequant from 0.5 to 8 GB: time and memory against size
+  jobs     dequant with 1, 2, 4 ... workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data import Model, qwen3_5, qwen3_moe, write_checkpoint
+from measure import Sample, limit, memcpy_rate, remove, timed, warm
+
+_PEER = """
+import sys
+from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
+convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=2,
+    converter=FP8BlockDequantizer(targets=["re:.*proj$"], weight_block_size=(128, 128)))
+"""
+_NO_HASH = """
+import sys
+import qconvert.run.unit_runner as runner
+class Nothing:
+    def update(self, data): pass
+    def hexdigest(self): return ""
+runner.xxhash.xxh3_128 = Nothing
+from qconvert.__main__ import main
+main()
+"""
+_SIZES = (1, 2, 4, 8, 12)  # layers: 0.9 to 7.7 GB, after 0.27 GB of embeddings
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender's medians. `x_limit` is seconds over the limit's, `x_peer` the peer's over ours."""
+
+    case: str
+    name: str
+    gigabytes: float
+    seconds: float
+    cpu: float
+    peak_mb: float
+    x_limit: float
+    x_peer: float | None
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    command: Sequence[str]
+
+
+def _qconvert(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "qconvert", *arguments]
+
+
+def _compare(
+    case: str,
+    source: Path,
+    read: int,
+    written: int,
+    contenders: Sequence[Contender],
+    runs: int,
+    peer: str | None = None,
+) -> Iterator[Row]:
+    """Run everything in turn, and the limit among them."""
+    out = source.parent / "out"
+    threads = sorted({1, 2, len(os.sched_getaffinity(0))})
+    samples: dict[str, list[Sample]] = {"limit": []}
+    ways: list[str] = []
+
+    def measured(contender: Contender) -> Callable[[], Sample]:
+        return lambda: timed(contender.command)
+
+    works = {contender.name: measured(contender) for contender in contenders}
+    for _ in range(runs):
+        found = limit(source, out, written, threads)
+        samples["limit"].append(found.sample)
+        ways.append(found.how)
+        for name, work in works.items():
+            warm(source)
+            samples.setdefault(name, []).append(work())
+            remove(out)
+    print(f"\n{case}: {read / 1e9:.2f} GB in, {written / 1e9:.2f} GB out, {runs} runs, medians")
+    print(f"limit: warm read, then write by {statistics.mode(ways)}")
+    print(f"memcpy, one thread: {memcpy_rate() / 1e9:.1f} GB/s")
+    head = f"{'':<24} {'seconds':>8} {'GB/s in':>8} {'CPU s':>7} {'peak MB':>8} {'x limit':>8}"
+    print(head + (f" {'x faster':>9} {'x CPU':>6} {'x memory':>9}" if peer else ""))
+    median = {name: _median(found) for name, found in samples.items()}
+    for name, found_samples in samples.items():
+        mine = median[name]
+        ratio = mine.seconds / median["limit"].seconds
+        line = (
+            f"{name:<24} {mine.seconds:>8.2f} {read / 1e9 / mine.seconds:>8.2f} "
+            f"{mine.cpu:>7.1f} {mine.peak_mb:>8.0f} {ratio:>8.2f}"
+        )
+        faster = None
+        if peer and name != "limit":
+            theirs = median[peer]
+            faster = theirs.seconds / mine.seconds
+            line += (
+                f" {faster:>9.2f} {mine.cpu / theirs.cpu:>6.2f} "
+                f"{mine.peak_mb / theirs.peak_mb:>9.2f}"
+            )
+        print(line, flush=True)
+        yield Row(
+            case, name, read / 1e9, mine.seconds, mine.cpu, mine.peak_mb, ratio, faster,
+            tuple(found_samples),
+        )  # fmt: skip
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    return Sample(
+        statistics.median(sample.seconds for sample in samples),
+        statistics.median(sample.cpu for sample in samples),
+        statistics.median(sample.peak_mb for sample in samples),
+    )
+
+
+def _made(work: Path, model: Model) -> tuple[Path, int]:
+    source = work / "source"
+    return source, write_checkpoint(source, model)
+
+
+def _doubled(model: Model) -> int:
+    """Bytes of a model once FP8 has become BF16 and its scales are gone."""
+    return sum(
+        2 * kind.nbytes if kind.dtype == "F8_E4M3" else kind.nbytes
+        for name, kind in model.tensors.items()
+        if not name.endswith("_scale_inv")
+    )
+
+
+def _dequant(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = qwen3_moe(options.layers)
+    source, read = _made(work, model)
+    out = str(work / "out")
+    contenders = [
+        Contender("qconvert", _qconvert("dequant", str(source), out)),
+        Contender("qconvert --jobs 1", _qconvert("dequant", str(source), out, "--jobs", "1")),
+    ]
+    peer = None if options.no_peer else "compressed-tensors"
+    if peer:
+        contenders.append(Contender(peer, [sys.executable, "-c", _PEER, str(source), out]))
+    yield from _compare("dequant", source, read, _doubled(model), contenders, options.runs, peer)
+
+
+def _fuse(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    source, read = _made(work, qwen3_5(max(1, options.layers // 2)))
+    command = _qconvert("fuse", str(source), str(work / "out"), "--for", "sglang")
+    yield from _compare("fuse", source, read, read, [Contender("qconvert", command)], options.runs)
+
+
+def _copy(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    source, read = _made(work, qwen3_5(max(1, options.layers // 2)))
+    contenders = [
+        Contender("qconvert", _qconvert("run", "copy", str(source), str(work / "out"))),
+        Contender("cp, sync", ["sh", "-c", f"cp -r {source} {work / 'out'} && sync"]),
+    ]
+    yield from _compare("copy", source, read, read, contenders, options.runs)
+
+
+def _hashing(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = qwen3_moe(options.layers)
+    source, read = _made(work, model)
+    arguments = ("dequant", str(source), str(work / "out"), "--jobs", "1")
+    contenders = [
+        Contender("hashing", _qconvert(*arguments)),
+        Contender("not hashing", [sys.executable, "-c", _NO_HASH, *arguments]),
+    ]
+    yield from _compare("hashing", source, read, _doubled(model), contenders, options.runs)
+
+
+def _sizes(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    for layers in _SIZES:
+        model = qwen3_moe(layers)
+        source, read = _made(work, model)
+        command = _qconvert("dequant", str(source), str(work / "out"))
+        ours = [Contender("qconvert", command)]
+        yield from _compare("sizes", source, read, _doubled(model), ours, options.runs)
+        remove(source)
+
+
+def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = qwen3_moe(options.layers)
+    source, read = _made(work, model)
+    cores = len(os.sched_getaffinity(0))
+    counts = [2**n for n in range(8) if 2**n <= max(8, cores)]
+    contenders = [
+        Contender(
+            f"qconvert --jobs {count}",
+            _qconvert("dequant", str(source), str(work / "out"), "--jobs", str(count)),
+        )
+        for count in counts
+    ]
+    contenders.append(Contender("qconvert", _qconvert("dequant", str(source), str(work / "out"))))
+    yield from _compare("jobs", source, read, _doubled(model), contenders, options.runs)
+
+
+_CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
+    "dequant": _dequant,
+    "fuse": _fuse,
+    "copy": _copy,
+    "hashing": _hashing,
+    "sizes": _sizes,
+    "jobs": _jobs,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", help="which of them [default: all]")
+    parser.add_argument("--layers", type=int, default=6, help="size of the data, 0.62 GB each")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--work", type=Path, help="folder for the data [default: temporary]")
+    parser.add_argument("--json", type=Path, help="write all samples there")
+    parser.add_argument("--plot", type=Path, help="draw seconds against the limit there (SVG, PNG)")
+    parser.add_argument("--no-peer", action="store_true")
+    options = parser.parse_args()
+    for case in options.cases:
+        if case not in _CASES:
+            parser.error(f"no case {case!r}; choose of {', '.join(_CASES)}")
+    rows: list[Row] = []
+    print(f"{len(os.sched_getaffinity(0))} cores")
+    for case in options.cases or _CASES:
+        work = Path(tempfile.mkdtemp(prefix="qconvert-bench-", dir=options.work))
+        try:
+            rows += _CASES[case](work, options)
+        finally:
+            remove(work)
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if options.plot:
+        from plot import draw
+
+        draw([(row.case, row.name, row.gigabytes, row.x_limit) for row in rows], options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The way out: a worker's output bytes are gathered in large windows and written past the page cache.
+
+Going through the page cache takes fresh memory for every byte written, which is the slowest memory
+there is (measured 0.3 to 1.8 GB/s), and a copy. Direct writes need whole, aligned blocks; what a run
+of bytes has at its ends beyond those goes through the cache. A thread of its own writes one window
+while the next is being filled, so that computing and the disk do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Generic, TypeVar
+
+from qconvert.run.files import Files
+from qconvert.run.handles import Handles
+from qconvert.run.pages import fresh_pages
+
+# Where direct writes must begin and end. Data in our files starts at a multiple of 4096.
+BLOCK = max(4096, mmap.PAGESIZE)
+# Of one window; there are two. Larger ones gain nothing and leave the cache the cores share.
+WINDOW_BYTES = 4 << 20
+MIN_WINDOW_BYTES = 16 * BLOCK
+WINDOWS = 2
+_OPEN_FILES = 16
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Window:
+    """Bytes [start, stop) of `memory` belong at byte `base` + start of a file on. `base` is a
+    multiple of BLOCK, as is the memory's address."""
+
+    memory: memoryview
+    file: int
+    base: int
+    start: int
+    stop: int
+
+
+class Sink:
+    """Takes bytes for known places in files. `paths` are the files, which exist at full size;
+    `window` is in bytes, a multiple of BLOCK."""
+
+    def __init__(self, files: Files, paths: Sequence[Path], window: int = WINDOW_BYTES) -> None:
+        assert window % BLOCK == 0
+        # The most that `room` gives at once.
+        self.limit = window - BLOCK
+        # Bytes asked room for so far.
+        self.taken = 0
+        self._window = window
+        self._files = files
+        self._paths = paths
+        self._now: _Window | None = None
+        pages = fresh_pages(WINDOWS * window)
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        for number in range(WINDOWS):
+            self._free.put(pages[number * window : (number + 1) * window])
+        self._full: SimpleQueue[_Window | None] = SimpleQueue()
+        self._cached = Handles(lambda n: files.open(paths[n]), files.close, _OPEN_FILES)
+        self._direct = Handles(lambda n: files.open_direct(paths[n]), files.close, _OPEN_FILES)
+        self._go_direct = True
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+        self._moved = Condition()
+        self._written = 0
+
+    @property
+    def written(self) -> int:
+        """How many bytes have been written, those taken first. Raises what a write raised."""
+        self._check()
+        return self._written
+
+    def room(self, file: int, at: int, size: int) -> memoryview:
+        """Memory for bytes [at, at + size) of a file, `size` at most `limit`: to be filled before
+        the next call of any method here. Raises OutputError where an earlier write failed."""
+        assert size <= self.limit
+        now = self._now
+        if now is not None and (file != now.file or at != now.base + now.stop):
+            self.seal()
+            now = None
+        rest = b""
+        if now is not None and now.stop + size > self._window:
+            # What does not fill a block goes along into the next window.
+            whole = now.stop - now.stop % BLOCK
+            rest = bytes(now.memory[whole : now.stop])
+            now.stop = whole
+            self._submit(now)
+            now = None
+        if now is None:
+            start = 0 if rest else at % BLOCK
+            base = at - at % BLOCK
+            self._now = now = _Window(self._free.get(), file, base, start, start + len(rest))
+            self._check()
+            now.memory[: len(rest)] = rest
+        begin = now.stop
+        now.stop += size
+        self.taken += size
+        return now.memory[begin : now.stop]
+
+    def seal(self) -> None:
+        """Let go of everything taken so far: it will be written without waiting for more."""
+        full, self._now = self._now, None
+        if full is not None:
+            self._submit(full)
+
+    def flush(self) -> None:
+        """Return when everything taken so far has been written."""
+        self.seal()
+        with self._moved:
+            while self._written < self.taken and self._error is None:
+                self._moved.wait()
+        self._check()
+
+    def read(self, file: int, at: int, size: int) -> bytes:
+        """Up to `size` bytes of what has been flushed."""
+        return os.pread(self._cached[file], size, at)
+
+    def close(self) -> None:
+        """Stop. What was not flushed may not have been written."""
+        if self._thread is not None:
+            self._full.put(None)
+            self._thread.join()
+        self._cached.close()
+        self._direct.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _submit(self, window: _Window) -> None:
+        if not self._files.beside:
+            self._write(window)
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, daemon=True)
+            self._thread.start()
+        self._full.put(window)
+
+    def _serve(self) -> None:
+        while (window := self._full.get()) is not None:
+            try:
+                if self._error is None:
+                    self._write(window)
+                    continue
+            except BaseException as error:  # raised again in the worker's own thread
+                with self._moved:
+                    self._error = error
+                    self._moved.notify()
+            self._free.put(window.memory)
+
+    def _write(self, window: _Window) -> None:
+        low = min(-(-window.start // BLOCK) * BLOCK, window.stop)
+        high = max(window.stop - window.stop % BLOCK, low)
+        high = low + self._write_directly(window, low, high)
+        for start, stop in ((window.start, low), (high, window.stop)):
+            if start < stop:
+                path, data = self._paths[window.file], window.memory[start:stop]
+                self._files.write(self._cached[window.file], path, data, window.base + start)
+        count = window.stop - window.start
+        self._free.put(window.memory)
+        with self._moved:
+            self._written += count
+            self._moved.notify()
+
+    def _write_directly(self, window: _Window, low: int, high: int) -> int:
+        """How many of these bytes got written past the page cache: none where that is not to be
+        had, which is then not asked for again."""
+        if low == high or not self._go_direct:
+            return 0
+        path, data = self._paths[window.file], window.memory[low:high]
+        done = self._files.write_direct(self._direct[window.file], path, data, window.base + low)
+        self._go_direct = done > 0
+        return done
+
+
+class Underway(Generic[T]):
+    """Things to be said once all bytes taken before them have been written, in order."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._waiting: deque[tuple[int, T]] = deque()
+
+    def add(self, item: T) -> None:
+        self._waiting.append((self._sink.taken, item))
+
+    def settled(self) -> Iterator[T]:
+        """Those that can be said now. Raises what a write raised."""
+        written = self._sink.written
+        while self._waiting and self._waiting[0][0] <= written:
+            yield self._waiting.popleft()[1]
+
+    def flush(self) -> Iterator[T]:
+        """All of them, once everything is written."""
+        self._sink.flush()
+        yield from self.settled()
