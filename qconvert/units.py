@@ -20,8 +20,9 @@ ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
 # Copies go through one buffer, this large at most and no smaller than the second figure.
 COPY_BYTES = 4 << 20
 MIN_COPY_BYTES = 64 << 10
-# How much an op is asked to work on at once: a part stays in the cache that cores share.
-PART_BYTES = 6 << 20
+# How much an op is asked to work on at once: a part stays in the cache that cores share, and its
+# result fits the sink's window.
+PART_BYTES = 3 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,28 @@ def test_any_block(
     check(codes, scale, block, "F32", limit)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    significands=st.lists(st.integers(1, 1023), min_size=1, max_size=4),
+    bits=st.sampled_from([0, 8, 9, 23]),
+    exponent=st.integers(-140, 120),
+)
+def test_products_halfway_between_two_results(
+    significands: list[int], bits: int, exponent: int
+) -> None:
+    """Scales of few bits give products that lie exactly halfway, and go to the even neighbour; with
+    a last bit far below (2^-23 of it) they lie just above and go up."""
+    row = np.array([c for c in range(256) if c & 0x7F != 0x7F], dtype=np.uint8)
+    exact = [n + 2.0**-bits * n if bits else float(n) for n in significands]
+    with np.errstate(over="ignore"):
+        scale = np.ldexp(np.array(exact), exponent - 10).astype(np.float32)
+    scale = np.nan_to_num(scale, posinf=3e38)[:, None]
+    codes = np.broadcast_to(row, (scale.size, row.size)).copy()
+    check(codes, scale, (1, row.size), "F32", None)
+    for i in range(scale.size):  # alone: one that ties makes all beside it go the careful way
+        check(codes[i : i + 1], scale[i : i + 1], (128, row.size), "F32", None)
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
 def test_nan_codes_become_nan_and_are_counted(dtype: str) -> None:
     codes = np.arange(256, dtype=np.uint8).repeat(4).reshape(8, 128)
