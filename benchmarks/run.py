@@ -12,7 +12,7 @@ Cases:
   dequant  block-FP8 MoE to BF16, beside compressed-tensors' converter
   fuse     Qwen3.5's GDN projections fused, everything still FP8
   copy     the same checkpoint, written again as it is
-  hashing  dequant in one process, with and without hashing
+  hashing  dequant with and without hashing
   sizes    dequant from 0.5 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
 """
@@ -38,15 +38,13 @@ from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_
 convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=2,
     converter=FP8BlockDequantizer(targets=["re:.*proj$"], weight_block_size=(128, 128)))
 """
+# As sitecustomize.py it is imported by every interpreter, workers included.
 _NO_HASH = """
-import sys
-import qconvert.run.unit_runner as runner
+import xxhash
 class Nothing:
     def update(self, data): pass
     def hexdigest(self): return ""
-runner.xxhash.xxh3_128 = Nothing
-from qconvert.__main__ import main
-main()
+xxhash.xxh3_128 = Nothing
 """
 _SIZES = (1, 2, 4, 8, 12)  # layers: 0.9 to 7.7 GB, after 0.27 GB of embeddings
 
@@ -185,11 +183,13 @@ def _copy(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 def _hashing(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     model = qwen3_moe(options.layers)
     source, read = _made(work, model)
-    arguments = ("dequant", str(source), str(work / "out"), "--jobs", "1")
-    contenders = [
-        Contender("hashing", _qconvert(*arguments)),
-        Contender("not hashing", [sys.executable, "-c", _NO_HASH, *arguments]),
-    ]
+    (work / "sitecustomize.py").write_text(_NO_HASH)
+    command = _qconvert("dequant", str(source), str(work / "out"))
+    contenders = []
+    for name, extra in (("", ()), (" --jobs 1", ("--jobs", "1"))):
+        without = ["env", f"PYTHONPATH={work}", *command, *extra]
+        contenders.append(Contender(f"hashing{name}", [*command, *extra]))
+        contenders.append(Contender(f"not hashing{name}", without))
     yield from _compare("hashing", source, read, _doubled(model), contenders, options.runs)
 
 

@@ -19,7 +19,7 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second measured on this machine just now; None where that was not possible."""
+    """Bytes a second measured on this machine just now; None where they were not."""
 
     read: float | None
     write: float | None
@@ -109,7 +109,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         (
             f"needs   {format_size(ready.share.total)} memory with {ready.share.jobs} "
             f"job{'' if ready.share.jobs == 1 else 's'}, "
-            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk, {_time(plan, rates)}"
+            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
     return "\n".join(lines)
@@ -206,13 +206,13 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 def _time(plan: Plan, rates: Rates) -> str:
     if rates.read is None:
-        return "time not measured"
+        return ""
     seconds = plan.bytes_in / rates.read
     if rates.write is None:
-        return f"{format_time(seconds)} to read at {format_size(rates.read)}/s measured here"
+        return f", {format_time(seconds)} to read at {format_size(rates.read)}/s measured here"
     seconds += plan.bytes_out / rates.write
     return (
-        f"about {format_time(seconds)} at {format_size(rates.read)}/s read and "
+        f", about {format_time(seconds)} at {format_size(rates.read)}/s read and "
         f"{format_size(rates.write)}/s write measured here"
     )
 

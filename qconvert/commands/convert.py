@@ -230,14 +230,17 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
 
 
 def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
-    """The plan goes to stdout where it is the result, to stderr where a run follows."""
+    """The plan goes to stdout where it is the result, to stderr where a run follows. How fast this
+    machine is gets measured for the first only: the run itself will soon tell."""
     from qconvert.report import Rates, plan_json, plan_text
     from qconvert.run.probe import read_rate, write_rate
 
     if options["as_json"] and not options["dry_run"]:
         return
-    write = write_rate(out) if out is not None else None
-    rates = Rates(read_rate(ready.plan.checkpoint), write)
+    rates = Rates(None, None)
+    if options["dry_run"]:
+        write = write_rate(out) if out is not None else None
+        rates = Rates(read_rate(ready.plan.checkpoint), write)
     if options["as_json"]:
         click.echo(json.dumps(plan_json(ready, rates), indent=2))
     else:
