@@ -82,19 +82,20 @@ class Limit:
 
 
 def limit(source: Path, out: Path, write_bytes: int, threads: Sequence[int]) -> Limit:
-    """Read, then write into one reserved file, through the page cache and past it, with as many
-    threads as each of `threads` says; the best read and the best write count."""
+    """Read, then write reserved files, one for each thread, through the page cache and past it,
+    with as many threads as each of `threads` says; the best read and the best write count."""
     files = sorted(source.glob("*.safetensors"))
     reads = [_clocked(partial(_read, files, n)) for n in threads]
     writes = []
     for direct in (True, False):
         for count in threads:
+            out.mkdir()
             try:
                 found = _clocked(partial(_write, out, write_bytes, count, direct))
-            except OSError:  # no direct writes here, as on tmpfs
+            except OSError:  # no direct writes here, as on some file systems
                 continue
             finally:
-                out.unlink(missing_ok=True)
+                remove(out)
                 os.sync()
             cache = "past" if direct else "through"
             writes.append((*found, f"{count} threads {cache} the page cache"))
@@ -129,23 +130,21 @@ def _read(files: Sequence[Path], threads: int) -> None:
 
 
 def _write(out: Path, size: int, threads: int, direct: bool) -> None:
-    flags = os.O_CREAT | os.O_RDWR | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-    size = -(-size // 4096) * 4096
-    fd = os.open(out, flags)
-    try:
-        os.posix_fallocate(fd, 0, size)
-        each = -(-size // threads // 4096) * 4096
+    flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if direct else 0)
+    each = -(-size // threads // 4096) * 4096
 
-        def work(start: int) -> None:
-            buffer = _buffer()
-            stop = min(start + each, size)
-            for at in range(start, stop, _CHUNK):
-                os.pwrite(fd, buffer[: min(_CHUNK, stop - at)], at)
+    def work(number: int) -> None:
+        buffer = _buffer()
+        fd = os.open(out / str(number), flags)
+        try:
+            os.posix_fallocate(fd, 0, each)
+            for at in range(0, each, _CHUNK):
+                os.pwrite(fd, buffer[: min(_CHUNK, each - at)], at)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
 
-        _in_threads([partial(work, n * each) for n in range(threads)])
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
+    _in_threads([partial(work, n) for n in range(threads)])
 
 
 def _in_threads(works: Sequence[Callable[[], None]]) -> None:

@@ -66,11 +66,14 @@ class _Worker:
         )
         theirs.close()
         self.ahead = 0
+        # Where the last batch it was sent begins.
+        self.file: int | None = None
         self._setup: Setup | None = setup
 
     def send(self, batch: Batch | None) -> None:
         """Send work, or None to end it. Raises RunError if the worker died."""
         self.ahead += 1
+        self.file = batch.file if batch is not None else None
         try:
             if self._setup is not None:
                 self.connection.send(self._setup)
@@ -101,6 +104,36 @@ class _Worker:
         self.process.wait()
 
 
+class _Backlog:
+    """Batches nobody has been given yet, by the file they begin in. A file system lets one process
+    at a time write to a file (ext4 and tmpfs do, through the page cache), so as far as there are
+    files enough each worker gets one of its own, and goes through it from front to back."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._files: dict[int, deque[Batch]] = {}
+        for batch in batches:
+            self._files.setdefault(batch.file, deque()).append(batch)
+        self._given = dict.fromkeys(self._files, 0)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._files.values()))
+
+    def next(self, current: int | None) -> Batch | None:
+        """A batch for a worker that is at file `current`: of the same file, or else of the one that
+        fewest workers were sent to; None when there are no more."""
+        if not self._files:
+            return None
+        file = current
+        if file is None or file not in self._files:
+            file = min(self._files, key=lambda n: (self._given[n], n))
+            self._given[file] += 1
+        batches = self._files[file]
+        batch = batches.popleft()
+        if not batches:
+            del self._files[file]
+        return batch
+
+
 def _error(message: Failed) -> QConvertError:
     error: QConvertError = getattr(errors, message.kind)(message.message)
     return error
@@ -110,14 +143,14 @@ def run_workers(
     setup: Setup, jobs: int, all_batches: Iterable[Batch], lock_fd: int
 ) -> Generator[Progress | Done]:
     """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
-    batches = deque(all_batches)
+    backlog = _Backlog(all_batches)
     workers: list[_Worker] = []
     try:
-        for _ in range(min(jobs, len(batches))):
+        for _ in range(min(jobs, len(backlog))):
             workers.append(_Worker(setup, lock_fd))
         for worker in workers * _BATCHES_AHEAD:
-            if batches:
-                worker.send(batches.popleft())
+            if (batch := backlog.next(worker.file)) is not None:
+                worker.send(batch)
         busy = {worker.connection: worker for worker in workers}
         while busy:
             for ready in wait(list(busy)):
@@ -130,8 +163,8 @@ def run_workers(
                     raise _error(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
-                    if batches:
-                        worker.send(batches.popleft())
+                    if (batch := backlog.next(worker.file)) is not None:
+                        worker.send(batch)
                     elif not worker.ahead:
                         worker.send(None)
                         del busy[worker.connection]
@@ -145,19 +178,21 @@ def run_workers(
 def cut_batches(
     todo: Sequence[Numbered], places: Mapping[str, Place], most: int = BATCH_BYTES
 ) -> Iterator[Batch]:
-    """Units in batches of at least `most` bytes, unless there are very many in one."""
+    """Units in batches that begin in one file each, of `most` bytes or little more."""
     group: list[Numbered] = []
-    size = 0
+    size, file = 0, -1
     for number, unit in todo:
+        its_file = places[unit.outputs[0][0]].file
+        if group and (its_file != file or size >= most or len(group) >= BATCH_UNITS):
+            yield _batch(file, group, places)
+            group, size = [], 0
+        file = its_file
         group.append((number, unit))
         size += unit.write
-        if size >= most or len(group) >= BATCH_UNITS:
-            yield _batch(group, places)
-            group, size = [], 0
     if group:
-        yield _batch(group, places)
+        yield _batch(file, group, places)
 
 
-def _batch(group: Sequence[Numbered], places: Mapping[str, Place]) -> Batch:
+def _batch(file: int, group: Sequence[Numbered], places: Mapping[str, Place]) -> Batch:
     names = [name for _, unit in group for name, _ in unit.outputs]
-    return Batch(tuple(group), {name: places[name] for name in names})
+    return Batch(file, tuple(group), {name: places[name] for name in names})

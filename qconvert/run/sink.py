@@ -24,8 +24,8 @@ from qconvert.run.pages import fresh_pages
 
 # Where direct writes must begin and end. Data in our files starts at a multiple of 4096.
 BLOCK = max(4096, mmap.PAGESIZE)
-# Of one window; there are two. Larger ones gain nothing and leave the cache the cores share.
-WINDOW_BYTES = 4 << 20
+# Of one window; there are two. A few results of an op's parts (units.PART_BYTES) fit one.
+WINDOW_BYTES = 8 << 20
 MIN_WINDOW_BYTES = 16 * BLOCK
 WINDOWS = 2
 _OPEN_FILES = 16

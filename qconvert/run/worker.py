@@ -44,8 +44,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Units to run, with their numbers and the places of their outputs."""
+    """Units to run, with their numbers and the places of their outputs. `file` is where those
+    begin."""
 
+    file: int
     units: Sequence[tuple[int, Unit]]
     places: Mapping[str, Place]
 
