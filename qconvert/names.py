@@ -8,6 +8,7 @@ template up in a dict is what keeps role matching linear in the number of tensor
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -60,6 +61,8 @@ class Parsed(NamedTuple):
     expert: int | None
 
 
+# A model has very many names, of few different components: they are looked at once each.
+@lru_cache(maxsize=4096)
 def _is_number(part: str) -> bool:
     """Whether a name's component is a layer or expert number. isdecimal() takes other scripts' digits
     too; a number of more than nine digits counts nothing."""
@@ -129,5 +132,9 @@ def natural_key(name: str) -> tuple[int, int, tuple[tuple[int, int | str], ...]]
         layer = int(found.group()) if found else 0
     elif "embed" in name:
         rank = 1
-    parts = tuple((0, int(part)) if _is_number(part) else (1, part) for part in name.split("."))
-    return rank, layer, parts
+    return rank, layer, tuple(map(_component_key, name.split(".")))
+
+
+@lru_cache(maxsize=4096)
+def _component_key(part: str) -> tuple[int, int | str]:
+    return (0, int(part)) if _is_number(part) else (1, part)

@@ -18,6 +18,7 @@ from pathlib import Path
 from qconvert.errors import OutputError
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_TMPFS = 0x01021994  # linux/magic.h
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -161,14 +162,22 @@ class Files:
         os.close(fd)
 
 
+def _in_memory(system: ctypes.CDLL, fd: int) -> bool:
+    """Whether a file is on tmpfs (statfs(2): the first word says what a file system is)."""
+    found = (ctypes.c_long * 64)()
+    return system.fstatfs(fd, found) == 0 and found[0] == _TMPFS
+
+
 def reserve(fd: int, size: int) -> bool:
-    """Reserve blocks, `size` bytes of them; False where the file system cannot.
+    """Reserve blocks, `size` bytes of them; False where the file system cannot, or where its blocks
+    are memory: taking that page by page here would hold up everybody who could do it beside others.
 
     Not os.posix_fallocate: where the file system lacks the call, the C library imitates it by
     writing a byte into every block.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if call is None:
+    system = ctypes.CDLL(None, use_errno=True)
+    call = getattr(system, "fallocate64", None)
+    if call is None or _in_memory(system, fd):
         return False
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if call(fd, 0, 0, size) == 0:
