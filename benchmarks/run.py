@@ -7,13 +7,14 @@ Contenders run in turn, A B C A B C, because shared machines change speed from m
 medians are printed. The limit is the same bytes without the work: the source read (warm), as much
 as the result written and synced, each the quickest way found, one after the other. Every command
 is timed as a whole process, imports and planning included, its children's CPU time and memory too.
+qconvert's time includes the sync of all it wrote; the peer's and cp's own do not sync.
 
 Cases:
   dequant  block-FP8 MoE to BF16, beside compressed-tensors' converter
   fuse     Qwen3.5's GDN projections fused, everything still FP8
   copy     the same checkpoint, written again as it is
   hashing  dequant with and without hashing
-  sizes    dequant from 0.5 to 8 GB: time and memory against size
+  sizes    dequant from 0.6 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
 """
 
@@ -35,7 +36,7 @@ from measure import Sample, limit, memcpy_rate, remove, timed, warm
 _PEER = """
 import sys
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
-convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=2,
+convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=int(sys.argv[3]),
     converter=FP8BlockDequantizer(targets=["re:.*proj$"], weight_block_size=(128, 128)))
 """
 # As sitecustomize.py it is imported by every interpreter, workers included.
@@ -46,7 +47,7 @@ class Nothing:
     def hexdigest(self): return ""
 xxhash.xxh3_128 = Nothing
 """
-_SIZES = (1, 2, 4, 8, 12)  # layers: 0.9 to 7.7 GB, after 0.27 GB of embeddings
+_SIZES = (1, 2, 4, 8, 12)  # layers, 0.62 GB each
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _compare(
 
     works = {contender.name: measured(contender) for contender in contenders}
     for _ in range(runs):
+        warm(source)
         found = limit(source, out, written, threads)
         samples["limit"].append(found.sample)
         ways.append(found.how)
@@ -169,7 +171,8 @@ def _dequant(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     ]
     peer = None if options.no_peer else "compressed-tensors"
     if peer:
-        contenders.append(Contender(peer, [sys.executable, "-c", _PEER, str(source), out]))
+        cores = str(len(os.sched_getaffinity(0)))
+        contenders.append(Contender(peer, [sys.executable, "-c", _PEER, str(source), out, cores]))
     yield from _compare("dequant", source, read, _doubled(model), contenders, options.runs, peer)
 
 
@@ -223,7 +226,11 @@ def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
         )
         for count in counts
     ]
-    contenders.append(Contender("qconvert", _qconvert("dequant", str(source), str(work / "out"))))
+    alone = _qconvert("dequant", str(source), str(work / "out"))
+    contenders.append(Contender("qconvert", alone))
+    # File systems lock a file that is written to: with more files, more workers get on.
+    smaller = [*alone, "--max-shard-size", "1GB"]
+    contenders.append(Contender("qconvert, 1 GB shards", smaller))
     yield from _compare("jobs", source, read, _doubled(model), contenders, options.runs)
 
 

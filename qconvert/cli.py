@@ -1,5 +1,5 @@
 """The front door. Commands stand in qconvert/commands, one subject a file; nothing here or there
-imports torch before there is something to compute."""
+imports numpy or torch before there is something to compute."""
 
 from __future__ import annotations
 

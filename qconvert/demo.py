@@ -16,7 +16,6 @@ from qconvert.passes.fuse import Fuse
 from qconvert.plan import Pass, Plan, run_passes
 from qconvert.report import Rates, plan_text
 from qconvert.run.executor import Options, prepare, run_prepared
-from qconvert.run.probe import read_rate, write_rate
 from qconvert.sample import write_sample
 from qconvert.validation import validate_folder
 
@@ -56,8 +55,8 @@ def _convert(source: Path, out: Path, step: Pass) -> None:
     """Plan, show, run."""
     plan = run_passes(Plan.identity(Checkpoint.open(source)), (step,))
     ready = prepare(plan, Options(jobs=1))
-    rates = Rates(read_rate(plan.checkpoint), write_rate(out))
-    click.echo(plan_text(ready, out.name, rates).replace(str(source), source.name))
+    text = plan_text(ready, out.name, Rates(None, None))
+    click.echo(text.replace(str(source), source.name))
     receipt = run_prepared(ready, out)
     click.echo(f"\nwrote {out.name}: {', '.join(receipt.files)}")
 

@@ -17,7 +17,8 @@ from qconvert.plan import Plan, nodes
 from qconvert.spec import TensorType
 
 ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
-# Copies go through one buffer, this large at most and no smaller than the second figure.
+# Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
+# through a buffer no smaller than the second figure.
 COPY_BYTES = 4 << 20
 MIN_COPY_BYTES = 64 << 10
 # How much an op is asked to work on at once: a part stays in the cache that cores share, and its

@@ -531,7 +531,7 @@ def test_a_disk_that_fills_up_is_named_with_advice(
     monkeypatch.setattr(workspace, "check_disk", lambda out, needed: None)
     monkeypatch.setattr("qconvert.run.executor.check_disk", lambda out, needed: None)
     out = tiny_disk / "out"
-    with pytest.raises(OutputError, match=r"cannot reserve \d+ bytes: No space left") as caught:
+    with pytest.raises(OutputError, match="cannot write: No space left") as caught:
         convert(sample, out, HERE)
     assert "free some space and run the same command again" in str(caught.value)
     _unpublished(out)

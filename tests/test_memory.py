@@ -1,7 +1,7 @@
 """--memory is a promise: measured on process trees, on tensors larger than it, and per tensor.
 
-Measured is what the promise is about: anonymous memory beyond what an interpreter with torch
-imported takes. Pages of files are the kernel's to give back.
+Measured is what the promise is about: the anonymous memory of all processes, interpreters included.
+Pages of files are the kernel's to give back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from qconvert.names import natural_key
 from qconvert.passes.dequant import Dequant
 from qconvert.plan import Plan, run_passes
 from qconvert.run.executor import Options, prepare
-from qconvert.run.memory import PLAN_BYTES_PER_TENSOR, WORKER_BYTES
+from qconvert.run.memory import PLAN_BYTES_PER_TENSOR, PROCESS_BYTES
+from qconvert.run.sink import MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 from qconvert.spec import TensorType
 
 MIB = 1 << 20
@@ -127,19 +128,16 @@ def test_planning_is_linear_in_tensors(tmp_path: Path) -> None:
 
 @dataclass
 class Peak:
-    """The most memory seen in a tree of processes: `total` in all, `beyond` beyond what an
-    interpreter with torch takes for each of them. `most` processes at once."""
+    """The most memory seen in a tree of processes, and the most processes at once."""
 
     total: int = 0
-    beyond: int = 0
     most: int = 0
     samples: int = 0
     largest: dict[int, int] = field(default_factory=dict)
 
-    def add(self, sizes: dict[int, int], bare: int) -> None:
+    def add(self, sizes: dict[int, int]) -> None:
         total = sum(sizes.values())
         self.total = max(self.total, total)
-        self.beyond = max(self.beyond, total - len(sizes) * bare)
         self.most = max(self.most, len(sizes))
         self.samples += 1
         for pid, size in sizes.items():
@@ -166,24 +164,18 @@ def _sizes(pid: int) -> dict[int, int]:
     return found
 
 
-def _watched(bare: int, *arguments: object) -> Peak:
+def _watched(*arguments: object) -> Peak:
     """Run the command line and watch its memory."""
     command = [sys.executable, "-m", "qconvert", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     peak = Peak()
     while process.poll() is None:
-        peak.add(_sizes(process.pid), bare)
+        peak.add(_sizes(process.pid))
         time.sleep(0.003)
     told, _ = process.communicate()
     assert process.returncode == 0, told
     assert peak.samples > 50
     return peak
-
-
-@pytest.fixture(scope="module")
-def bare() -> int:
-    """RssAnon of an interpreter that has imported torch."""
-    return int(_python('import torch; print(status("RssAnon"))'))
 
 
 def _fp8_headers(*, matrices: int, experts: int) -> HeaderSet:
@@ -211,11 +203,11 @@ def room(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def _converted(room: Path, bare: int, made: HeaderSet, memory: str) -> Peak:
+def _converted(room: Path, made: HeaderSet, memory: str) -> Peak:
     source, out = room / "source", room / "out"
     source.mkdir()
     headers.write_sparse(made, source)
-    peak = _watched(bare, "dequant", source, out, "--memory", memory, "--jobs", 2)
+    peak = _watched("dequant", source, out, "--memory", memory, "--jobs", 2)
     lines = (out / RECEIPT).read_text().splitlines()
     assert sum('"name"' in line for line in lines) >= len(made.tensors) // 2
     shutil.rmtree(source)
@@ -224,52 +216,39 @@ def _converted(room: Path, bare: int, made: HeaderSet, memory: str) -> Peak:
 
 
 @pytest.mark.big
-def test_a_run_keeps_to_its_memory(
-    room: Path, bare: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_to_its_memory(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 GB of FP8, a third of it in one tensor: within 512 MiB, and no more than 1 GB takes."""
-    one = _converted(room, bare, _fp8_headers(matrices=60, experts=0), "512MiB")
-    four = _converted(room, bare, _fp8_headers(matrices=172, experts=64), "512MiB")
+    one = _converted(room, _fp8_headers(matrices=60, experts=0), "512MiB")
+    four = _converted(room, _fp8_headers(matrices=172, experts=64), "512MiB")
     with capsys.disabled():
-        print(f"\n1 GB: {_told(one, bare)}\n4 GB: {_told(four, bare)}")
-    _check(four, bare, 512 * MIB)
+        print(f"\n1 GB: {_told(one)}\n4 GB: {_told(four)}")
+    _check(four, 512 * MIB)
     assert four.total < one.total + 16 * MIB
 
 
 @pytest.mark.big
-def test_a_tensor_larger_than_the_memory(
-    room: Path, bare: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    peak = _converted(room, bare, _fp8_headers(matrices=2, experts=64), "128MiB")
+def test_a_tensor_larger_than_the_memory(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peak = _converted(room, _fp8_headers(matrices=2, experts=64), "128MiB")
     with capsys.disabled():
-        print(f"\n1.2 GB tensor: {_told(peak, bare)}")
-    _check(peak, bare, 128 * MIB)
+        print(f"\n1.2 GB tensor: {_told(peak)}")
+    _check(peak, 128 * MIB)
 
 
-def _check(peak: Peak, bare: int, memory: int) -> None:
+def _check(peak: Peak, memory: int) -> None:
     """Two workers and their parent kept to the budget, and were really seen at work."""
-    main, *workers = peak.largest.values()
     assert peak.most == len(peak.largest) == 3
-    assert peak.beyond < memory
-    # The parent never imports torch, and the figure above gives it credit for that. Without:
-    without_torch = int(_python("import qconvert.cli; print(status('RssAnon'))"))
-    beyond = [main - without_torch, *(size - bare for size in workers)]
-    assert sum(max(0, size) for size in beyond) < memory
-    assert min(workers) > bare  # they had torch, and were watched when they did
+    assert peak.total < memory
+    _, *workers = peak.largest.values()
+    assert min(workers) > 2 * WINDOWS * MIN_WINDOW_BYTES + 10 * MIB  # an interpreter and buffers
 
 
-def _told(peak: Peak, bare: int) -> str:
+def _told(peak: Peak) -> str:
     each = ", ".join(f"{size // MIB}" for size in peak.largest.values())
-    return (
-        f"{peak.total // MIB} MiB in {peak.most} processes ({each}), each would be {bare // MIB} "
-        f"with torch alone; {peak.beyond // MIB} MiB beyond that, {peak.samples} samples"
-    )
+    return f"{peak.total // MIB} MiB in {peak.most} processes ({each}), {peak.samples} samples"
 
 
 _RUN = """
 import faults
-import torch
-torch.ones(3)
 from pathlib import Path
 from qconvert.checkpoint import Checkpoint
 from qconvert.plan import Plan
@@ -305,5 +284,5 @@ def test_memory_set_aside_per_tensor_is_enough(
     with capsys.disabled():
         print(f"\n{per_tensor:.0f} bytes a tensor, {PLAN_BYTES_PER_TENSOR} set aside")
     assert 500 < per_tensor <= PLAN_BYTES_PER_TENSOR
-    # What one process takes besides: an arena of some MiB, and what WORKER_BYTES is for.
-    assert peaks[0] - few * per_tensor < WORKER_BYTES + 8 * MIB
+    # What one process takes besides: windows, an arena, and what PROCESS_BYTES is for.
+    assert peaks[0] - few * per_tensor < PROCESS_BYTES + WINDOWS * WINDOW_BYTES + 8 * MIB

@@ -8,8 +8,9 @@ has 576 rows under 128-row blocks).
 
 Per-channel scales are the block (1, K) and per-tensor scales the block (N, K): one op serves all.
 
-The arithmetic is numpy's, on bits. torch's operators are at most a third faster here, and importing
-torch costs each process two seconds and 145 MB: more than what many conversions take.
+The arithmetic is numpy's, on bits. torch's operators are a little faster at most (1.75 against 0.95
+to 1.65 GB of FP8 a second and core, measured on one machine), and importing torch costs each process
+two seconds and 145 MB: more than many conversions take.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _SHIFT = 20
 _MASK = 0x87F00000 - (1 << 32)
 _BIAS = 2.0**120
 _SAFE_SCALE = 2.0**7  # s * 2^120 must stay finite
+_SCALES_AT_ONCE = 4096
 _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal float32
 
 # The largest code, without its sign, that is a number (or, in e5m2, an infinity).
@@ -86,6 +88,8 @@ class DequantFp8:
         """Whole block rows of one matrix at a time; a per-tensor scale lets any row start one."""
         weight, scale = args
         *lead, rows, columns = weight.shape
+        if not columns:
+            return
         grid_rows, grid_columns = scale.shape[-2:]
         one_block = self.block[0] >= rows
         step = 1 if one_block else self.block[0]
@@ -140,7 +144,8 @@ class DequantFp8:
 
         with np.errstate(all="ignore"):  # overflow to infinity is what fp32 arithmetic does
             _decode_scale(scale, factors)
-            largest = float(np.abs(factors).max())  # NaN propagates through max
+            # NaN propagates through all three.
+            largest = float(np.maximum(factors.max(), -factors.min()))
             if not largest < float("inf"):
                 raise RunError("its scale is NaN or infinite; the checkpoint is broken")
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
@@ -228,15 +233,19 @@ def _scale_rows(values: Float32s, scale: Float32s, block_columns: int) -> None:
 def _may_tie(scale: Float32s) -> bool:
     """Whether a product with one of these scales may lie halfway between two bf16 values. An e4m3
     code is 8 to 15 times a power of two (or zero), and a power of two leaves a product's mantissa
-    as it is unless the product is subnormal: eight products a scale tell all. Scales with few bits
-    tie often; of float32 scales one in eight thousand does."""
+    as it is unless the product is subnormal: eight products a scale tell all. Of float32 scales
+    (DeepSeek's) one in eight thousand can tie; of bfloat16 ones (Qwen's) most can."""
     import numpy as np
 
-    sizes = np.abs(scale)
-    if np.any((sizes > 0) & (sizes < _PLAIN_SCALE)):
-        return True
-    products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), sizes)
-    return bool(np.any((products.view(np.uint32) & 0xFFFF) == 0x8000))
+    multiples = np.arange(8, 16, dtype=np.float32)
+    for start in range(0, scale.size, _SCALES_AT_ONCE):
+        sizes = np.abs(scale.reshape(-1)[start : start + _SCALES_AT_ONCE])
+        if np.any((sizes > 0) & (sizes < _PLAIN_SCALE)):
+            return True
+        products = np.multiply.outer(multiples, sizes)
+        if np.any((products.view(np.uint32) & 0xFFFF) == 0x8000):
+            return True
+    return False
 
 
 def _round_ties_to_even(bits: Int32s, spare: Int32s) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256 as new_sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ import xxhash
 
 from qconvert import __version__
 from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
+from qconvert.errors import QConvertError
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
@@ -243,8 +244,10 @@ def _run_units(
                 kept[message.number] = message.result.records
                 remarks += message.result.remarks
                 committer.add(message.number, message.result)
-    except KeyboardInterrupt:
-        committer.commit()
+    except (KeyboardInterrupt, QConvertError):
+        # What is finished is kept, unless keeping it fails as well.
+        with suppress(QConvertError):
+            committer.commit()
         raise
     committer.commit()
 

@@ -56,7 +56,7 @@ def can_link(path: Path, folder: Path) -> bool:
 class Files:
     """The operating system's file calls, with errors that name the file."""
 
-    # Whether writes and syncs may go on in threads beside the caller's. Tests that stop a process
+    # Whether writes may go on in a thread beside the caller's. Tests that stop a process
     # at a certain operation say no: those must come in the same order every time.
     beside = True
 

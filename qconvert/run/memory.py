@@ -1,8 +1,7 @@
 """How much memory there is, how much a run may take, and how it is shared out.
 
-`--memory` bounds the anonymous memory of all processes of a run, beyond what an interpreter with
-torch imported costs each of them. File pages in the kernel's cache are not counted: they are given
-back on demand.
+`--memory` bounds the anonymous memory of all processes of a run, interpreters included. File pages
+in the kernel's cache are not counted: they are given back on demand.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ DEFAULT_BYTES = 1 << 30
 # What the plan, the units and the receipts of one tensor cost the main process: see
 # tests/test_memory.py, which measures it (1.6 KB when planned, 3.6 KB when published).
 PLAN_BYTES_PER_TENSOR = 4096
-# A worker beyond its arena: pickled units, receipt records, torch's small temporaries.
-WORKER_BYTES = 24 << 20
+# A process beyond arena and windows: interpreter and numpy (17 MB), pickled units, records.
+PROCESS_BYTES = 24 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
 # Below this much output a process's start costs more than it saves.
@@ -68,23 +67,24 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
     plan = tensors * PLAN_BYTES_PER_TENSOR
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, max(map(_comfort, units)))
-    need = plan + WORKER_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    need = plan + PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     if need > memory:
         raise PlanError(
             f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
-            f"{_mib(plan)} for the plan and {_mib(WORKER_BYTES)} for a worker, the smallest "
+            f"{_mib(plan)} for the plan and {_mib(need - plan - worst.peak)} for a worker, the smallest "
             f"--memory that would do is {_mib(need)} (given: {_mib(memory)})"
         )
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
     for count in range(wanted, 0, -1):
-        room = (memory - plan) // count - WORKER_BYTES
+        processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)
+        room = (memory - plan - processes) // count
         if room >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
             arena = min(room - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((room - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
-            each = WORKER_BYTES + arena + WINDOWS * window
-            return Share(count, arena, window, plan + count * each)
+            total = plan + processes + count * (arena + WINDOWS * window)
+            return Share(count, arena, window, total)
     raise AssertionError("one worker always fits: checked above")
 
 

@@ -56,7 +56,7 @@ class _Worker:
         # worker's message classes would not be those of the module.
         code = f"from qconvert.run.worker import main; main({theirs.fileno()})"
         command = [sys.executable, "-P", "-c", code]
-        # Parts are too small to share out among threads.
+        # Parts are too small to share out among threads, which numpy and torch would start.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
@@ -104,10 +104,10 @@ class _Worker:
         self.process.wait()
 
 
-class _Backlog:
-    """Batches nobody has been given yet, by the file they begin in. A file system lets one process
-    at a time write to a file (ext4 and tmpfs do, through the page cache), so as far as there are
-    files enough each worker gets one of its own, and goes through it from front to back."""
+class Backlog:
+    """Batches nobody has been given yet, by the file they begin in. As far as there are files enough
+    each worker gets one of its own and goes through it from front to back: file systems lock a file
+    that is written to (tmpfs, measured with 16 processes: 3 GB/s into one file, 31 into 16)."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._files: dict[int, deque[Batch]] = {}
@@ -143,7 +143,7 @@ def run_workers(
     setup: Setup, jobs: int, all_batches: Iterable[Batch], lock_fd: int
 ) -> Generator[Progress | Done]:
     """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
-    backlog = _Backlog(all_batches)
+    backlog = Backlog(all_batches)
     workers: list[_Worker] = []
     try:
         for _ in range(min(jobs, len(backlog))):

@@ -45,7 +45,7 @@ def write_rate(out: Path) -> float | None:
 
 
 def _write_rate(folder: Path, flags: int) -> float:
-    # Direct writes need aligned memory; a disk that compresses needs bytes that cannot be.
+    # Direct writes need aligned memory. Random bytes, in case the disk compresses.
     chunk = fresh_pages(_CHUNK)
     chunk[:] = os.urandom(1 << 20) * (_CHUNK >> 20)
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)

@@ -120,7 +120,8 @@ class Sink:
         self._check()
 
     def read(self, file: int, at: int, size: int) -> bytes:
-        """Up to `size` bytes of what has been flushed."""
+        """Up to `size` bytes of what has been flushed. After a flush the writing thread is idle, so
+        descriptors may be opened and closed here."""
         return os.pread(self._cached[file], size, at)
 
     def close(self) -> None:
@@ -192,7 +193,8 @@ class Underway(Generic[T]):
         self._waiting.append((self._sink.taken, item))
 
     def settled(self) -> Iterator[T]:
-        """Those that can be said now. Raises what a write raised."""
+        """Those that can be said now. Raises what a write raised, also where some were written
+        before it: those are done again."""
         written = self._sink.written
         while self._waiting and self._waiting[0][0] <= written:
             yield self._waiting.popleft()[1]

@@ -202,7 +202,7 @@ class _Job:
     def _straight_out(self, step: Compute, part: Part) -> Write | None:
         """The write that wants all of the part's only result, which can then be computed right
         where it is written from."""
-        if len(part.outs) > 1:
+        if len(part.outs) != 1:
             return None
         start, stop = part.outs[0][0], part.outs[0][0] + part.outs[0][1].nbytes
         wanted = [w for w in step.writes if max(w.start, start) < min(w.stop, stop)]
@@ -307,8 +307,8 @@ class _Job:
         (step, *_) = self._unit.steps or (None,)
         if not self._same or not isinstance(step, Copy):
             return self._in.records()
-        whole = _range(step.source.name, step.start, step.stop, self._out[0].hexdigest())
-        return [whole] if step.start < step.stop else []
+        everything = _range(step.source.name, step.start, step.stop, self._out[0].hexdigest())
+        return [everything] if step.start < step.stop else []
 
     def _reread(self, output: int) -> str:
         """Hash an output that was not written front to back by reading it again."""

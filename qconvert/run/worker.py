@@ -1,7 +1,8 @@
 """A worker process: takes units over a pipe, runs them, sends back what they left behind.
 
-Started as a fresh interpreter, not forked: a process that has already used torch's
-threads must not fork. It ignores Ctrl-C (the main process decides) and dies with its parent.
+Started as a fresh interpreter, not forked: whoever calls qconvert as a library may have threads,
+torch's among them, and a process with threads must not fork. A worker ignores Ctrl-C (the main
+process decides) and dies with its parent.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes written since the last word."""
+    """Bytes made since the last word; the last few of them are still on their way to the disk."""
 
     nbytes: int
 
