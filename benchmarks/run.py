@@ -90,21 +90,17 @@ def _compare(
     samples: dict[str, list[Sample]] = {"limit": []}
     ways: list[str] = []
 
-    def measured(contender: Contender) -> Callable[[], Sample]:
-        return lambda: timed(contender.command)
-
-    works = {contender.name: measured(contender) for contender in contenders}
     for _ in range(runs):
         warm(source)
         found = limit(source, out, written, threads)
         samples["limit"].append(found.sample)
         ways.append(found.how)
         _tell(case, "limit", found.sample)
-        for name, work in works.items():
+        for contender in contenders:
             warm(source)
-            sample = work()
-            samples.setdefault(name, []).append(sample)
-            _tell(case, name, sample)
+            sample = timed(contender.command)
+            samples.setdefault(contender.name, []).append(sample)
+            _tell(case, contender.name, sample)
             remove(out)
     print(f"\n{case}: {read / 1e9:.2f} GB in, {written / 1e9:.2f} GB out, {runs} runs, medians")
     print(f"limit: warm read, then write by {statistics.mode(ways)}")

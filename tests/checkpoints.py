@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
+
 from qconvert.cli import main
+from qconvert.graph import Source
+from qconvert.run.reader import Reader
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 4
@@ -286,3 +290,16 @@ def without(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
     gone = set(names)
     assert gone <= set(tensors), gone - set(tensors)
     return {name: value for name, value in tensors.items() if name not in gone}
+
+
+def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, the sizes of all reads of sources in this process, as they are made."""
+    sizes: list[int] = []
+    read = Reader.read
+
+    def watched(self: Reader, source: Source, start: int, into: memoryview) -> None:
+        sizes.append(into.nbytes)
+        read(self, source, start, into)
+
+    monkeypatch.setattr(Reader, "read", watched)
+    return sizes

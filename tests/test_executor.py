@@ -696,6 +696,32 @@ def test_interrupting_from_outside_keeps_what_is_done(
     assert differing(tree(out), tree(tmp_path / "whole")) == []
 
 
+def test_an_error_keeps_what_is_done(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up after some units: those are committed before the error is told."""
+    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 1)
+    out = tmp_path / "out"
+    how = replace(faults.options("single"), commit_bytes=1 << 40)
+
+    class Filling(Files):
+        beside = False
+        left = 4
+
+        def write(self, fd: int, path: Path, data: memoryview, offset: int) -> None:
+            self.left -= path.name == SINGLE and offset >= 4096
+            if self.left < 0:
+                raise OutputError("the disk is full")
+            super().write(fd, path, data, offset)
+
+    with pytest.raises(OutputError, match="the disk is full"):
+        execute(plan_of(small), out, how, files=Filling())
+    _unpublished(out)
+    assert execute(plan_of(small), out, how).resumed_units > 0
+    convert(small, tmp_path / "whole", how)
+    assert differing(tree(out), tree(tmp_path / "whole")) == []
+
+
 def test_no_worker_outlives_an_error_of_the_caller(sample: Path, tmp_path: Path) -> None:
     """Also while the exception, and the frames it holds, are still around."""
     how = Options(jobs=2, memory=512 * MIB)

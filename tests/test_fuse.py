@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import watched_reads
 from test_plan import checkpoint, published
 
 from qconvert.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
 from qconvert.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
-from qconvert.run.reader import Reader
+from qconvert.run.sink import WINDOW_BYTES
 from qconvert.spec import TensorType, ceil_div
 
 # hidden_size, value heads, qkvz rows, ba rows; 16 key heads of 128 everywhere.
@@ -370,16 +371,9 @@ def test_dequantizing_and_fusing_commute(groups: int, tmp_path: Path) -> None:
 def test_a_big_stack_is_cut_and_put_together_in_small_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack of 128 MiB taken apart, gate split from up, and stacked again: no read and no buffer
-    is larger than 4 MiB."""
-    sizes: list[int] = []
-    read = Reader.read
-
-    def watched(self: Reader, source: Source, start: int, into: memoryview) -> None:
-        sizes.append(into.nbytes)
-        read(self, source, start, into)
-
-    monkeypatch.setattr(Reader, "read", watched)
+    """A stack of 128 MiB taken apart, gate split from up, and stacked again: no read is larger than
+    4 MiB, and no buffer than a window of the sink."""
+    sizes = watched_reads(monkeypatch)
     stack_type = TensorType("BF16", (16, 2048, 2048))
     down = TensorType("BF16", (16, 2048, 1024))
     at = "model.layers.0.mlp.experts"
@@ -396,6 +390,6 @@ def test_a_big_stack_is_cut_and_put_together_in_small_reads(
     second = execute(run_passes(Plan.identity(apart), (Stack(),)), tmp_path / "again", small)
     for receipt in (first, second):
         assert receipt.share is not None
-        assert receipt.share.arena <= 4 << 20
+        assert max(receipt.share.arena, receipt.share.window) <= WINDOW_BYTES == 8 << 20
     assert 0 < max(sizes) <= 4 << 20
     assert compare(Checkpoint.open(tmp_path / "again"), source) == []

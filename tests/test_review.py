@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import run_cli, tree
+from checkpoints import run_cli, tree, watched_reads
 
 from qconvert.checkpoint import Checkpoint
-from qconvert.graph import Source
-from qconvert.run.reader import Reader
 from qconvert.sample import write_sample
 
 
@@ -240,14 +238,7 @@ def test_a_joined_folder_validates_against_its_stages(samples: Path, tmp_path: P
 def test_no_read_is_large_when_a_stack_is_cut_and_joined(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    read = Reader.read
-
-    def watched(self: Reader, source: Source, start: int, into: memoryview) -> None:
-        sizes.append(into.nbytes)
-        read(self, source, start, into)
-
-    monkeypatch.setattr(Reader, "read", watched)
+    sizes = watched_reads(monkeypatch)
     recipe = tmp_path / "r.yaml"
     recipe.write_text("passes: [dequant, stack]")
     ok("run", recipe, samples / "a", tmp_path / "out", "--jobs", "1")
