@@ -32,8 +32,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	touch $@
 
-$(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt
+$(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt
 	$(PIP) -r requirements-peers.txt
+	$(PIP) --no-deps -r requirements-peers-alone.txt
 	touch $@
 
 # Against other tools and this machine's limits; minutes, and 25 GB of disk. CASES="dequant fuse" for some.

@@ -1,4 +1,5 @@
-"""Blocks that several families are made of: experts, and the decoder layer that all Qwen share.
+"""Blocks that several families are made of: experts, the decoder layer that all Qwen share, and the
+layer of DeepSeek-V3, which other makers took over with the names of its tensors.
 
 Not a family itself: it has no `FAMILY`, so discovery passes it by.
 """
@@ -24,6 +25,84 @@ def experts(prefix: str, at: str, layers: str) -> tuple[Role, ...]:
         *parts(
             f"{prefix}stacked_experts.", stacked, "gate_up_proj down_proj", layers, optional=True
         ),
+    )
+
+
+def deepseek_layer(
+    prefix: str, at: str, every: str, dense: str, moe: str, shared: str, *, optional: bool = False
+) -> tuple[Role, ...]:
+    """A decoder layer without its attention; `every` to `shared` are layer groups."""
+    norms, names = "input_layernorm post_attention_layernorm", "gate_proj up_proj down_proj"
+    router, bias = f"{at}.mlp.gate", "e_score_correction_bias"
+    return (
+        *parts(prefix, at, norms, every, optional=optional),
+        *parts(f"{prefix}mlp.", f"{at}.mlp", names, dense, optional=optional),
+        Role(f"{prefix}router", router, moe, optional),
+        Role(f"{prefix}router.{bias}", f"{router}.{bias}", moe, optional),
+        *parts(
+            f"{prefix}shared_experts.", f"{at}.mlp.shared_experts", names, shared, optional=optional
+        ),
+        *experts(prefix, at, moe),
+    )
+
+
+def latent_attention(
+    prefix: str, at: str, every: str, low_q: str, full_q: str, *, optional: bool = False
+) -> tuple[Role, ...]:
+    """Multi-head latent attention. Queries come through a low rank or straight: two layer groups."""
+    attn = f"{at}.self_attn"
+    names = "kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj"
+    return (
+        *parts(f"{prefix}attn.", attn, names, every, optional=optional),
+        *parts(f"{prefix}attn.", attn, "q_a_proj q_a_layernorm q_b_proj", low_q, optional=optional),
+        *parts(f"{prefix}attn.", attn, "q_proj", full_q, optional=optional),
+    )
+
+
+def deepseek_draft(at: str) -> tuple[Role, ...]:
+    """What a draft layer has beside a decoder layer. Optional, as all of a draft layer: transformers
+    drops it on saving and leaves its count in the config."""
+    names = "embed_tokens enorm hnorm eh_proj shared_head.norm shared_head.head"
+    return parts("mtp.", at, names, "mtp", optional=True)
+
+
+def deepseek_dims(config: Config) -> Dims:
+    """Dims of a DeepSeek-like config. `moe` follows `first_k_dense_replace` and `moe_layer_freq`, or
+    transformers 5's `mlp_layer_types`; the draft layer, numbered on from the model's own, follows the
+    same rule."""
+    text = text_config(config)
+    num_layers = first_int(text, "num_hidden_layers")
+    mtp_layers = first_int(text, "num_nextn_predict_layers", "num_mtp_layers")
+    num_experts = first_int(text, "n_routed_experts", "num_local_experts", "num_experts")
+    first, step = first_int(text, "first_k_dense_replace"), first_int(text, "moe_layer_freq")
+    types = list(text.get("mlp_layer_types") or ())
+
+    def is_moe(layer: int) -> bool:
+        if layer < len(types):
+            return bool(types[layer] == "sparse")
+        return num_experts > 0 and layer >= first and layer % (step or 1) == 0
+
+    layers = tuple(range(num_layers))
+    mtp = tuple(range(num_layers, num_layers + mtp_layers))
+    moe = tuple(filter(is_moe, layers))
+    return Dims(
+        hidden_size=first_int(text, "hidden_size"),
+        num_layers=num_layers,
+        num_experts=num_experts,
+        mtp_layers=mtp_layers,
+        groups={
+            "all": layers,
+            "low_rank_q": layers if text.get("q_lora_rank") else (),
+            "full_rank_q": () if text.get("q_lora_rank") else layers,
+            "moe": moe,
+            "dense": tuple(layer for layer in layers if not is_moe(layer)),
+            "shared_experts": moe if text.get("n_shared_experts") else (),
+            "mtp": mtp,
+            "mtp_moe": tuple(filter(is_moe, mtp)),
+            "mtp_dense": tuple(layer for layer in mtp if not is_moe(layer)),
+        },
+        tied=bool(text.get("tie_word_embeddings", False)),
+        moe_intermediate_size=first_int(text, "moe_intermediate_size"),
     )
 
 
@@ -85,6 +164,17 @@ def qwen_mtp() -> tuple[Role, ...]:
         *parts("mtp.", "mtp", outer, optional=True),
         *qwen_layer("mtp.", at, "mtp", "mtp", "mtp_dense", "mtp_moe", optional=True),
         *qwen_shared_expert("mtp.", at, "mtp_moe", optional=True),
+    )
+
+
+def qwen_vision() -> tuple[Role, ...]:
+    """The vision tower from Qwen3-VL on, without deepstack mergers. Optional: text-only copies leave
+    it out."""
+    outer = "patch_embed.proj pos_embed merger.norm merger.linear_fc1 merger.linear_fc2"
+    block = "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
+    return (
+        *parts("vision.", "model.visual", outer, optional=True),
+        *parts("vision.blocks.", "model.visual.blocks.{L}", block, "vision", optional=True),
     )
 
 

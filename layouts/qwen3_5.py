@@ -14,15 +14,12 @@ from __future__ import annotations
 from qconvert.family import Config, Dims, Family, Role
 from qconvert.layouts._blocks import (
     gated_delta_net,
-    parts,
     qwen_dims,
     qwen_layer,
     qwen_mtp,
     qwen_shared_expert,
+    qwen_vision,
 )
-
-_BLOCK = "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
-_TOWER = "patch_embed.proj pos_embed merger.norm merger.linear_fc1 merger.linear_fc2"
 
 
 def dims(config: Config) -> Dims:
@@ -43,8 +40,7 @@ FAMILY = Family(
         *qwen_shared_expert("", "@layers.{L}", "moe"),
         *gated_delta_net("@layers.{L}.linear_attn"),
         *qwen_mtp(),
-        *parts("vision.", "model.visual", _TOWER, optional=True),
-        *parts("vision.blocks.", "model.visual.blocks.{L}", _BLOCK, "vision", optional=True),
+        *qwen_vision(),
     ),
     shared_scale=(
         ("q_proj", "k_proj", "v_proj"),

@@ -4,6 +4,7 @@ imports numpy or torch before there is something to compute."""
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from types import FrameType
@@ -14,6 +15,7 @@ from qconvert import __version__
 from qconvert.commands.check import diff, inspect, validate
 from qconvert.commands.convert import dequant, plan, run
 from qconvert.commands.house import clean, demo, recipes
+from qconvert.commands.kt import amx
 from qconvert.commands.layout import experts, fuse, unfuse
 from qconvert.commands.stages import join, split
 from qconvert.errors import QConvertError
@@ -40,7 +42,7 @@ def cli() -> None:
     """
 
 
-_CONVERSIONS = (dequant, fuse, unfuse, experts, split, join)
+_CONVERSIONS = (dequant, fuse, unfuse, experts, amx, split, join)
 for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, recipes, clean, demo):
     cli.add_command(command)
 
@@ -56,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     # A plan is millions of small objects and hardly a cycle. Looking for cycles at every 700 new
     # ones took 40 % of the time of planning 150,000 tensors.
     gc.set_threshold(200_000)
+    # Threads of numpy's small matrix products would only wait for one another, and for our workers.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else OK)

@@ -25,3 +25,13 @@ class OutputError(QConvertError):
 
 class RunError(QConvertError):
     """Something went wrong while bytes were moving. Nothing was published; the work is resumable."""
+
+
+class RowError(RunError):
+    """Data of one row that cannot be right. `row` counts from the first row of the op's arguments;
+    who knows where those come from says so to the user."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"row {row} {what}")
+        self.row = row
+        self.what = what

@@ -96,7 +96,8 @@ class Family:
     so that one table serves text-only and multi-modal names. `shared_scale` groups module names
     whose quantized forms must share one global scale. `mtp` are name templates' beginnings that
     mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are the roles
-    of the head and of the embeddings it may share.
+    of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert stacks
+    of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
     """
 
     name: str
@@ -107,6 +108,7 @@ class Family:
     shared_scale: tuple[tuple[str, ...], ...] = ()
     tied: tuple[str, str] | None = None
     mtp: tuple[str, ...] = ()
+    stacked_transposed: bool = False
 
     @cached_property
     def _by_module(self) -> dict[str, tuple[Role, ...]]:

@@ -45,6 +45,14 @@ class Part(NamedTuple):
     outs: tuple[tuple[int, TensorType], ...]
 
 
+ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
+
+
+def aligned(size: int) -> int:
+    """`size` in bytes, rounded up to a whole number of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Buffer(NamedTuple):
     """Bytes with a type; `data` is a writable, contiguous memoryview of exactly `type.nbytes`."""
 

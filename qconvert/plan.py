@@ -20,6 +20,8 @@ from qconvert.quantization import grid_fault, stated_block
 # Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
 # them: the order of fused projections cannot be told from the tensors.
 LASTING_FACTS = ("gdn_groups",)
+# How rules begin that leave a tensor out because another folder holds it.
+ELSEWHERE = "elsewhere:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,5 +343,5 @@ def _check_whole_groups(plan: Plan) -> None:
 
 def _spent(rule: str) -> bool:
     """Rules of conversions that make a parameter meaningless (activation scales of weights that
-    are no longer quantized) leave their module whole."""
-    return rule.startswith("dequant:")
+    are no longer quantized), or leave it to another folder, leave their module whole."""
+    return rule.startswith(("dequant:", ELSEWHERE))

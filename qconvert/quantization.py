@@ -89,6 +89,38 @@ def _one_scheme(config: QuantConfig) -> Fp8Scheme:
     )
 
 
+def int4_group(checkpoint: Checkpoint) -> int:
+    """Group size of compressed-tensors' symmetric packed INT4, which all blocks and groups that state
+    it must agree on. Raises PlanError where none does, or another form is stated."""
+    sizes: set[int] = set()
+    for config in checkpoint.quantization_configs:
+        if config.method != "compressed-tensors":
+            continue
+        for weights in _groups(config):
+            if (weights.get("type"), weights.get("num_bits")) != ("int", 4):
+                continue
+            if weights.get("strategy") != "group" or weights.get("symmetric") is not True:
+                raise PlanError(
+                    f"{config.where}: INT4 weights are read in symmetric groups, found strategy "
+                    f"{weights.get('strategy')!r}, symmetric {weights.get('symmetric')!r}"
+                )
+            if weights.get("actorder") not in (None, "static", "weight"):
+                raise PlanError(
+                    f"{config.where}: actorder {weights.get('actorder')!r} permutes columns, which "
+                    "is not read here"
+                )
+            size = weights.get("group_size")
+            if type(size) is not int or size < 1:
+                raise PlanError(f"{config.where}: expected a group_size, found {size!r}")
+            sizes.add(size)
+    if len(sizes) != 1:
+        raise PlanError(
+            "there are packed INT4 weights, and the config states "
+            + ("no group size for them" if not sizes else f"the group sizes {sorted(sizes)}")
+        )
+    return sizes.pop()
+
+
 def _groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
     groups = config.block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, whole
+from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned, whole
 from qconvert.plan import Plan, nodes
 from qconvert.spec import TensorType
 
-ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
 # Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
 # through a buffer no smaller than the second figure.
 COPY_BYTES = 4 << 20
@@ -24,6 +23,11 @@ MIN_COPY_BYTES = 64 << 10
 # How much an op is asked to work on at once: a part stays in the cache that cores share, and its
 # result fits the sink's window.
 PART_BYTES = 3 << 20
+
+
+# Several results of one node are kept until they are whole, if they are no larger than this: parts of
+# them, written in turn, would be many small writes.
+GATHER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,6 @@ class Unit:
     peak: int
 
 
-def aligned(size: int) -> int:
-    """`size` rounded up to a whole number of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def part_bytes(op: Op, part: Part) -> int:
     """Memory one part of an op's work takes: arguments, results and scratch."""
     types = [t for _, t in part.args]
@@ -93,6 +92,14 @@ def compute_bytes(step: Compute, limit: int = 1) -> int:
     return sum(
         part_bytes(node.op, whole(node.op, [arg.type for arg in node.args])) for node in step.nodes
     )
+
+
+def gathered_bytes(step: Compute) -> int:
+    """Memory for the results of a step that are better written whole, 0 where they are not."""
+    if len(step.nodes) > 1 or len(step.nodes[0].types) < 2:
+        return 0
+    size = sum(aligned(kind.nbytes) for kind in step.nodes[0].types)
+    return size if size <= GATHER_BYTES else 0
 
 
 @lru_cache(maxsize=4096)

@@ -12,31 +12,46 @@ from typing import Any
 import headers
 import pytest
 
+from qconvert.checkpoint import Checkpoint
+from qconvert.errors import PlanError
 from qconvert.family import Census, Family, Role, census, families, family_for
+from qconvert.names import parse
+from qconvert.passes.experts import Stack, Unstack
+from qconvert.plan import Plan, run_passes
 
 FAMILY_OF = {
     "deepseek-v3": "deepseek_v3",
+    "glm-4.5-air": "glm4_moe",
+    "kimi-k2-thinking": "kimi_k2",
     "qwen3-30b-a3b-fp8": "qwen3_moe",
     "qwen3-next-80b-a3b": "qwen3_next",
     "qwen3-next-80b-a3b-fp8": "qwen3_next",
+    "qwen3-vl-30b-a3b": "qwen3_vl_moe",
     "qwen3.5-0.8b": "qwen3_5",
     "qwen3.5-27b-fp8": "qwen3_5",
     "qwen3.5-35b-a3b": "qwen3_5",
     "qwen3.5-35b-a3b-fp8": "qwen3_5",
 }
-# Tensors of the published files, and their elements.
+# Tensors of the published files, and their elements. Of GLM-4.5-Air and Qwen3-VL the elements alone
+# are published, and Kimi-K2-Thinking's are those of Kimi-K2.5 without its tower and projector.
 PUBLISHED = {
     "deepseek-v3": (91_991, 684_531_386_000),
+    "glm-4.5-air": (18_329, 110_468_824_832),
+    "kimi-k2-thinking": (208_550 - 335, 170_738_182_128 - 471_143_920),
     "qwen3-30b-a3b-fp8": (37_491, 30_533_947_392),
     "qwen3-next-80b-a3b": (75_944, 81_324_862_720),
+    "qwen3-vl-30b-a3b": (882, 31_070_754_032),
     "qwen3.5-0.8b": (488, 873_438_784),
     "qwen3.5-35b-a3b": (1_811, 35_951_822_704),
 }
 MTP_TENSORS = {
     "deepseek-v3": 14 + 2 * 3 * 257 + 2 + 6,
+    "glm-4.5-air": 9 + 3 * 129 + 2 + 6,
+    "kimi-k2-thinking": 0,
     "qwen3-30b-a3b-fp8": 0,
     "qwen3-next-80b-a3b": 17 + 3 * 512,
     "qwen3-next-80b-a3b-fp8": 17 + 7 + 2 * 3 * 512,
+    "qwen3-vl-30b-a3b": 0,
     "qwen3.5-0.8b": 15,
     "qwen3.5-27b-fp8": 15 + 7,
     "qwen3.5-35b-a3b": 785,
@@ -66,9 +81,12 @@ def _by_role(taken: Census) -> dict[tuple[Role, str], list[str]]:
 def test_discovery_finds_the_families() -> None:
     assert {family.name: family.model_types for family in families()} == {
         "deepseek_v3": ("deepseek_v3", "deepseek_v32"),
+        "glm4_moe": ("glm4_moe",),
+        "kimi_k2": ("kimi_k2", "kimi_k25"),
         "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         "qwen3_moe": ("qwen3_moe",),
         "qwen3_next": ("qwen3_next",),
+        "qwen3_vl_moe": ("qwen3_vl_moe",),
     }
 
 
@@ -225,6 +243,66 @@ def test_layers_beyond_the_config_have_no_role() -> None:
     assert taken.family.place("model.layers.0.mlp.gate.weight", taken.dims) is None
 
 
+def test_int4_experts_of_kimi_k2_thinking() -> None:
+    taken = _census("kimi-k2-thinking")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        found = taken.present[f"experts.{name}"]
+        assert sorted(found) == ["weight_packed", "weight_scale", "weight_shape"]
+        assert {len(pairs) for pairs in found.values()} == {60 * 384}
+
+
+def test_kimi_k25_is_kimi_k2_under_another_prefix() -> None:
+    """With the tower and the projector of the published files; two layers and experts will do."""
+    text = headers.load("kimi-k2-thinking").config | {"num_hidden_layers": 2, "n_routed_experts": 2}
+    vision = {"vt_num_hidden_layers": 2}
+    config = {"model_type": "kimi_k25", "text_config": text, "vision_config": vision}
+    small = [
+        n for n in headers.load("kimi-k2-thinking").tensors if _is_within(n, layers=2, experts=2)
+    ]
+    tower = [
+        f"vision_tower.encoder.blocks.{block}.{name}"
+        for block in range(2)
+        for name in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1")
+    ]
+    tower += ["vision_tower.encoder.final_layernorm", "vision_tower.patch_embed.proj"]
+    tower += ["mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2"]
+    names = [f"language_model.{name}" for name in small]
+    names += [f"{name}.{parameter}" for name in tower for parameter in ("weight", "bias")]
+    names += ["vision_tower.patch_embed.pos_emb.weight"]
+    taken = census(family_for(config, ()), config, names)
+    assert (taken.family.name, taken.unknown, taken.absent()) == ("kimi_k2", (), [])
+    assert sum(p.role.name.startswith("vision.") for p in taken.places.values()) == 2 * 12 + 11
+    for lost in (
+        "language_model.lm_head.weight",
+        "language_model.model.layers.1.mlp.experts.1.up_proj.weight_scale",
+        "vision_tower.encoder.blocks.1.wqkv.bias",
+        "mm_projector.proj.2.weight",
+    ):
+        assert census(taken.family, config, set(names) - {lost}).absent() == [lost]
+
+
+def _is_within(name: str, layers: int, experts: int) -> bool:
+    found = parse(name)
+    return (found.layer or 0) < layers and (found.expert or 0) < experts
+
+
+def test_glm_norms_queries_and_keys_where_the_config_says_so() -> None:
+    config = headers.load("glm-4.5-air").config
+    name = "model.layers.{}.self_attn.q_norm.weight"
+    for said, roles in ((False, [None, None]), (True, ["attn.q_norm", "mtp.attn.q_norm"])):
+        dims = _family("glm4_moe").dims(config | {"use_qk_norm": said})
+        places = [_family("glm4_moe").place(name.format(layer), dims) for layer in (45, 46)]
+        assert [place and place.role.name for place in places] == roles
+
+
+@pytest.mark.parametrize("step", [Unstack(), Unstack(optional=True), Stack()])
+def test_experts_stacked_by_columns_are_left_alone(step: Unstack | Stack, tmp_path: Path) -> None:
+    headers.write_sparse(headers.load("qwen3-vl-30b-a3b"), tmp_path)
+    plan = Plan.identity(Checkpoint.open(tmp_path))
+    with pytest.raises(PlanError, match=r"qwen3_vl_moe checkpoints .* \[E, H, 2I\] .*columns"):
+        run_passes(plan, (step,))
+
+
 # Sizes of models small enough to be made: some layers of each kind, some experts.
 _LAYERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -251,6 +329,8 @@ _MLA = {
 }
 _DEEPSEEK = _LAYERS | _MLA | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
 _DEEPSEEK |= {"moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 2}
+_GLM = _LAYERS | _HEADS | {"n_routed_experts": 8, "num_experts_per_tok": 2}
+_GLM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 2}
 TINY: list[tuple[str, str, dict[str, Any], str]] = [
     ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK, "deepseek_v3"),
     ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK | {"q_lora_rank": None}, "deepseek_v3"),
@@ -260,6 +340,8 @@ TINY: list[tuple[str, str, dict[str, Any], str]] = [
         _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 8},
         "deepseek_v3",
     ),
+    ("Glm4MoeForCausalLM", "Glm4MoeConfig", _GLM | {"attention_bias": True}, "glm4_moe"),
+    ("Glm4MoeForCausalLM", "Glm4MoeConfig", _GLM | {"use_qk_norm": True}, "glm4_moe"),
     (
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
@@ -281,6 +363,15 @@ TINY: list[tuple[str, str, dict[str, Any], str]] = [
         "Qwen3_5MoeConfig",
         {"text_config": _MOE, "vision_config": _VISION},
         "qwen3_5",
+    ),
+    (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": _LAYERS | _HEADS | _EXPERTS,
+            "vision_config": _VISION | {"deepstack_visual_indexes": [0, 1]},
+        },
+        "qwen3_vl_moe",
     ),
 ]
 

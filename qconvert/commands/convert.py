@@ -45,7 +45,7 @@ def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 _PLANNING: Callable[[F], F] = _stacked(
     click.option(
         "--memory", type=Size(), help="Memory of all processes, e.g. 512MiB. [default: 1 GiB, or "
-        "half of what is free]",
+        "what all cores need; at most half of what is free]",
     ),
     click.option("--jobs", type=click.IntRange(min=1), help="Worker processes. [default: auto]"),
     click.option("--max-shard-size", type=Size(), help="Largest output file. [default: 5GB]"),

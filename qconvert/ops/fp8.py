@@ -85,33 +85,44 @@ class DequantFp8:
         return (TensorType("BF16", weight.shape),)
 
     def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        """Whole block rows of one matrix at a time; a per-tensor scale lets any row start one."""
-        weight, scale = args
-        *lead, rows, columns = weight.shape
+        """Whole block rows of one matrix at a time."""
+        *lead, rows, columns = args[0].shape
         if not columns:
             return
-        grid_rows, grid_columns = scale.shape[-2:]
-        one_block = self.block[0] >= rows
-        step = 1 if one_block else self.block[0]
+        step = self.row_step(*args)
         row_cost = columns * 3 + 1  # one FP8 byte read and one BF16 written for each element
         height = max(1, limit // (row_cost * step)) * step
-        scale_row = TensorType(scale.dtype, (1, grid_columns)).nbytes
         for matrix in range(prod(lead)):
             for start in range(0, rows, height):
-                stop = min(start + height, rows)
-                first = 0 if one_block else start // step
-                count = 1 if one_block else ceil_div(stop, step) - first
-                at = (matrix * rows + start) * columns
-                yield Part(
-                    args=(
-                        (at, TensorType(weight.dtype, (stop - start, columns))),
-                        (
-                            (matrix * grid_rows + first) * scale_row,
-                            TensorType(scale.dtype, (count, grid_columns)),
-                        ),
-                    ),
-                    outs=((2 * at, TensorType("BF16", (stop - start, columns))),),
-                )
+                yield self._part(matrix, start, min(start + height, rows), *args)
+
+    def row_step(self, *args: TensorType) -> int:
+        """A block; a per-tensor scale lets any row start a part."""
+        return 1 if self.block[0] >= args[0].shape[-2] else self.block[0]
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        """Rows [start, stop) of a weight that is one matrix."""
+        return self._part(0, start, stop, *args)
+
+    def _part(self, matrix: int, start: int, stop: int, *args: TensorType) -> Part:
+        weight, scale = args
+        rows, columns = weight.shape[-2:]
+        grid_rows, grid_columns = scale.shape[-2:]
+        one_block = self.block[0] >= rows
+        first = 0 if one_block else start // self.block[0]
+        count = 1 if one_block else ceil_div(stop, self.block[0]) - first
+        scale_row = TensorType(scale.dtype, (1, grid_columns)).nbytes
+        at = (matrix * rows + start) * columns
+        return Part(
+            args=(
+                (at, TensorType(weight.dtype, (stop - start, columns))),
+                (
+                    (matrix * grid_rows + first) * scale_row,
+                    TensorType(scale.dtype, (count, grid_columns)),
+                ),
+            ),
+            outs=((2 * at, TensorType("BF16", (stop - start, columns))),),
+        )
 
     def scratch(self, *args: TensorType) -> int:
         """One tile as float32 and its rounding beside it, one row of scales spread over the columns,

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar
 
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
 from qconvert.graph import Output, apply
-from qconvert.names import scale_candidates, weight_candidates
-from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.names import weight_candidates
+from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan import LogEntry, Plan
-from qconvert.quantization import Fp8Scheme, fp8_scheme
+from qconvert.weights import fp8_reading, fp8_scale_name, fp8_scheme_of
 
 SPENT_RULE = "dequant: activation and KV-cache scales of an FP8 model"
 _SPENT = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
@@ -42,15 +41,14 @@ class Dequant:
                 "no FP8 weight found; a BF16 checkpoint needs no dequantizing, and 4-bit formats "
                 "are not read by this pass"
             )
-        scheme = fp8_scheme(plan.checkpoint)
         expected = _require_complete(plan, weights)
         tensors: dict[str, Output] = {}
-        scales = {name: _scale_name(plan, name) for name in weights}
+        scales = {name: fp8_scale_name(plan, name) for name in weights}
         consumed = set(scales.values())
         dropped = dict(plan.dropped)
         for name, output in plan.tensors.items():
             if name in scales:
-                tensors[name] = _dequantized(name, scales[name], plan, scheme)
+                tensors[name] = _dequantized(name, scales[name], plan)
             elif name.endswith(_SPENT):
                 for piece in output.pieces:
                     dropped[piece.origin.name] = SPENT_RULE  # type: ignore[union-attr]
@@ -75,50 +73,16 @@ def _is_fp8_weight(name: str, output: Output) -> bool:
     return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
 
 
-def _scale_name(plan: Plan, weight: str) -> str:
-    tried = scale_candidates(weight)
-    found = [name for name in tried if name in plan.tensors]
-    if len(found) != 1:
-        what = "has no scale" if not found else f"has {len(found)} scales"
-        raise PlanError(f"FP8 weight {weight!r} {what} ({' or '.join(tried)})")
-    return found[0]
-
-
-def _dequantized(name: str, scale_name: str, plan: Plan, scheme: Fp8Scheme) -> Output:
+def _dequantized(name: str, scale_name: str, plan: Plan) -> Output:
     weight, scale = plan.tensors[name], plan.tensors[scale_name]
-    if scale.type.dtype == "U8" and not scheme.u8_exponents:
-        raise PlanError(
-            f"scale {scale_name!r} is U8, which is an exponent only where {scheme.where} says "
-            "scale_fmt: ue8m0; qconvert does not guess"
-        )
+    scheme = fp8_scheme_of(plan, name, scale_name)
     if len(weight.type.shape) < 2 or not weight.type.numel:
         raise PlanError(f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}")
     try:
-        if scheme.block is not None:
-            return apply(DequantFp8(scheme.block), weight, scale)[0]
-        return _per_channel_or_tensor(weight, scale)
+        op, *args = fp8_reading(weight, scale, scheme)
+        return apply(op, *args)[0].reshape(weight.type.shape)
     except PlanError as error:
         raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
-
-
-def _per_channel_or_tensor(weight: Output, scale: Output) -> Output:
-    """Scale [] or [1] for the whole tensor; [..., N] or [..., N, 1] a row; [E] or [E, 1, 1] for
-    each expert of a 3-D weight."""
-    *lead, rows, columns = weight.type.shape
-    count = scale.type.numel
-    if count == 1:
-        flat = weight.reshape((prod(lead) * rows, columns))
-        op = DequantFp8(flat.type.shape)  # type: ignore[arg-type]
-        return apply(op, flat, scale.reshape((1, 1)))[0].reshape(weight.type.shape)
-    shape = scale.type.shape
-    if shape in ((*lead, rows), (*lead, rows, 1)):
-        return apply(DequantFp8((1, columns)), weight, scale.reshape((*lead, rows, 1)))[0]
-    if lead and shape in (tuple(lead), (*lead, 1, 1)):
-        return apply(DequantFp8((rows, columns)), weight, scale.reshape((*lead, 1, 1)))[0]
-    raise PlanError(
-        f"the config states no block size, so the scale must be per tensor ([] or [1]) or per "
-        f"channel ({[*lead, rows]} or {[*lead, rows, 1]}), found {list(shape)}"
-    )
 
 
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:

@@ -111,6 +111,12 @@ def _census(plan: Plan) -> Census:
             f"model_type {plan.config.get('model_type')!r} is not known, so whether its stacks are "
             "[E, 2I, H] or [E, H, 2I] cannot be told; see CONTRIBUTING.md, a model family"
         )
+    if found.family.stacked_transposed:
+        raise PlanError(
+            f"published {found.family.name} checkpoints stack experts as [E, H, 2I] and [E, I, H]: "
+            "rows of a matrix are columns of the stack, and columns are no byte ranges, so they are "
+            "neither stacked nor unstacked; keep the experts as they are"
+        )
     if not found.dims.num_experts:
         raise PlanError("the config counts no experts: a dense model has nothing to stack")
     return found

@@ -6,12 +6,13 @@ from __future__ import annotations
 import mmap
 
 from qconvert.errors import RunError
+from qconvert.graph import aligned
 from qconvert.run.pages import fresh_pages
-from qconvert.units import aligned
 
 
 class Arena:
-    """A bump allocator over one anonymous mapping. `reset` frees everything at once."""
+    """A bump allocator over one anonymous mapping. `reset` frees everything at once, or all that was
+    taken after a `mark`."""
 
     def __init__(self, size: int) -> None:
         self.size = max(aligned(size), mmap.PAGESIZE)
@@ -27,5 +28,8 @@ class Arena:
         self._used = start + aligned(size)
         return self._view[start : start + size]
 
-    def reset(self) -> None:
-        self._used = 0
+    def mark(self) -> int:
+        return self._used
+
+    def reset(self, mark: int = 0) -> None:
+        self._used = mark

@@ -21,7 +21,7 @@ from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.journal import Journal
-from qconvert.run.memory import Share, default_memory, share_out
+from qconvert.run.memory import Share, share_out
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
 from qconvert.run.unit_runner import Place
@@ -63,10 +63,10 @@ class Silent:
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a plan. None lets qconvert choose: `memory` min(1 GiB, half of what is free),
-    `jobs` the cores that pay. Sizes in bytes. `commit_bytes` is how much work a crash may lose.
-    `link_near`, the output folder, lets source files that a plan may hold as they are stand in by
-    hard link where they are on the same disk."""
+    """How to run a plan. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
+    each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
+    `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
+    files that a plan may hold as they are stand in by hard link where they are on the same disk."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -113,8 +113,8 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     if options.link_near is not None:
         links = _links(plan, options.link_near, options.max_shard_size)
     layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
-    memory = default_memory() if options.memory is None else options.memory
-    share = share_out(cut, len(plan.checkpoint), memory, options.jobs)
+    tensors = max(len(plan.checkpoint), len(plan.tensors))
+    share = share_out(cut, tensors, options.memory, options.jobs)
     return Prepared(plan, options, plan.fingerprint(), cut, layout, share)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from qconvert.errors import PlanError
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
-from qconvert.units import PART_BYTES, Compute, Unit, compute_bytes
+from qconvert.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
 
+# What is taken unasked; more where the plan and a worker for each core need it.
 DEFAULT_BYTES = 1 << 30
 # What the plan, the units and the receipts of one tensor cost the main process: see
 # tests/test_memory.py, which measures it (1.6 KB when planned, 3.6 KB when published).
@@ -52,14 +53,10 @@ def free_bytes() -> int:
     return min(available, int(limit) - used) if limit.isdecimal() else available
 
 
-def default_memory() -> int:
-    """1 GiB, or half of what is free where that is less."""
-    return min(DEFAULT_BYTES, free_bytes() // 2)
-
-
-def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None) -> Share:
-    """Workers and arena for a budget. Raises PlanError naming the tensor that cannot fit and the
-    smallest --memory that would do.
+def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None) -> Share:
+    """Workers and arena for a budget in bytes, or for what is fit where none is given. `tensors`
+    counts those read or those written, whichever are more. Raises PlanError naming the tensor that
+    cannot fit and the smallest --memory that would do.
 
     Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
     workers are never slower than many starved ones.
@@ -68,15 +65,19 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, max(map(_comfort, units)))
     need = plan + PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    output = sum(unit.write for unit in units)
+    wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
+    wanted = max(1, min(wanted, len(units)))
+    if memory is None:
+        each = PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
+        full = plan + PROCESS_BYTES + wanted * each
+        memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
             f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
             f"{_mib(plan)} for the plan and {_mib(need - plan - worst.peak)} for a worker, the smallest "
             f"--memory that would do is {_mib(need)} (given: {_mib(memory)})"
         )
-    output = sum(unit.write for unit in units)
-    wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
-    wanted = max(1, min(wanted, len(units)))
     for count in range(wanted, 0, -1):
         processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)
         room = (memory - plan - processes) // count
@@ -90,7 +91,11 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int, jobs: int | None
 
 def _comfort(unit: Unit) -> int:
     return max(
-        (compute_bytes(step, PART_BYTES) for step in unit.steps if isinstance(step, Compute)),
+        (
+            compute_bytes(step, PART_BYTES) + gathered_bytes(step)
+            for step in unit.steps
+            if isinstance(step, Compute)
+        ),
         default=0,
     )
 

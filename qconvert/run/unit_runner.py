@@ -10,13 +10,22 @@ from typing import Any
 
 import xxhash
 
-from qconvert.errors import RunError
+from qconvert.errors import RowError, RunError
 from qconvert.graph import Apply, Buffer, Output, Part, Source, whole
 from qconvert.plan import nodes
 from qconvert.run.arena import Arena
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink
-from qconvert.units import COPY_BYTES, PART_BYTES, Compute, Copy, Unit, Write, compute_bytes
+from qconvert.units import (
+    COPY_BYTES,
+    PART_BYTES,
+    Compute,
+    Copy,
+    Unit,
+    Write,
+    compute_bytes,
+    gathered_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,19 +185,27 @@ class _Job:
 
     def _compute_in_parts(self, step: Compute) -> None:
         node = step.nodes[0]
-        limit = min(PART_BYTES, self._arena.size)
-        while limit > 1 and compute_bytes(step, limit) > self._arena.size:
+        gathered = gathered_bytes(step)
+        if gathered + compute_bytes(step) > self._arena.size:
+            gathered = 0
+        whole_results = [self._arena.take(t.nbytes) for t in node.types] if gathered else []
+        mark, room = self._arena.mark(), self._arena.size - gathered
+        limit = min(PART_BYTES, room)
+        while limit > 1 and compute_bytes(step, limit) > room:
             limit //= 2
         for part in node.op.parts(limit, *(arg.type for arg in node.args)):
-            self._arena.reset()
+            self._arena.reset(mark)
             ins = []
             for arg, (at, tensor_type) in zip(node.args, part.args, strict=True):
                 data = self._arena.take(tensor_type.nbytes)
                 self._fill(arg, at, data, {})
                 ins.append(Buffer(tensor_type, data))
+            if gathered:
+                self._run(node, part, ins, _slices(whole_results, part))
+                continue
             write = self._straight_out(step, part)
             if write is None:
-                outs = self._run(node, ins, self._results(part))
+                outs = self._run(node, part, ins, self._results(part))
                 for port, (at, _) in enumerate(part.outs):
                     self._emit(step, 0, port, at, outs[port].data)
             else:
@@ -196,8 +213,16 @@ class _Job:
                 at = write.at + start - write.start
                 place = self._places[write.output]
                 data = self._sink.room(place.file, place.offset + at, kind.nbytes)
-                self._run(node, ins, [Buffer(kind, data)])
+                self._run(node, part, ins, [Buffer(kind, data)])
                 self._made(write.output, at, data)
+        if gathered:
+            for write in sorted(step.writes, key=self._file_order):
+                data = whole_results[write.port][write.start : write.stop]
+                self._write(write.output, write.at, data)
+
+    def _file_order(self, write: Write) -> tuple[int, int]:
+        place = self._places[write.output]
+        return place.file, place.offset + write.at
 
     def _straight_out(self, step: Compute, part: Part) -> Write | None:
         """The write that wants all of the part's only result, which can then be computed right
@@ -225,14 +250,20 @@ class _Job:
                 data = self._arena.take(arg.type.nbytes)
                 self._fill(arg, 0, data, results)
                 ins.append(Buffer(arg.type, data))
-            results[id(node)] = self._run(node, ins, self._results(part))
+            results[id(node)] = self._run(node, part, ins, self._results(part))
             for port, buffer in enumerate(results[id(node)]):
                 self._emit(step, number, port, 0, buffer.data)
 
-    def _run(self, node: Apply, ins: Sequence[Buffer], outs: list[Buffer]) -> list[Buffer]:
+    def _run(
+        self, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
+    ) -> list[Buffer]:
         scratch = self._arena.take(node.op.scratch(*(b.type for b in ins)))
         try:
             counts = node.op.run(ins, outs, scratch)
+        except RowError as error:
+            where = _row_of(node, part, error.row)
+            wanted = f"wanted for {self._unit.outputs[0][0]!r}"
+            raise RunError(f"{self._label(node)}: {where}, {wanted}, {error.what}") from error
         except RunError as error:
             raise RunError(f"{self._label(node)}: {error}") from error
         self._remarks.update({(self._label(node), what): n for what, n in counts.items()})
@@ -324,6 +355,29 @@ class _Job:
             digest.update(data)
             at, left = at + len(data), left - len(data)
         return digest.hexdigest()
+
+
+def _row_of(node: Apply, part: Part, row: int) -> str:
+    """A row of a part's first argument as the user knows it: of a source tensor, and of which expert
+    where the tensor is a stack."""
+    arg, (at, _) = node.args[0], part.args[0]
+    origin, start, _ = arg.pieces[0]
+    row += at // arg.type.row_nbytes
+    if not isinstance(origin, Source) or len(origin.type.shape) < 2:
+        return f"row {row}"
+    first = start // arg.type.row_nbytes
+    if len(origin.type.shape) == 2:
+        return f"row {first + row}"
+    expert, first = divmod(start, origin.type.row_nbytes)
+    return f"expert {expert}, row {first // arg.type.row_nbytes + row}"
+
+
+def _slices(results: Sequence[memoryview], part: Part) -> list[Buffer]:
+    """The places of a part's results within the whole ones."""
+    return [
+        Buffer(kind, data[at : at + kind.nbytes])
+        for data, (at, kind) in zip(results, part.outs, strict=True)
+    ]
 
 
 def _sources(output: Output) -> list[Source]:

@@ -1,0 +1,133 @@
+"""The routed experts of a plan, whichever way they are stored: one matrix each, or 3-D stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.errors import PlanError
+from qconvert.family import Place
+from qconvert.names import split_parameter
+from qconvert.plan import Plan
+from qconvert.weights import Stored, read_matrix, read_of_stack
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_APART, _STACKED = "experts.", "stacked_experts."
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One matrix of one routed expert. `layer` counts the draft (MTP) layers on after the model's
+    own, as DeepSeek numbers them. `module` is the name its parameters would have apart."""
+
+    layer: int
+    expert: int
+    kind: str
+    draft: bool
+    module: str
+    weight: Stored
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All of them, in the order a model runs in, the tensors they are read from, and what the
+    config's counts lead to."""
+
+    projections: tuple[Projection, ...]
+    taken: frozenset[str]
+    expected: int
+
+
+def routed_experts(plan: Plan) -> Experts:
+    """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
+    dense model, a matrix that is missing, of another shape than the config says, or in a form that
+    is not read."""
+    census = plan.census
+    if census.family.name == "generic":
+        raise PlanError(
+            f"model_type {plan.config.get('model_type')!r} is not known, so its experts cannot be "
+            "told from other tensors; see CONTRIBUTING.md, a model family"
+        )
+    dims = census.dims
+    if not dims.num_experts:
+        raise PlanError("the config counts no experts: a dense model has nothing to convert")
+    found: dict[tuple[int, int, str], Projection] = {}
+    taken: set[str] = set()
+    for name, place in census.places.items():
+        for projection, names in _read(plan, name, place):
+            key = (projection.layer, projection.expert, projection.kind)
+            if key in found:
+                raise PlanError(f"{name!r}: expert {found[key].module!r} is there in another form")
+            _check_shape(plan, projection)
+            found[key] = projection
+            taken.update(names)
+    if not found:
+        raise PlanError("no routed expert found, although the config counts them")
+    layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
+    for layer, _ in layers:
+        for expert in range(dims.num_experts):
+            for kind in PROJECTIONS:
+                if (layer, expert, kind) not in found:
+                    raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
+    drafts = sum(draft for _, draft in layers)
+    counted = len(dims.groups.get("moe", ())) + drafts
+    kinds = len(PROJECTIONS) * dims.num_experts
+    return Experts(tuple(found[key] for key in sorted(found)), frozenset(taken), counted * kinds)
+
+
+def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
+    """The projections that a tensor begins: a weight its own, a stack those of all experts."""
+    role = place.role.name.removeprefix("mtp.")
+    if not role.startswith((_APART, _STACKED)) or place.layer is None:
+        return
+    draft = plan.family.is_mtp(name, plan.census.dims)
+    layer = place.layer
+    if draft and layer < plan.census.dims.num_layers:
+        layer += plan.census.dims.num_layers
+    kind = role.rpartition(".")[2]
+    if role.startswith(_APART):
+        if place.parameter not in ("weight", "weight_packed"):
+            return
+        assert place.expert is not None
+        module, _ = split_parameter(name)
+        stored, names = read_matrix(plan, module)
+        yield Projection(layer, place.expert, kind, draft, module, stored), names
+        return
+    if place.parameter not in ("", "weight"):
+        return
+    dims = plan.census.dims
+    shape = plan.tensors[name].type.shape
+    if len(shape) != 3 or shape[0] != dims.num_experts:
+        raise PlanError(
+            f"{name!r}: expected [{dims.num_experts} experts, rows, columns], found "
+            f"{plan.tensors[name].type}"
+        )
+    transposed = plan.family.stacked_transposed
+    base = name[: name.index(".experts.") + len(".experts")]
+    for expert in range(dims.num_experts):
+        stored, names = read_of_stack(plan, name, expert, transposed=transposed)
+        if kind == "down_proj":
+            parts = [(kind, stored)]
+        else:
+            half = stored.rows // 2
+            parts = [
+                ("gate_proj", stored.cut(0, half)),
+                ("up_proj", stored.cut(half, 2 * half)),
+            ]
+        for part, weight in parts:
+            module = f"{base}.{expert}.{part}"
+            yield Projection(layer, expert, part, draft, module, weight), names
+
+
+def _check_shape(plan: Plan, projection: Projection) -> None:
+    dims = plan.census.dims
+    hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
+    wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
+    found = projection.weight.rows, projection.weight.columns
+    if found != wanted:
+        order = "[E, inputs, outputs]" if plan.family.stacked_transposed else "[E, outputs, inputs]"
+        raise PlanError(
+            f"{projection.module}: expected [{wanted[0]}, {wanted[1]}] by the config's hidden_size "
+            f"and moe_intermediate_size, found [{found[0]}, {found[1]}] (stacks of "
+            f"{plan.family.name} are {order})"
+        )

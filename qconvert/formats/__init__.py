@@ -1,0 +1,1 @@
+"""Formats a consumer loads: options, packing, inverse, config block; one a file."""

@@ -1,0 +1,147 @@
+"""F16 or F32 -> BF16, and the pieces of it that other ops share.
+
+Rounding is IEEE 754's to nearest, ties to even, on the bits of float32: what torch's
+`.to(torch.bfloat16)` gives. What lies above the largest bf16 by half a step or more becomes
+infinity, denormals are kept, and every NaN becomes the quiet one with its sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.errors import PlanError
+from qconvert.graph import Buffer, Part
+from qconvert.ops.buffers import array
+from qconvert.ops.rowwise import row_parts
+from qconvert.spec import TensorType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+# Elements worked on at a time: a float32 copy and one more beside it stay in a core's own cache.
+TILE_ELEMENTS = 1 << 16
+
+_NAMES = {"F32": "fp32", "F16": "fp16"}
+_BF16_NAN = 0x7FC0
+_F16_INFINITY = 0x7C00
+
+
+@dataclass(frozen=True, slots=True)
+class ToBf16:
+    """F16 or F32 [N, ...] -> BF16 [N, ...], rounded to nearest, ties to even.
+
+    Raises PlanError for other dtypes and for scalars.
+    """
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (source,) = args
+        if source.dtype not in _NAMES:
+            raise PlanError(f"expected a tensor in {' or '.join(_NAMES)}, found {source}")
+        if not source.shape:
+            raise PlanError(f"expected a tensor with rows, found {source}")
+        return (TensorType("BF16", source.shape),)
+
+    def row_step(self, *args: TensorType) -> int:
+        return 1
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        (source,), (result,) = args, self.infer(*args)
+        return Part(
+            args=((start * source.row_nbytes, source.with_rows(stop - start)),),
+            outs=((start * result.row_nbytes, result.with_rows(stop - start)),),
+        )
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        (source,), (result,) = args, self.infer(*args)
+        row_bytes = source.row_nbytes + result.row_nbytes
+        return row_parts(self, source.shape[0], row_bytes, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """A tile as float32 and its rounding beside it."""
+        return 8 * min(args[0].numel, TILE_ELEMENTS)
+
+    def loss(self, *args: TensorType) -> str | None:
+        """float16 has 11 significant bits, bfloat16 8; its range fits."""
+        return f"rounds {_NAMES[args[0].dtype]} to bf16 (relative error at most 2^-9)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        kind = ins[0].type
+        size = kind.numel
+        width = kind.nbytes // max(1, size)
+        tile = min(size, TILE_ELEMENTS)
+        bits = array(scratch[: 4 * tile], np.int32, (tile,))
+        spare = array(scratch[4 * tile :], np.int32, (tile,))
+        target = array(outs[0].data, np.uint16, (size,))
+        with np.errstate(all="ignore"):  # signalling NaNs are no event here
+            for start in range(0, size, TILE_ELEMENTS):
+                stop = min(start + TILE_ELEMENTS, size)
+                part, beside = bits[: stop - start], spare[: stop - start]
+                values = part.view(np.float32)
+                data = ins[0].data[width * start : width * stop]
+                decode(data, kind.dtype, values, beside)
+                nan = bool(np.isnan(values.max()))  # the largest of any with a NaN is NaN
+                if nan:
+                    found = np.flatnonzero(np.isnan(values))
+                    signs = (part[found] < 0).astype(np.uint16)
+                round_to_bf16(part, beside)
+                np.copyto(target[start:stop], part, casting="unsafe")
+                if nan:
+                    target[start + found] = _BF16_NAN | signs << np.uint16(15)
+        return {}
+
+
+def decode(data: memoryview, dtype: str, out: Float32s, spare: Int32s) -> None:
+    """F32, F16 or BF16 as float32, exactly; `spare` is as large as `out`."""
+    import numpy as np
+
+    shape, bits = out.shape, out.view(np.int32)
+    if dtype == "F32":
+        np.copyto(bits, array(data, np.int32, shape))
+    elif dtype == "BF16":
+        np.copyto(bits, array(data, np.uint16, shape))
+        np.multiply(bits, 1 << 16, out=bits)  # quicker than numpy's shift
+    else:
+        _decode_f16(data, out, spare)
+
+
+def _decode_f16(data: memoryview, out: Float32s, spare: Int32s) -> None:
+    """Exponent and mantissa moved to where float32 keeps them are the value times 2^-112, subnormals
+    included, except that float16's infinity and NaN look like numbers: numpy's own conversion, a
+    fifth as fast, knows them."""
+    import numpy as np
+
+    shape, bits = out.shape, out.view(np.int32)
+    halves = array(data, np.int16, shape)
+    sizes = spare.reshape(-1).view(np.int16)[: halves.size].reshape(shape)
+    np.bitwise_and(halves, 0x7FFF, out=sizes)
+    if sizes.size and int(sizes.max()) >= _F16_INFINITY:
+        np.copyto(out, halves.view(np.float16))
+        return
+    np.copyto(bits, halves)  # extends the sign
+    np.multiply(bits, 1 << 13, out=bits)
+    np.bitwise_and(bits, 0x8FFFE000 - (1 << 32), out=bits)
+    np.multiply(out, np.float32(2.0**112), out=out)
+
+
+def round_to_bf16(bits: Int32s, spare: Int32s) -> None:
+    """Float32 bits -> the bits of the nearest bf16, ties to even, in the lower halves. (The upper
+    halves repeat the sign.) Half of what is dropped is added, less one where what is kept is even;
+    the carry does the rest. NaN is not looked after."""
+    import numpy as np
+
+    np.right_shift(bits, 16, out=spare)
+    np.bitwise_and(spare, 1, out=spare)
+    np.add(spare, 0x7FFF, out=spare)
+    np.add(bits, spare, out=bits)
+    np.right_shift(bits, 16, out=bits)

@@ -1,0 +1,56 @@
+"""Bytes that no source holds: small tensors a format wants, such as `weight_shape`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from struct import pack
+
+from qconvert.errors import PlanError
+from qconvert.graph import Buffer, Part, whole
+from qconvert.spec import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Nothing -> `dtype` `shape`, whose little-endian bytes are `hex`. (As text, because an op's repr
+    is its identity.) Raises PlanError where the digits are no bytes or of another length."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    hex: str
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        if args:
+            raise PlanError(f"expected a constant to have no argument, found {len(args)}")
+        kind = TensorType(self.dtype, self.shape)
+        try:
+            size = len(bytes.fromhex(self.hex))
+        except ValueError as error:
+            raise PlanError(f"expected hexadecimal bytes for {kind}, found {self.hex!r}") from error
+        if size != kind.nbytes:
+            raise PlanError(f"expected {kind.nbytes} bytes for {kind}, found {size}")
+        return (kind,)
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        yield whole(self, args)
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+    def loss(self, *args: TensorType) -> str | None:
+        return None
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        outs[0].data[:] = bytes.fromhex(self.hex)
+        return {}
+
+
+def constant_i64(values: tuple[int, ...]) -> Constant:
+    """I64 [len(values)]. Raises PlanError where a value does not fit."""
+    for value in values:
+        if not -(1 << 63) <= value < 1 << 63:
+            raise PlanError(f"expected values of 64 bits with sign, found {value}")
+    return Constant("I64", (len(values),), pack(f"<{len(values)}q", *values).hex())

@@ -1,0 +1,110 @@
+"""Ops that work row by row, and a chain of them in one read.
+
+Quantizing a matrix looks at a row at a time, and so does decoding one from whatever form it is stored
+in. Chained part by part, a source in any form becomes any format without a bf16 copy of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Protocol
+
+from qconvert.graph import Buffer, Op, Part, aligned
+from qconvert.spec import TensorType
+
+
+class RowOp(Op, Protocol):
+    """An op whose results' rows each depend on the same row of its arguments' matrix alone."""
+
+    def row_step(self, *args: TensorType) -> int:
+        """Rows that must be worked on together: every part but the last starts and ends at a
+        multiple of it."""
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        """The part of the work that makes rows [start, stop)."""
+
+
+def row_parts(
+    op: RowOp, count: int, row_bytes: int, limit: int, *args: TensorType
+) -> Iterator[Part]:
+    """Cut `count` rows, each of about `row_bytes` bytes of arguments and results, into parts of about
+    `limit` bytes."""
+    step = op.row_step(*args)
+    height = max(1, limit // max(1, row_bytes * step)) * step
+    for start in range(0, count, height):
+        yield op.rows(start, min(start + height, count), *args)
+
+
+@dataclass(frozen=True, slots=True)
+class Recode:
+    """Decode a matrix [N, K] to BF16 and encode it again: the decoder's arguments -> the encoders'
+    results, one encoder's after another's. Without a decoder the argument is BF16 already.
+
+    Raises PlanError and RunError as its ops do.
+    """
+
+    decoder: RowOp | None
+    encoders: tuple[RowOp, ...]
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        decoded = self._decoded(*args)
+        return tuple(kind for encoder in self.encoders for kind in encoder.infer(decoded))
+
+    def _decoded(self, *args: TensorType) -> TensorType:
+        return args[0] if self.decoder is None else self.decoder.infer(*args)[0]
+
+    def row_step(self, *args: TensorType) -> int:
+        decoded = self._decoded(*args)
+        first = 1 if self.decoder is None else self.decoder.row_step(*args)
+        return lcm(first, *(encoder.row_step(decoded) for encoder in self.encoders))
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        decoded = self._decoded(*args)
+        outs = [out for e in self.encoders for out in e.rows(start, stop, decoded).outs]
+        if self.decoder is None:
+            return Part(self.encoders[0].rows(start, stop, decoded).args, tuple(outs))
+        return Part(self.decoder.rows(start, stop, *args).args, tuple(outs))
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        """Rows of BF16 count, whether they are an argument or lie between the ops."""
+        decoded = self._decoded(*args)
+        row_bytes = 2 * decoded.numel // max(1, decoded.shape[0])
+        return row_parts(self, decoded.shape[0], row_bytes, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """The decoded rows, where there is a decoder, and what the hungriest op needs."""
+        decoded = self._decoded(*args)
+        most = max(encoder.scratch(decoded) for encoder in self.encoders)
+        if self.decoder is None:
+            return most
+        return aligned(decoded.nbytes) + max(most, self.decoder.scratch(*args))
+
+    def loss(self, *args: TensorType) -> str | None:
+        decoded = self._decoded(*args)
+        found = [encoder.loss(decoded) for encoder in self.encoders]
+        if self.decoder is not None:
+            found.insert(0, self.decoder.loss(*args))
+        return "; ".join(text for text in found if text is not None) or None
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        counts: Counter[str] = Counter()
+        matrix = ins[0]
+        if self.decoder is not None:
+            args = [b.type for b in ins]
+            (kind,) = self.decoder.infer(*args)
+            matrix = Buffer(kind, scratch[: kind.nbytes])
+            scratch = scratch[aligned(kind.nbytes) :]
+            need = self.decoder.scratch(*args)
+            counts.update(self.decoder.run(ins, [matrix], scratch[:need]))
+        at = 0
+        for encoder in self.encoders:
+            results = len(encoder.infer(matrix.type))
+            need = encoder.scratch(matrix.type)
+            counts.update(encoder.run([matrix], outs[at : at + results], scratch[:need]))
+            at += results
+        return counts

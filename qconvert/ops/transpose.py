@@ -1,0 +1,94 @@
+"""Columns of a matrix, as rows.
+
+Some checkpoints store a projection as [inputs, outputs] (gpt-oss, Llama 4 experts), and fused ones
+hold two projections side by side: taking columns and turning them is one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from qconvert.errors import PlanError
+from qconvert.graph import Buffer, Part, whole
+from qconvert.ops.buffers import array
+from qconvert.spec import TensorType
+
+# Turning single bf16 values is slow: a strided copy takes its nanoseconds an element, however small.
+# So four source rows are woven into 64-bit words first (whole rows at a time, which is quick), and
+# the words are turned. A block of each kind fits a core's own cache.
+_WOVEN = 4
+_BLOCK_ROWS = 256
+_BLOCK_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """BF16 [K, M] -> BF16 [count, K]: result row i is source column `first` + i.
+
+    It cannot be cut: each result row needs every source row. Raises PlanError where the source is
+    no BF16 matrix or has too few columns.
+    """
+
+    first: int
+    count: int
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (source,) = args
+        if source.dtype != "BF16" or len(source.shape) != 2:
+            raise PlanError(f"expected a BF16 matrix to take columns of, found {source}")
+        rows, columns = source.shape
+        if self.first < 0 or self.count < 1 or self.first + self.count > columns:
+            raise PlanError(
+                f"expected columns [{self.first}, {self.first + self.count}), one or more, to lie in "
+                f"the matrix, found {source}"
+            )
+        return (TensorType("BF16", (self.count, rows)),)
+
+    def row_step(self, *args: TensorType) -> int:
+        return self.count
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        return whole(self, args)
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        yield whole(self, args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """Woven words of a block, the same being woven in, and the block turned."""
+        words = min(args[0].shape[0], _BLOCK_ROWS) // _WOVEN * min(self.count, _BLOCK_COLUMNS)
+        return 3 * 8 * words
+
+    def loss(self, *args: TensorType) -> str | None:
+        return None
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        source = array(ins[0].data, np.uint16, ins[0].type.shape)
+        source = source[:, self.first : self.first + self.count]
+        target = array(outs[0].data, np.uint16, outs[0].type.shape)
+        rows = source.shape[0]
+        even = rows // _WOVEN * _WOVEN
+        words = array(scratch, np.uint64, (3, len(scratch) // 24))
+        for top in range(0, even, _BLOCK_ROWS):
+            bottom = min(top + _BLOCK_ROWS, even)
+            height = (bottom - top) // _WOVEN
+            for left in range(0, self.count, _BLOCK_COLUMNS):
+                right = min(left + _BLOCK_COLUMNS, self.count)
+                width = right - left
+                woven, beside, turned = (part[: height * width] for part in words)
+                woven, beside = woven.reshape(height, width), beside.reshape(height, width)
+                turned = turned.reshape(width, height)
+                block = source[top:bottom, left:right]
+                np.copyto(woven, block[::_WOVEN])
+                for i in range(1, _WOVEN):
+                    np.copyto(beside, block[i::_WOVEN])
+                    np.left_shift(beside, 16 * i, out=beside)
+                    np.bitwise_or(woven, beside, out=woven)
+                np.copyto(turned, woven.T)
+                np.copyto(target[left:right, top:bottom], turned.view(np.uint16))
+        np.copyto(target[:, even:], source[even:].T)  # three rows at most
+        return {}

@@ -1,0 +1,104 @@
+"""AMXINT4 and AMXINT8 against kt-kernel's own converter, byte for byte, and what it refuses.
+
+Run with `pytest -m peer tests/test_amx_peer.py`: the whole matrix, about two minutes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import amx_rows
+import kt_convert
+import numpy as np
+import pytest
+from ops_harness import buffer, run_op
+
+from qconvert.errors import PlanError
+from qconvert.formats.amx import Amx, Method, check_dims
+from qconvert.spec import TensorType
+
+pytestmark = pytest.mark.peer
+
+# (I, H): rows and columns below and above a K block of 3584, ragged in blocks of rows, published ones.
+SHAPES = [
+    (256, 512), (512, 1024), (768, 2048), (1408, 2048), (1536, 4096), (2048, 7168), (2560, 3584),
+    (256, 3712), (128, 7296),
+]  # fmt: skip
+METHODS: list[Method] = ["int4", "int8"]
+NUMA = [1, 2, 4]
+
+
+def fits(method: Method, intermediate: int, hidden: int, numa: int) -> bool:
+    """Whether qconvert takes these sizes."""
+    try:
+        check_dims(method, hidden, intermediate, numa)
+    except PlanError:
+        return False
+    return True
+
+
+def run_kt(method: Method, numa: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    name = {"int4": "AMXINT4", "int8": "AMXINT8"}[method]
+    command = [sys.executable, kt_convert.__file__, name, str(numa), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def layer_of(intermediate: int, hidden: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    """One expert, as bf16 bits, with every kind of row there is."""
+    return {
+        "gate": amx_rows.matrix(intermediate, hidden, seed)[None],
+        "up": amx_rows.matrix(intermediate, hidden, seed + 1)[None],
+        "down": amx_rows.matrix(hidden, intermediate, seed + 2)[None],
+    }
+
+
+def ours(method: Method, numa: int, name: str, bits: np.ndarray[Any, Any]) -> list[bytes]:
+    """Weight and scale of each NUMA shard, in turn."""
+    if name == "down":
+        kind = TensorType("BF16", bits.shape)
+        return run_op(Amx(method, numa), [buffer(kind, bits.tobytes())], 1 << 20)[0]
+    found = []
+    for rows in np.split(bits, numa):
+        kind = TensorType("BF16", rows.shape)
+        found += run_op(Amx(method), [buffer(kind, rows.tobytes())], 1 << 20)[0]
+    return found
+
+
+@pytest.mark.parametrize("numa", NUMA)
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_equal_kt_kernels(method: Method, numa: int, tmp_path: Path) -> None:
+    shapes = [shape for shape in SHAPES if fits(method, *shape, numa)]
+    assert shapes
+    layers = [layer_of(*shape, seed=10 * number) for number, shape in enumerate(shapes)]
+    for number, layer in enumerate(layers):
+        np.savez(tmp_path / f"{number}.npz", allow_pickle=False, **layer)
+    done = run_kt(method, numa, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for number, layer in enumerate(layers):
+        for name, bits in layer.items():
+            made = ours(method, numa, name, bits[0])
+            for shard in range(numa):
+                where = tmp_path / f"_layer_{number}" / f"_numa_{shard}"
+                for kind, mine in (("quant", made[2 * shard]), ("scale", made[2 * shard + 1])):
+                    (file,) = where.glob(f"*_{name}_0_*Byte_{kind}_.kt")
+                    assert file.read_bytes() == mine, (shapes[number], name, shard, kind)
+
+
+_REFUSED = [
+    (method, shape, numa)
+    for method in METHODS
+    for numa in [*NUMA, 3]
+    for shape in [*SHAPES, (192, 512), (256, 576), (96, 256)]
+    if not fits(method, *shape, numa)
+]
+
+
+@pytest.mark.parametrize(("method", "shape", "numa"), _REFUSED)
+def test_what_qconvert_refuses_kt_kernel_does_not_convert(
+    method: Method, shape: tuple[int, int], numa: int, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "0.npz", allow_pickle=False, **layer_of(*shape, seed=0))
+    assert run_kt(method, numa, tmp_path).returncode != 0
