@@ -15,7 +15,7 @@ from qconvert import __version__
 from qconvert.commands.check import diff, inspect, validate
 from qconvert.commands.convert import dequant, plan, run
 from qconvert.commands.house import clean, demo, recipes
-from qconvert.commands.kt import amx
+from qconvert.commands.kt import amx, kt
 from qconvert.commands.layout import experts, fuse, unfuse
 from qconvert.commands.stages import join, split
 from qconvert.errors import QConvertError
@@ -42,7 +42,7 @@ def cli() -> None:
     """
 
 
-_CONVERSIONS = (dequant, fuse, unfuse, experts, amx, split, join)
+_CONVERSIONS = (dequant, fuse, unfuse, experts, amx, kt, split, join)
 for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, recipes, clean, demo):
     cli.add_command(command)
 

@@ -45,6 +45,7 @@ class Plan:
     files. `facts` is what a pass wants recorded in the manifest (layout, method, ...). `aliases` are
     outputs that repeat another's bytes on purpose; `linkable` are source shards that an output
     folder could hold as they are. `needs_class` is a model class that alone takes what a pass made.
+    `new_files` are texts a pass writes beside the weights, by name.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +59,7 @@ class Plan:
     aliases: frozenset[str] = frozenset()
     linkable: tuple[int, ...] = ()
     needs_class: str | None = None
+    new_files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> Plan:
@@ -159,6 +161,8 @@ class Plan:
         for name in sorted(self.tensors):
             digest.update(f"{name}={spell(self.tensors[name])}\n".encode())
         rest = [self.config, self.side_files, dict(self.dropped), dict(self.facts)]
+        if self.new_files:
+            rest.append(dict(self.new_files))
         digest.update(json.dumps(rest, sort_keys=True).encode())
         return digest.hexdigest()
 
@@ -179,19 +183,21 @@ def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
     """
     for step in passes:
         try:
-            plan = step(plan)
-            _check_count(plan.log[-1])
+            plan = counted(step(plan))
         except PlanError as error:
             raise PlanError(f"{step.name}: {error}") from error
     return plan.check()
 
 
-def _check_count(entry: LogEntry) -> None:
-    """A pass that finds 35 of 36 layers has failed."""
+def counted(plan: Plan) -> Plan:
+    """The plan, if its last pass found what it was led to expect: one that finds 35 of 36 layers has
+    failed. Raises PlanError."""
+    entry = plan.log[-1]
     if entry.expected is not None and entry.matched != entry.expected:
         raise PlanError(
             f"{entry.matched} {entry.what} matched, the config leads to {entry.expected}"
         )
+    return plan
 
 
 def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:

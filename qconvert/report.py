@@ -159,8 +159,13 @@ def _becomes(output: Output) -> str:
         whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
         return f"{output.type.dtype} {'as it is' if whole else 'rows moved'}"
     firsts = {
-        origin.node.args[0].type.dtype for origin in origins if not isinstance(origin, Source)
+        arg.type.dtype
+        for origin in origins
+        if not isinstance(origin, Source)
+        for arg in origin.node.args[:1]
     }
+    if not firsts:
+        return f"{output.type.dtype} made here"
     return f"{'/'.join(sorted(firsts))} -> {output.type.dtype}"
 
 

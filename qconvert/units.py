@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned, whole
-from qconvert.plan import Plan, nodes
+from qconvert.plan import nodes
 from qconvert.spec import TensorType
 
 # Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
@@ -129,18 +129,18 @@ class _Groups:
             self._parent[max(first, second)] = min(first, second)
 
 
-def units(plan: Plan) -> list[Unit]:
-    """The plan's units, in the order of their first output. Linear in outputs and nodes."""
-    names = list(plan.tensors)
+def units(tensors: Mapping[str, Output]) -> list[Unit]:
+    """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
+    names = list(tensors)
     joined = _Groups()
     owner: dict[int, int] = {}
     for i, name in enumerate(names):
-        for node in nodes([plan.tensors[name]]):
+        for node in nodes([tensors[name]]):
             joined.join(owner.setdefault(id(node), i), i)
     groups: dict[int, list[str]] = {}
     for i, name in enumerate(names):
         groups.setdefault(joined.find(i), []).append(name)
-    return [_unit([(name, plan.tensors[name]) for name in group]) for group in groups.values()]
+    return [_unit([(name, tensors[name]) for name in group]) for group in groups.values()]
 
 
 def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:

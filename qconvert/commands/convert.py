@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
     from qconvert.plan import Pass, Plan
     from qconvert.recipe import Recipe
-    from qconvert.run.executor import Options, Prepared
+    from qconvert.run.executor import Options, Prepared, Receipt
+
+    MadeFolders = Sequence[tuple[Prepared, Path]]
+    Folders = Sequence[tuple[Prepared, Path | None]]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,10 +164,10 @@ def convert(
     if plan is None:
         return
     ready = prepare(plan, run_options(recipe, options))
-    _show_plan(ready, out, options)
+    show_plan([(ready, out)], options)
     if not options["dry_run"]:
         assert out is not None
-        carry_out(ready, out, options["as_json"])
+        carry_out([(ready, out)], options["as_json"])
 
 
 def planned(
@@ -229,52 +232,67 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
     return plan
 
 
-def _show_plan(ready: Prepared, out: Path | None, options: RunOptions) -> None:
-    """The plan goes to stdout where it is the result, to stderr where a run follows. How fast this
-    machine is gets measured for the first only: the run itself will soon tell."""
+def show_plan(folders: Folders, options: RunOptions) -> None:
+    """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
+    How fast this machine is gets measured for the first only: the run itself will soon tell."""
     from qconvert.report import Rates, plan_json, plan_text
     from qconvert.run.probe import read_rate, write_rate
 
     if options["as_json"] and not options["dry_run"]:
         return
-    rates = Rates(None, None)
-    if options["dry_run"]:
-        write = write_rate(out) if out is not None else None
-        rates = Rates(read_rate(ready.plan.checkpoint), write)
+    found = []
+    for ready, out in folders:
+        rates = Rates(None, None)
+        if options["dry_run"]:
+            write = write_rate(out) if out is not None else None
+            rates = Rates(read_rate(ready.plan.checkpoint), write)
+        if options["as_json"]:
+            found.append(plan_json(ready, rates))
+        else:
+            text = plan_text(ready, None if out is None else str(out), rates)
+            click.echo(text, err=not options["dry_run"])
     if options["as_json"]:
-        click.echo(json.dumps(plan_json(ready, rates), indent=2))
-    else:
-        text = plan_text(ready, None if out is None else str(out), rates)
-        click.echo(text, err=not options["dry_run"])
+        click.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
 
 
-def carry_out(ready: Prepared, out: Path, as_json: bool, quiet: bool = False) -> None:
+def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
+    """Run what was planned, folders together, and tell the user."""
     import time
 
     from qconvert.commands.progress import Bar
-    from qconvert.recipe import format_size
-    from qconvert.run.executor import run_prepared
+    from qconvert.run.executor import run_together
 
     begin = time.monotonic()
     with Bar() as bar:
-        receipt = run_prepared(ready, out, events=bar)
+        receipts = run_together(folders, events=bar)
     seconds = time.monotonic() - begin
-    for remark in receipt.remarks:
+    for remark in receipts[0].remarks:
         click.echo(f"remark  {remark}", err=True)
     if quiet:
         return
     if as_json:
-        summary = {
-            "out": str(out), "fingerprint": receipt.fingerprint, "files": list(receipt.files),
-            "bytes": receipt.nbytes, "seconds": seconds, "remarks": list(receipt.remarks),
-            "already_done": receipt.already_done, "resumed_units": receipt.resumed_units,
-        }  # fmt: skip
-        click.echo(json.dumps(summary, indent=2))
-    elif receipt.already_done:
-        click.echo(f"{out} already holds this very result; nothing to do")
-    else:
-        resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
-        click.echo(
-            f"wrote {out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "
-            f"({format_size(receipt.nbytes / seconds)}/s){resumed}"
-        )
+        summaries = [
+            {
+                "out": str(receipt.out), "fingerprint": receipt.fingerprint,
+                "files": list(receipt.files), "bytes": receipt.nbytes, "seconds": seconds,
+                "remarks": list(receipt.remarks), "already_done": receipt.already_done,
+                "resumed_units": receipt.resumed_units,
+            }
+            for receipt in receipts
+        ]  # fmt: skip
+        click.echo(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2))
+        return
+    for receipt in receipts:
+        click.echo(_ending(receipt, seconds))
+
+
+def _ending(receipt: Receipt, seconds: float) -> str:
+    from qconvert.recipe import format_size
+
+    if receipt.already_done:
+        return f"{receipt.out} already holds this very result; nothing to do"
+    resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
+    return (
+        f"wrote {receipt.out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "
+        f"({format_size(receipt.nbytes / seconds)}/s){resumed}"
+    )

@@ -1,14 +1,26 @@
-"""amx: routed experts for KTransformers' CPU kernels."""
+"""amx and kt: routed experts for KTransformers' CPU kernels, alone and with their GPU side."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
-from qconvert.commands.convert import CONVERSION, RunOptions, convert
+from qconvert.commands.convert import (
+    CONVERSION,
+    RUNNING,
+    RunOptions,
+    carry_out,
+    convert,
+    run_options,
+    show_plan,
+)
 from qconvert.commands.options import OUT, SOURCE
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint import Checkpoint
+    from qconvert.passes.amx import ExpertsToAmx
 
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
@@ -59,3 +71,104 @@ def amx(
 
     steps = (ExpertsToAmx(method, numa, rounding, mtp),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
+
+
+@click.command()
+@SOURCE
+@click.option(
+    "--cpu-out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder for the CPU's experts.",
+)
+@click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
+@_NUMA
+@_ROUNDING
+@_MTP
+@click.option(
+    "--gpu", type=click.Choice(["source", "w4a16"]), default="source", show_default=True,
+    help="`source`: SRC itself is the GPU side. `w4a16`: a folder with experts in packed INT4 "
+    "(round to nearest, groups of 128) and all other layers as they are.",
+)  # fmt: skip
+@click.option("--gpu-out", type=click.Path(path_type=Path), help="Folder for --gpu w4a16.")
+@RUNNING
+def kt(
+    source: str,
+    cpu_out: Path,
+    method: Literal["int4", "int8"],
+    numa: int,
+    rounding: Literal["peer", "search"],
+    mtp: Literal["keep", "drop"],
+    gpu: Literal["source", "w4a16"],
+    gpu_out: Path | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how.
+
+    \b
+    Examples:
+      qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2
+      qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
+      qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
+    """
+    from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.stages import open_source
+
+    if (gpu == "w4a16") != (gpu_out is not None):
+        raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
+    checkpoint = open_source(source)
+    cpu_side = ExpertsToAmx(method, numa, rounding, mtp)
+    options["print_recipe"] = False  # two folders are no recipe
+    if gpu_out is None:
+        from qconvert.recipe import Recipe
+
+        recipe = Recipe("kt", (cpu_side,), options["max_shard_size"])
+        convert(recipe, checkpoint, cpu_out, options)
+    else:
+        _convert_pair(checkpoint, cpu_side, cpu_out, gpu_out, options)
+    if options["dump_after"] is None and not options["as_json"]:
+        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out)
+
+
+def _convert_pair(
+    checkpoint: Checkpoint,
+    cpu_side: ExpertsToAmx,
+    cpu_out: Path,
+    gpu_out: Path,
+    options: RunOptions,
+) -> None:
+    """Plan both folders, show them, and make them in one read."""
+    from qconvert.pair import pair_plans
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.plan import Plan
+    from qconvert.recipe import Recipe
+    from qconvert.run.executor import prepare_together
+
+    if options["dump_after"] is not None:
+        raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
+    plans = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
+    chosen = run_options(Recipe("kt", ()), options)
+    folders = list(zip(prepare_together(plans, chosen), (cpu_out, gpu_out), strict=True))
+    show_plan(folders, options)
+    if not options["dry_run"]:
+        carry_out(folders, options["as_json"])
+
+
+def _tell_how(
+    checkpoint: Checkpoint, cpu_side: ExpertsToAmx, cpu_out: Path, gpu_out: Path | None
+) -> None:
+    """The launch line; and where kt reads the source as it is, that too."""
+    from qconvert.formats.amx import RUNTIME_NAME
+    from qconvert.kt import RUNTIME, launch_line, reads_as_it_is
+
+    name = RUNTIME_NAME[cpu_side.method]
+    gpu = str(checkpoint.root if gpu_out is None else gpu_out)
+    click.echo("\nserve with:\n" + launch_line(name, cpu_side.numa, str(cpu_out), gpu))
+    click.echo(RUNTIME)
+    known = reads_as_it_is(checkpoint)
+    if known is not None:
+        second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
+        click.echo(
+            f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
+            f"{known} --kt-weight-path {checkpoint.root}{second}"
+        )

@@ -59,7 +59,7 @@ def convert_stages(
         _show_stages(stages, err=not options["dry_run"])
     if not options["dry_run"]:
         for folder, ready in stages:
-            carry_out(ready, folder, as_json=False, quiet=options["as_json"])
+            carry_out([(ready, folder)], as_json=False, quiet=options["as_json"])
     if not options["as_json"]:
         click.echo("set " + " or ".join(settings))
 

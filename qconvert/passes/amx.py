@@ -7,7 +7,7 @@ by a named rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,15 +16,19 @@ from qconvert.errors import PlanError
 from qconvert.experts import Experts, Projection, routed_experts
 from qconvert.family import text_config
 from qconvert.formats.amx import RUNTIME_NAME, Amx, Method, Rounding, check_dims
-from qconvert.graph import Output, Source, apply
-from qconvert.ops.rowwise import Recode
+from qconvert.graph import Output, Source, apply, concat
+from qconvert.kt import readme, reads_as_it_is
+from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.plan import ELSEWHERE, LogEntry, Plan
 
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"
 _DRAFT = "amx: mtp=drop"
 _SHAPES = f"{ELSEWHERE} the shapes noted beside packed weights"
-_STALE = ("hf_quant_config.json",)
+_LEFT_FILES = {
+    "hf_quant_config.json": "amx: its quantization block no longer holds",
+    "README.md": "amx: replaced by how to serve this folder",
+}
 _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -46,17 +50,61 @@ class ExpertsToAmx:
     mtp: Literal["keep", "drop"] = "keep"
 
     def __call__(self, plan: Plan) -> Plan:
+        experts = self.experts(plan)
+        tensors: dict[str, Output] = {}
+        for projection in self.kept(experts):
+            tensors.update(self.shards(projection)[0])
+        return self.with_shards(plan, experts, tensors, "the repo this was made from")
+
+    def experts(self, plan: Plan) -> Experts:
+        """The plan's experts, if the kernels can hold and compute them."""
         _check_activation(plan)
         dims = plan.census.dims
         if dims.num_experts:
             check_dims(self.method, dims.hidden_size, dims.moe_intermediate_size, self.numa)
-        experts = routed_experts(plan)
-        kept = [p for p in experts.projections if not (p.draft and self.mtp == "drop")]
-        tensors: dict[str, Output] = {}
-        for projection in kept:
-            tensors.update(self._shards(projection))
+        return routed_experts(plan)
+
+    def kept(self, experts: Experts) -> list[Projection]:
+        return [p for p in experts.projections if not (p.draft and self.mtp == "drop")]
+
+    def shards(
+        self, projection: Projection, beside: tuple[RowOp, ...] = ()
+    ) -> tuple[dict[str, Output], list[Output]]:
+        """Outputs of one matrix by name, gate and up cut by rows, down by columns; and the results
+        of encoders that want the same matrix, whole, read and decoded once."""
+        base = f"blk.{projection.layer}.ffn_{_KINDS[projection.kind]}_exps.{projection.expert}"
+        stored, numa = projection.weight, self.numa
+        down = projection.kind == "down_proj"
+        encoder = Amx(self.method, numa if down else 1, self.rounding)
+        height = stored.rows if down else stored.rows // numa
+        results: list[Output] = []
+        others: list[tuple[Output, ...]] = []
+        try:
+            for start in range(0, stored.rows, height):
+                part = stored.cut(start, start + height)
+                made = apply(Recode(part.decoder, (encoder, *beside)), *part.args)
+                own = 2 * encoder.shards
+                results += made[:own]
+                others.append(made[own:])
+        except PlanError as error:
+            raise PlanError(f"{projection.module}: {error}") from error
+        named: dict[str, Output] = {}
+        for shard in range(numa):
+            named[f"{base}.numa.{shard}.scale"] = results[2 * shard + 1]
+            named[f"{base}.numa.{shard}.weight"] = results[2 * shard]
+        return named, [concat(parts) for parts in zip(*others, strict=True)]
+
+    def with_shards(
+        self, plan: Plan, experts: Experts, tensors: Mapping[str, Output], gpu: str
+    ) -> Plan:
+        """The plan of the CPU folder; `gpu` says in its README what the GPU side is."""
+        dims = plan.census.dims
         drafts = sorted({p.layer for p in experts.projections if p.draft})
-        notes = [] if not drafts else [f"MTP layers {self._spell(drafts)} {self.mtp}"]
+        notes = [f"MTP layers {', '.join(map(str, drafts))} {self.mtp}"] if drafts else []
+        known = reads_as_it_is(plan.checkpoint)
+        if known is not None:
+            again = ", a second lossy step" if known == "RAWINT4" else ""
+            notes.append(f"kt-kernel reads the source itself as {known}{again}")
         fact = {
             "method": RUNTIME_NAME[self.method],
             "numa": self.numa,
@@ -64,10 +112,9 @@ class ExpertsToAmx:
             "hidden_size": dims.hidden_size,
             "intermediate_size": dims.moe_intermediate_size,
             "experts": dims.num_experts,
-            "layers": sorted({p.layer for p in kept}),
+            "layers": sorted({p.layer for p in self.kept(experts)}),
         }
-        stale = [name for name in _STALE if name in plan.side_files]
-        dropped_files = dict.fromkeys(stale, "amx: its quantization block no longer holds")
+        left = {name: why for name, why in _LEFT_FILES.items() if name in plan.side_files}
         return plan.logged(
             LogEntry(
                 self.name, repr(self), len(experts.projections), experts.expected, tuple(notes),
@@ -76,31 +123,11 @@ class ExpertsToAmx:
             tensors=tensors,
             config=without_quantization(plan.config),
             dropped={**plan.dropped, **self._dropped(plan, experts)},
-            side_files=tuple(name for name in plan.side_files if name not in stale),
-            dropped_files={**plan.dropped_files, **dropped_files},
+            side_files=tuple(name for name in plan.side_files if name not in left),
+            dropped_files={**plan.dropped_files, **left},
+            new_files={**plan.new_files, "README.md": readme(fact, gpu)},
             facts={**plan.facts, FACT: fact},
         )  # fmt: skip
-
-    def _shards(self, projection: Projection) -> Iterator[tuple[str, Output]]:
-        """Names and outputs of one matrix: gate and up cut by rows, down by columns."""
-        base = f"blk.{projection.layer}.ffn_{_KINDS[projection.kind]}_exps.{projection.expert}"
-        stored, numa = projection.weight, self.numa
-        results: list[Output] = []
-        try:
-            if projection.kind == "down_proj":
-                op = Recode(stored.decoder, (Amx(self.method, numa, self.rounding),))
-                results += apply(op, *stored.args)
-            else:
-                height = stored.rows // numa
-                for shard in range(numa):
-                    part = stored.cut(shard * height, (shard + 1) * height)
-                    op = Recode(part.decoder, (Amx(self.method, 1, self.rounding),))
-                    results += apply(op, *part.args)
-        except PlanError as error:
-            raise PlanError(f"{projection.module}: {error}") from error
-        for shard in range(numa):
-            yield f"{base}.numa.{shard}.scale", results[2 * shard + 1]
-            yield f"{base}.numa.{shard}.weight", results[2 * shard]
 
     def _dropped(self, plan: Plan, experts: Experts) -> dict[str, str]:
         """A rule for every source that leaves: other layers, draft experts, shapes of packed weights."""
@@ -120,9 +147,6 @@ class ExpertsToAmx:
                     for arg in projection.weight.args:
                         found.update(_sources(projection.module, arg, _DRAFT))
         return found
-
-    def _spell(self, layers: list[int]) -> str:
-        return ", ".join(map(str, layers))
 
 
 def _sources(name: str, output: Output, rule: str) -> dict[str, str]:

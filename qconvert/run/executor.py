@@ -16,7 +16,7 @@ import xxhash
 
 from qconvert import __version__
 from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
-from qconvert.errors import QConvertError
+from qconvert.errors import OutputError, QConvertError
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
@@ -26,7 +26,7 @@ from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Done, Progress, Setup
-from qconvert.run.workspace import Workspace, check_apart, check_disk
+from qconvert.run.workspace import Workspace, check_apart, check_disk, check_folders_apart
 from qconvert.spec import TensorType
 from qconvert.units import Unit, units
 
@@ -94,7 +94,8 @@ class Receipt:
 @dataclass(frozen=True)
 class Prepared:
     """A plan ready to run: its units, files, and share of memory. Everything that can be refused
-    without touching the output folder has been."""
+    without touching the output folder has been. Plans that run together have the units and the
+    share in common."""
 
     plan: Plan
     options: Options
@@ -107,15 +108,26 @@ class Prepared:
 def prepare(plan: Plan, options: Options) -> Prepared:
     """Cut the plan into units and files and share out the memory. Raises PlanError where a unit
     cannot fit. Reads no tensor data and writes nothing."""
-    cut = tuple(units(plan))
-    metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
-    links = []
-    if options.link_near is not None:
-        links = _links(plan, options.link_near, options.max_shard_size)
-    layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
-    tensors = max(len(plan.checkpoint), len(plan.tensors))
+    return prepare_together([plan], options)[0]
+
+
+def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
+    """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
+    once, and written for every plan that wants it. Their tensors must have different names."""
+    merged = {name: output for plan in plans for name, output in plan.tensors.items()}
+    assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
+    cut = tuple(units(merged))
+    tensors = max(len(plans[0].checkpoint), len(merged))
     share = share_out(cut, tensors, options.memory, options.jobs)
-    return Prepared(plan, options, plan.fingerprint(), cut, layout, share)
+    ready = []
+    for plan in plans:
+        metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
+        links = []
+        if options.link_near is not None:
+            links = _links(plan, options.link_near, options.max_shard_size)
+        layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
+        ready.append(Prepared(plan, options, plan.fingerprint(), cut, layout, share))
+    return ready
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
@@ -158,56 +170,148 @@ def run_prepared(
     ready: Prepared, out: Path, *, events: Events | None = None, files: Files | None = None
 ) -> Receipt:
     """The second half of `execute`, for callers that have shown the user the first."""
+    return run_together([(ready, out)], events=events, files=files)[0]
+
+
+def run_together(
+    parts: Sequence[tuple[Prepared, Path]],
+    *,
+    events: Events | None = None,
+    files: Files | None = None,
+) -> list[Receipt]:
+    """Run plans that were prepared together, each into its folder, from one read of the source.
+
+    The first folder's journal tells what is done of all of them, and that folder is published last:
+    when it is there, all are. Raises as `execute` does.
+    """
     told: Events = events or Silent()
     disk = files or Files()
-    check_apart(out, ready.plan.checkpoint)
-    ready.plan.checkpoint.check_unchanged()
-    identity = _identity(ready)
-    if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
-        check_disk(out, disk_bytes(ready))
-    space = Workspace(out, identity, ready.layout.commit_name, disk)
-    if space.done:
-        names = tuple(_publish_order(ready))
-        return Receipt(out, ready.fingerprint, names, ready.layout.nbytes, already_done=True)
-    journal: Journal | None = None
+    _check_folders(parts)
+    parts[0][0].plan.checkpoint.check_unchanged()
+    spaces: list[Workspace] = []
+    journals: list[Journal | None] = []
     try:
-        journal = space.begin(ready.layout) if space.remembered is None else space.resume()
-        receipt = _fill_and_publish(ready, space, journal, told, disk)
-        journal.close()
-        journal = None
-        space.tidy()
-        return receipt
+        for ready, out in parts:
+            spaces.append(Workspace(out, _identity(ready), ready.layout.commit_name, disk))
+        if spaces[0].done:
+            _check_all_done(spaces)
+            return [
+                Receipt(
+                    out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes,
+                    already_done=True,
+                )
+                for ready, out in parts
+            ]  # fmt: skip
+        journals = _open_journals(parts, spaces)
+        receipts = _fill_and_publish(parts, spaces, journals, told, disk)
+        for journal in journals:
+            if journal is not None:
+                journal.close()
+        journals = []
+        for space in reversed(spaces):
+            if not space.done:
+                space.tidy()
+        return receipts
     except BaseException:
-        if journal is not None:
-            journal.close()
-        space.release()
+        for journal in journals:
+            if journal is not None:
+                journal.close()
+        for space in spaces:
+            space.release()
         raise
 
 
+def _check_folders(parts: Sequence[tuple[Prepared, Path]]) -> None:
+    """Refuse folders in one another or in the source, and disks without room for all that is new."""
+    needed: dict[int, int] = {}
+    for number, (ready, out) in enumerate(parts):
+        check_apart(out, ready.plan.checkpoint)
+        for _, other in parts[:number]:
+            check_folders_apart(out, other)
+        if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
+            device = existing_parent(out).stat().st_dev
+            needed[device] = needed.get(device, 0) + disk_bytes(ready)
+            check_disk(out, needed[device])
+
+
+def _check_all_done(spaces: Sequence[Workspace]) -> None:
+    for space in spaces:
+        if not space.done:
+            raise OutputError(
+                f"{spaces[0].out} is finished, and its other half {space.out} is gone; remove the "
+                "former to make both again"
+            )
+
+
+def _open_journals(
+    parts: Sequence[tuple[Prepared, Path]], spaces: Sequence[Workspace]
+) -> list[Journal | None]:
+    """Go on where all folders can; else begin all of them anew. A folder that is finished needs no
+    journal. Raises OutputError where one is finished that another begun anew would be written to."""
+    resumable = all(space.done or space.remembered is not None for space in spaces)
+    finished = [space for space in spaces if space.done]
+    if finished and not (resumable and _all_units_kept(parts[0][0], spaces[0])):
+        raise OutputError(
+            f"{finished[0].out} is finished, and its other half {spaces[0].out} is not; remove the "
+            "former to make both again"
+        )
+    journals: list[Journal | None] = []
+    # The first folder's journal is the one that speaks of finished units: it comes last, when all
+    # files it may speak of are there.
+    for (ready, _), space in reversed(list(zip(parts, spaces, strict=True))):
+        if space.done:
+            journals.append(None)
+        elif resumable:
+            journals.append(space.resume())
+        else:
+            space.remembered = None
+            journals.append(space.begin(ready.layout))
+    return journals[::-1]
+
+
+def _all_units_kept(ready: Prepared, space: Workspace) -> bool:
+    return space.remembered is not None and len(space.remembered.units) == len(ready.units)
+
+
 def _fill_and_publish(
-    ready: Prepared, space: Workspace, journal: Journal, told: Events, files: Files
-) -> Receipt:
-    kept = dict(space.remembered.units) if space.remembered is not None else {}
-    remarks = list(space.remembered.remarks) if space.remembered is not None else []
+    parts: Sequence[tuple[Prepared, Path]],
+    spaces: Sequence[Workspace],
+    journals: Sequence[Journal | None],
+    told: Events,
+    files: Files,
+) -> list[Receipt]:
+    first, journal = spaces[0], journals[0]
+    assert journal is not None, "the first folder is published last"
+    kept = dict(first.remembered.units) if first.remembered is not None else {}
+    remarks = list(first.remembered.remarks) if first.remembered is not None else []
     resumed = len(kept)
-    names = _publish_order(ready)
-    publishing = space.remembered is not None and space.remembered.publish is not None
-    if not publishing:
-        _run_units(ready, space, journal, told, files, kept, remarks)
-        ready.plan.checkpoint.check_unchanged()
-        told.phase("publishing")
-        _stage_the_rest(ready, space, kept)
-    space.publish(names, journal)
+    if not any(_is_publishing(space) for space in spaces):
+        _run_units(parts, spaces, journal, told, files, kept, remarks)
+        parts[0][0].plan.checkpoint.check_unchanged()
+    told.phase("publishing")
+    for (ready, _), space in zip(parts, spaces, strict=True):
+        if not space.done and not _is_publishing(space):
+            _stage_the_rest(ready, space, kept)
+    for (ready, _), space, its in reversed(list(zip(parts, spaces, journals, strict=True))):
+        if its is not None:
+            space.publish(_publish_order(ready), its)
     unique = tuple(dict.fromkeys(remarks))
-    return Receipt(
-        space.out, ready.fingerprint, tuple(names), ready.layout.nbytes, unique, resumed,
-        share=ready.share,
-    )  # fmt: skip
+    return [
+        Receipt(
+            out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes, unique,
+            resumed, share=ready.share,
+        )
+        for ready, out in parts
+    ]  # fmt: skip
+
+
+def _is_publishing(space: Workspace) -> bool:
+    return space.remembered is not None and space.remembered.publish is not None
 
 
 def _run_units(
-    ready: Prepared,
-    space: Workspace,
+    parts: Sequence[tuple[Prepared, Path]],
+    spaces: Sequence[Workspace],
     journal: Journal,
     told: Events,
     files: Files,
@@ -215,6 +319,7 @@ def _run_units(
     remarks: list[str],
 ) -> None:
     """Run the units that the journal does not know, and add their records to `kept`."""
+    ready = parts[0][0]
     todo: list[Numbered] = [
         (number, unit) for number, unit in enumerate(ready.units) if number not in kept
     ]
@@ -222,17 +327,22 @@ def _run_units(
     told.start(total, total - sum(unit.write for _, unit in todo))
     if not todo:
         return
-    paths = [space.stage / file.name for file in ready.layout.files]
-    linked = [file.link is not None for file in ready.layout.files]
-    places = {name: Place(n, at, linked[n]) for name, (n, at) in ready.layout.places.items()}
+    paths: list[Path] = []
+    places: dict[str, Place] = {}
+    for (its, _), space in zip(parts, spaces, strict=True):
+        base = len(paths)
+        paths += [space.stage / file.name for file in its.layout.files]
+        for name, (n, at) in its.layout.places.items():
+            places[name] = Place(base + n, at, its.layout.files[n].link is not None)
     share = ready.share
     setup = Setup(ready.plan.checkpoint.shards, paths, share.arena, share.window, os.getpid())
     batches = cut_batches(todo, places, min(BATCH_BYTES, ready.options.commit_bytes))
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
+    locks = [space.lock_fd for space in spaces if not space.done]
     stream: Generator[Progress | Done] = (
         run_here(setup, batches, files)
         if share.jobs == 1
-        else run_workers(setup, share.jobs, batches, space.lock_fd)
+        else run_workers(setup, share.jobs, batches, locks)
     )
     try:
         # Closed whatever happens here: workers must not outlive the run they belong to.
@@ -277,14 +387,16 @@ def side_bytes(plan: Plan) -> int:
 def disk_bytes(ready: Prepared) -> int:
     """Bytes a run will put on disk, generously."""
     records = _RECORD_BYTES * len(ready.plan.tensors)
-    return ready.layout.written + side_bytes(ready.plan) + records
+    texts = sum(len(text.encode()) for text in ready.plan.new_files.values())
+    return ready.layout.written + side_bytes(ready.plan) + texts + records
 
 
 def _publish_order(ready: Prepared) -> list[str]:
     """Files in the order they are renamed: what makes the folder a checkpoint comes last."""
     commit = ready.layout.commit_name
     shards = [file.name for file in ready.layout.files if file.name != commit]
-    return [*shards, *ready.plan.side_files, RECEIPT, MANIFEST, "config.json", commit]
+    others = [*ready.plan.side_files, *ready.plan.new_files]
+    return [*shards, *others, RECEIPT, MANIFEST, "config.json", commit]
 
 
 def _stage_the_rest(
@@ -294,6 +406,8 @@ def _stage_the_rest(
     plan = ready.plan
     for name in plan.side_files:
         space.copy_file(plan.checkpoint.root / name, name)
+    for name, text in plan.new_files.items():
+        space.write_file(space.stage / name, memoryview(text.encode()))
     config = config_bytes(plan)
     space.write_file(space.stage / "config.json", memoryview(config))
     index = ready.layout.index_json()
@@ -321,7 +435,9 @@ def _file_records(ready: Prepared, space: Workspace, indexed: bool) -> list[dict
         if ready.options.sha256:
             line["sha256"] = _hash(space.stage / file.name, new_sha256())
         found.append(line)
-    others = [*ready.plan.side_files, "config.json", MANIFEST, *([INDEX] if indexed else [])]
+    plan = ready.plan
+    made = ["config.json", MANIFEST, *([INDEX] if indexed else [])]
+    others = [*plan.side_files, *plan.new_files, *made]
     for name in others:
         path = space.stage / name
         digest = _hash(path, xxhash.xxh3_128())

@@ -49,7 +49,7 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
 
 
 class _Worker:
-    def __init__(self, setup: Setup, lock_fd: int) -> None:
+    def __init__(self, setup: Setup, locks: Sequence[int]) -> None:
         ours, theirs = Pipe()
         self.connection: Connection[Any, Any] = ours
         # -P: the current folder is not a place to import from. -c, not -m: run as __main__, the
@@ -61,7 +61,7 @@ class _Worker:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), lock_fd),
+            pass_fds=(theirs.fileno(), *locks),
             env={**os.environ, **threads},
         )
         theirs.close()
@@ -140,14 +140,15 @@ def _error(message: Failed) -> QConvertError:
 
 
 def run_workers(
-    setup: Setup, jobs: int, all_batches: Iterable[Batch], lock_fd: int
+    setup: Setup, jobs: int, all_batches: Iterable[Batch], locks: Sequence[int]
 ) -> Generator[Progress | Done]:
-    """Run units in `jobs` processes. Raises what a worker raised, or RunError if one died."""
+    """Run units in `jobs` processes, which inherit the descriptors of the output folders' locks.
+    Raises what a worker raised, or RunError if one died."""
     backlog = Backlog(all_batches)
     workers: list[_Worker] = []
     try:
         for _ in range(min(jobs, len(backlog))):
-            workers.append(_Worker(setup, lock_fd))
+            workers.append(_Worker(setup, locks))
         for worker in workers * _BATCHES_AHEAD:
             if (batch := backlog.next(worker.file)) is not None:
                 worker.send(batch)

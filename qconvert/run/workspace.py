@@ -17,7 +17,7 @@ from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.errors import OutputError
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
-from qconvert.run.lock import take_lock
+from qconvert.run.lock import Lock, take_lock
 from qconvert.run.shards import Layout
 
 JOURNAL = "journal.jsonl"
@@ -29,12 +29,21 @@ _LINES = 4096
 
 def check_apart(out: Path, checkpoint: Checkpoint) -> None:
     """Raise OutputError where the output would lie in, on or around its own source."""
-    # realpath, not resolve(): a link to itself is for mkdir to refuse, by name.
-    target = Path(os.path.realpath(out))
     for folder in dict.fromkeys([checkpoint.root, *(s.path.parent for s in checkpoint.shards)]):
-        source = Path(os.path.realpath(folder))
-        if target == source or source in target.parents or target in source.parents:
+        if _overlap(out, folder):
             raise OutputError(f"{out}: the output folder must lie apart from the source {folder}")
+
+
+def check_folders_apart(out: Path, other: Path) -> None:
+    """Raise OutputError where two output folders lie in one another."""
+    if _overlap(out, other):
+        raise OutputError(f"{out}: must lie apart from the other output folder {other}")
+
+
+def _overlap(a: Path, b: Path) -> bool:
+    # realpath, not resolve(): a link to itself is for mkdir to refuse, by name.
+    first, second = Path(os.path.realpath(a)), Path(os.path.realpath(b))
+    return first == second or first in second.parents or second in first.parents
 
 
 def check_disk(out: Path, needed: int) -> None:
@@ -58,6 +67,7 @@ class Workspace:
         self.stage = self.work / STAGE
         self.done = False
         self.remembered: Remembered | None = None
+        self._lock: Lock | None = None
         self._files = files
         self._identity = identity
         if out.exists() and not out.is_dir():
@@ -76,7 +86,7 @@ class Workspace:
         try:
             self._look_around(commit, claimed)
         except BaseException:
-            self._lock.close()
+            self.release()
             raise
         if self.done:
             self.tidy()
@@ -116,6 +126,7 @@ class Workspace:
 
     @property
     def lock_fd(self) -> int:
+        assert self._lock is not None, "a finished folder is not locked"
         return self._lock.fd
 
     def begin(self, layout: Layout) -> Journal:
@@ -215,11 +226,13 @@ class Workspace:
     def tidy(self) -> None:
         """Remove the work folder of a finished conversion and give up the lock."""
         _discard(self.work, self._files)
-        self._lock.close()
+        self.release()
 
     def release(self) -> None:
-        """Give up the lock, leaving unfinished work to be resumed."""
-        self._lock.close()
+        """Give up the lock, where it is held, leaving unfinished work to be resumed."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
 
 def _make_safely(folder: Path, files: Files) -> None:
