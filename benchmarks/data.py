@@ -82,6 +82,36 @@ def qwen3_moe(layers: int) -> Model:
     return Model(config, tensors)
 
 
+def bf16_moe(layers: int) -> Model:
+    """Thirty-two experts a layer in the shapes of Qwen3-30B-A3B, BF16, 0.3 GB a layer, and next to
+    nothing else."""
+    hidden, intermediate, experts, vocab = 2048, 768, 32, 256
+    whole = qwen3_moe(layers)
+    config = {k: v for k, v in whole.config.items() if k != "quantization_config"}
+    config |= {"num_experts": experts, "vocab_size": vocab}
+    tensors = {
+        name: TensorType("BF16", kind.shape)
+        for name, kind in whole.tensors.items()
+        if not name.endswith("_scale_inv")
+        and "self_attn" not in name
+        and not (".experts." in name and int(name.split(".")[5]) >= experts)
+    }
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = TensorType("BF16", (vocab, hidden))
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        tensors[f"{at}.mlp.gate.weight"] = TensorType("BF16", (experts, hidden))
+        for name in "qkvo":
+            tensors[f"{at}.self_attn.{name}_proj.weight"] = TensorType("BF16", (128, 128))
+        for name in "qk":
+            tensors[f"{at}.self_attn.{name}_norm.weight"] = TensorType("BF16", (32,))
+    assert tensors[f"model.layers.0.mlp.experts.{experts - 1}.up_proj.weight"].shape == (
+        intermediate,
+        hidden,
+    )
+    return Model(config, tensors)
+
+
 def _fp8(module: str, rows: int, columns: int) -> dict[str, TensorType]:
     return {
         f"{module}.weight": TensorType("F8_E4M3", (rows, columns)),
@@ -112,13 +142,24 @@ def _kept(name: str, layers: int) -> bool:
     return "layers" not in parts or int(parts[parts.index("layers") + 1]) < layers
 
 
-def _codes() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """FP8 codes of heavy-tailed weights, each block scaled to its largest."""
+def _heavy_tailed() -> torch.Tensor:
+    """Student-t weights of four degrees of freedom."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(_POOL_BYTES, generator=generator)
     chi = sum(torch.randn(_POOL_BYTES, generator=generator) ** 2 for _ in range(4))
     assert isinstance(chi, torch.Tensor)
-    blocks = (normal / (chi / 4).sqrt()).view(-1, _BLOCK * _BLOCK)
+    return normal / (chi / 4).sqrt()
+
+
+def _bf16() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """BF16 of heavy-tailed weights, of a size that real ones have."""
+    weights = (_heavy_tailed() * 0.02)[: _POOL_BYTES // 2].bfloat16()
+    return weights.view(torch.uint8).numpy()
+
+
+def _codes() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """FP8 codes of heavy-tailed weights, each block scaled to its largest."""
+    blocks = _heavy_tailed().view(-1, _BLOCK * _BLOCK)
     scaled = blocks * (448 / blocks.abs().amax(1, keepdim=True))
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten().numpy()
 
@@ -127,7 +168,7 @@ def write_checkpoint(folder: Path, model: Model) -> int:
     """Write a model. Returns its bytes of tensor data."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    codes = _codes()
+    pools = {"F8_E4M3": _codes(), "BF16": _bf16()}
     weight_map: dict[str, str] = {}
     shards = list(_shards(model))
     for number, names in enumerate(shards, 1):
@@ -145,7 +186,7 @@ def write_checkpoint(folder: Path, model: Model) -> int:
                     stream.write(stored.tobytes())
                     continue
                 for start in range(0, kind.nbytes, _POOL_BYTES):
-                    stream.write(codes[: min(_POOL_BYTES, kind.nbytes - start)].data)
+                    stream.write(pools[kind.dtype][: min(_POOL_BYTES, kind.nbytes - start)].data)
     total = sum(kind.nbytes for kind in model.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "config.json").write_text(json.dumps(model.config, indent=2))

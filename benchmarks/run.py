@@ -16,6 +16,7 @@ Cases:
   hashing  dequant with and without hashing
   sizes    dequant from 0.6 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
+  amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, beside kt-kernel's converter
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data import Model, qwen3_5, qwen3_moe, write_checkpoint
+from data import Model, bf16_moe, qwen3_5, qwen3_moe, write_checkpoint
 from measure import Sample, limit, memcpy_rate, remove, timed, warm
 
 _PEER = """
@@ -230,6 +231,25 @@ def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     yield from _compare("jobs", source, read, _doubled(model), contenders, options.runs)
 
 
+def _amx(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = bf16_moe(options.layers)
+    source, read = _made(work, model)
+    out, peer_script = str(work / "out"), str(Path(__file__).parent / "kt_peer.py")
+    for method, divisor in (("int4", 4), ("int8", 2)):
+        ours = _qconvert("amx", str(source), out, "--method", method, "--numa", "2")
+        contenders = [
+            Contender(f"qconvert {method}", ours),
+            Contender(f"qconvert {method} --jobs 1", [*ours, "--jobs", "1"]),
+            Contender(f"qconvert {method} search", [*ours, "--rounding", "search"]),
+        ]
+        peer = None if options.no_peer else f"kt-kernel {method}"
+        if peer:
+            theirs = [peer_script, str(source), out, f"AMX{method.upper()}", "2"]
+            contenders.append(Contender(peer, [sys.executable, *theirs]))
+        case = f"amx {method}"
+        yield from _compare(case, source, read, read // divisor, contenders, options.runs, peer)
+
+
 _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "dequant": _dequant,
     "fuse": _fuse,
@@ -237,6 +257,7 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "hashing": _hashing,
     "sizes": _sizes,
     "jobs": _jobs,
+    "amx": _amx,
 }
 
 

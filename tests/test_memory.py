@@ -203,11 +203,33 @@ def room(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def _converted(room: Path, made: HeaderSet, memory: str) -> Peak:
+def _experts(layers: int) -> HeaderSet:
+    """Layers of twelve BF16 experts, 6 MiB each, and nothing else."""
+    hidden, intermediate, experts = 2048, 512, 12
+    tensors = {}
+    for layer in range(layers):
+        for expert in range(experts):
+            at = f"model.layers.{layer}.mlp.experts.{expert}"
+            for name in ("gate_proj", "up_proj"):
+                tensors[f"{at}.{name}.weight"] = TensorType("BF16", (intermediate, hidden))
+            tensors[f"{at}.down_proj.weight"] = TensorType("BF16", (hidden, intermediate))
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "moe_intermediate_size": intermediate,
+    }
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    return HeaderSet(config, ordered, 2)
+
+
+def _converted(room: Path, made: HeaderSet, memory: str, *command: str) -> Peak:
     source, out = room / "source", room / "out"
     source.mkdir()
     headers.write_sparse(made, source)
-    peak = _watched("dequant", source, out, "--memory", memory, "--jobs", 2)
+    first, *more = command or ("dequant",)
+    peak = _watched(first, source, out, "--memory", memory, "--jobs", 2, *more)
     lines = (out / RECEIPT).read_text().splitlines()
     assert sum('"name"' in line for line in lines) >= len(made.tensors) // 2
     shutil.rmtree(source)
@@ -232,6 +254,19 @@ def test_a_tensor_larger_than_the_memory(room: Path, capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print(f"\n1.2 GB tensor: {_told(peak)}")
     _check(peak, 128 * MIB)
+
+
+@pytest.mark.big
+def test_quantizing_takes_no_more_for_more_layers(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AMX of 4 and of 40 layers: 0.3 and 3 GB of BF16."""
+    amx = "amx", "--method", "int8", "--numa", "2"
+    few, many = (_converted(room, _experts(layers), "512MiB", *amx) for layers in (4, 40))
+    with capsys.disabled():
+        print(f"\n4 layers: {_told(few)}\n40 layers: {_told(many)}")
+    assert many.most == 3
+    assert many.total < few.total + 32 * MIB
 
 
 def _check(peak: Peak, memory: int) -> None:
