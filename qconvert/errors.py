@@ -28,10 +28,12 @@ class RunError(QConvertError):
 
 
 class RowError(RunError):
-    """Data of one row that cannot be right. `row` counts from the first row of the op's arguments;
-    who knows where those come from says so to the user."""
+    """Data of one row that cannot be right. `row` counts from the first row of the op's arguments
+    (or, where `turned`, from their first column); who knows where those come from says so to the
+    user."""
 
-    def __init__(self, row: int, what: str) -> None:
-        super().__init__(f"row {row} {what}")
+    def __init__(self, row: int, what: str, *, turned: bool = False) -> None:
+        super().__init__(f"{'column' if turned else 'row'} {row} {what}")
         self.row = row
         self.what = what
+        self.turned = turned

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from qconvert.errors import PlanError
 from qconvert.family import Place
 from qconvert.names import split_parameter
-from qconvert.plan import Plan
+from qconvert.plan import ELSEWHERE, Plan
 from qconvert.weights import Stored, read_matrix, read_of_stack
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Beside expert weights: shapes of packed ones, scales of activations.
+_SPENT = (".weight_shape", ".input_scale")
+SPENT_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 _APART, _STACKED = "experts.", "stacked_experts."
 
 
@@ -30,11 +33,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Experts:
-    """All of them, in the order a model runs in, the tensors they are read from, and what the
-    config's counts lead to."""
+    """All of them, in the order a model runs in; the tensors they are read from; those of `taken`
+    that say nothing once the weights are others; and what the config's counts lead to."""
 
     projections: tuple[Projection, ...]
     taken: frozenset[str]
+    spent: frozenset[str]
     expected: int
 
 
@@ -63,7 +67,18 @@ def routed_experts(plan: Plan) -> Experts:
             taken.update(names)
     if not found:
         raise PlanError("no routed expert found, although the config counts them")
+    spent = {name for name in plan.tensors if ".experts." in name and name.endswith(_SPENT)}
+    for name in plan.tensors:
+        if ".experts." in name and name not in taken and name not in spent:
+            raise PlanError(
+                f"{name!r}: belongs to an expert, and is none of the {dims.num_experts} experts' "
+                f"weights in the config's {dims.num_layers} layers; biases are not computed by the "
+                "kernels, and a weight has one scale"
+            )
     layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
+    for layer in dims.groups.get("moe", ()):
+        if (layer, False) not in layers:
+            raise PlanError(f"layer {layer}: its experts are missing")
     for layer, _ in layers:
         for expert in range(dims.num_experts):
             for kind in PROJECTIONS:
@@ -72,7 +87,10 @@ def routed_experts(plan: Plan) -> Experts:
     drafts = sum(draft for _, draft in layers)
     counted = len(dims.groups.get("moe", ())) + drafts
     kinds = len(PROJECTIONS) * dims.num_experts
-    return Experts(tuple(found[key] for key in sorted(found)), frozenset(taken), counted * kinds)
+    return Experts(
+        tuple(found[key] for key in sorted(found)), frozenset(taken | spent), frozenset(spent),
+        counted * kinds,
+    )  # fmt: skip
 
 
 def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:

@@ -7,6 +7,7 @@ what was proved and, as plainly, what was not looked at.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +20,20 @@ from qconvert.errors import CheckpointError
 from qconvert.family import discover
 from qconvert.stages import open_source
 
-Need = Literal["source", "receipt", "data"]
+Need = Literal["source", "receipt", "data", "amx", "kt-kernel", "pair"]
 
 _MISSING: dict[str, str] = {
     "source": "give --against SRC",
     "receipt": f"the folder has no {RECEIPT}",
     "data": "give --level full",
+    "pair": "give --pair GPU",
+    "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
 }
+
+
+class NotChecked(Exception):
+    """Raised by a validator, before its first finding, that cannot judge this folder on this machine;
+    its text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +48,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Folder:
-    """A finished folder as validators see it: its checkpoint, and its receipt's lines."""
+    """A finished folder as validators see it: its checkpoint, its receipt's lines, the source it is
+    said to be made from, and the folder on the GPU side it is to be served with."""
 
     checkpoint: Checkpoint
     source: Checkpoint | None = None
+    partner: Checkpoint | None = None
 
     @cached_property
     def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
@@ -83,7 +93,7 @@ def _is_receipt_line(line: Any) -> bool:
 
 
 class Validator(Protocol):
-    """`proves` is one phrase for the report; `needs` what must be at hand."""
+    """`proves` is one phrase for the report; `needs` what must be at hand. May raise NotChecked."""
 
     name: str
     proves: str
@@ -120,9 +130,12 @@ def validators() -> list[Validator]:
     ]
 
 
-def validate_folder(out: Path, against: str | None = None, *, full: bool = False) -> Report:
+def validate_folder(
+    out: Path, against: str | None = None, *, full: bool = False, pair: str | None = None
+) -> Report:
     """Run every validator that has what it needs. A folder that cannot even be opened is a finding
-    (QC001); a source that cannot be opened is the caller's error and raises CheckpointError."""
+    (QC001); a source, or the GPU side `pair`, that cannot be is the caller's error and raises
+    CheckpointError."""
     report = Report()
     if (out / WORK_DIR).is_dir():
         report.findings.append(
@@ -132,8 +145,9 @@ def validate_folder(out: Path, against: str | None = None, *, full: bool = False
             )
         )  # fmt: skip
     source = open_source(against) if against is not None else None
+    partner = open_source(pair) if pair is not None else None
     try:
-        folder = Folder(Checkpoint.open(out), source)
+        folder = Folder(Checkpoint.open(out), source, partner)
         # Read now: what validators rest on, and what may be broken.
         _ = folder.checkpoint.manifest, folder.checkpoint.quantization_configs
         have: set[Need] = set()
@@ -143,6 +157,12 @@ def validate_folder(out: Path, against: str | None = None, *, full: bool = False
             have.add("receipt")
         if full:
             have.add("data")
+        if partner is not None:
+            have.add("pair")
+        if "amx" in (folder.checkpoint.manifest or {}):
+            have.add("amx")
+        if importlib.util.find_spec("kt_kernel") is not None:
+            have.add("kt-kernel")
     except CheckpointError as error:
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
@@ -150,11 +170,17 @@ def validate_folder(out: Path, against: str | None = None, *, full: bool = False
     report.proved.append("headers, index and file sizes agree")
     for validator in validators():
         lacking = sorted(validator.needs - have)
-        if lacking:
-            why = ", ".join(_MISSING[need] for need in lacking)
+        if "amx" in lacking:  # another kind of folder: there is nothing to say of it
+            continue
+        why, found = ", ".join(_MISSING[need] for need in lacking), []
+        if not lacking:
+            try:
+                found = list(validator(folder))
+            except NotChecked as reason:
+                why = str(reason)
+        if why:
             report.not_checked.append(f"{validator.proves} ({why})")
             continue
-        found = list(validator(folder))
         report.findings += found
         if not any(finding.severity == "error" for finding in found):
             report.proved.append(validator.proves)

@@ -142,7 +142,7 @@ def read_of_stack(
         return _plain(name, matrix), (name,)
     scale_name = fp8_scale_name(plan, name)
     scale, scheme = plan.tensors[scale_name], fp8_scheme_of(plan, name, scale_name)
-    if scale.type.numel > 1:
+    if scale.type.shape[:1] == plan.tensors[name].type.shape[:1]:
         scale = scale.index(expert)
     return _fp8_matrix(name, matrix, scale, scheme), (name, scale_name)
 

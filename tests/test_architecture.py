@@ -16,8 +16,8 @@ _PACKAGE = _ROOT / "qconvert"
 _RANK = {
     "errors": 0, "spec": 1, "names": 1, "graph": 2, "header": 2, "family": 3, "layouts": 4,
     "layout": 3, "rows": 4, "consumers": 4, "checkpoint": 5, "ops": 5, "quantization": 6, "plan": 7,
-    "ignore": 8, "units": 8, "formats": 6, "kt": 7, "pair": 11, "weights": 8, "experts": 9, "passes": 10, "stages": 9,
-    "recipe": 11, "recipes": 11, "run": 11,
+    "ignore": 8, "units": 8, "formats": 6, "kt": 7, "weights": 8, "experts": 9, "passes": 10,
+    "stages": 9, "pair": 11, "recipe": 11, "recipes": 11, "run": 11,
     "validation": 11, "sample": 11, "diff": 12, "validators": 12, "report": 12, "demo": 13,
     "commands": 14, "cli": 15, "__main__": 16, "__init__": 0,
 }  # fmt: skip

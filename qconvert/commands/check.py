@@ -89,8 +89,9 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     show_default=True,
     help="`full` reads every byte and compares the receipt's hashes.",
 )
+@click.option("--pair", metavar="GPU", help="The GPU side a folder of CPU experts is served with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def validate(out: Path, against: str | None, level: str, as_json: bool) -> int:
+def validate(out: Path, against: str | None, level: str, pair: str | None, as_json: bool) -> int:
     """Check a converted folder: index, headers, config, receipt, and that no source byte was lost.
 
     Prints findings, then what was proved and what was not looked at. Exit code 3 on findings.
@@ -99,10 +100,11 @@ def validate(out: Path, against: str | None, level: str, as_json: bool) -> int:
     Examples:
       qconvert validate DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full
+      qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu
     """
     from qconvert.validation import validate_folder
 
-    report = validate_folder(out, against, full=level == "full")
+    report = validate_folder(out, against, full=level == "full", pair=pair)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:

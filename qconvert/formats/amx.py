@@ -82,9 +82,9 @@ def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> Non
 
 
 def numa_counts(method: Method, intermediate: int) -> list[int]:
-    """NUMA counts up to 16 that an expert's intermediate size can be cut for."""
+    """NUMA counts up to 8 that an expert's intermediate size can be cut for."""
     step = STEP[method]
-    return [n for n in range(1, 17) if intermediate > 0 and not intermediate % (n * step)]
+    return [n for n in range(1, 9) if intermediate > 0 and not intermediate % (n * step)]
 
 
 def _other_method(method: Method, hidden: int, intermediate: int, numa: int) -> str:

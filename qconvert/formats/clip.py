@@ -34,8 +34,8 @@ _RUNG = 0.97
 _RUNGS = {7: 100, 127: 64}
 _TURNS = 2
 _ROUNDER = 12582912.0  # see formats/amx.py
-# A row this small could have a step that is denormal: it keeps the plain one.
-_TINY = 2.0**-100
+# Squared errors of a row this small may underflow: it keeps the plain step.
+_TINY = 2.0**-50
 
 
 def clip_scratch(rows: int, columns: int) -> int:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
+from qconvert.errors import RowError
 from qconvert.graph import Buffer, Op, Part, aligned
+from qconvert.ops.transpose import Columns
 from qconvert.spec import TensorType
 
 
@@ -105,6 +107,12 @@ class Recode:
         for encoder in self.encoders:
             results = len(encoder.infer(matrix.type))
             need = encoder.scratch(matrix.type)
-            counts.update(encoder.run([matrix], outs[at : at + results], scratch[:need]))
+            try:
+                counts.update(encoder.run([matrix], outs[at : at + results], scratch[:need]))
+            except RowError as error:
+                if isinstance(self.decoder, Columns):
+                    column = self.decoder.first + error.row
+                    raise RowError(column, error.what, turned=True) from error
+                raise
             at += results
         return counts

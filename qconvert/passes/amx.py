@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
-from qconvert.experts import Experts, Projection, routed_experts
+from qconvert.experts import SPENT_RULE, Experts, Projection, routed_experts
 from qconvert.family import text_config
 from qconvert.formats.amx import RUNTIME_NAME, Amx, Method, Rounding, check_dims
 from qconvert.graph import Output, Source, apply, concat
@@ -24,7 +24,6 @@ from qconvert.plan import ELSEWHERE, LogEntry, Plan
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"
 _DRAFT = "amx: mtp=drop"
-_SHAPES = f"{ELSEWHERE} the shapes noted beside packed weights"
 _LEFT_FILES = {
     "hf_quant_config.json": "amx: its quantization block no longer holds",
     "README.md": "amx: replaced by how to serve this folder",
@@ -136,8 +135,8 @@ class ExpertsToAmx:
         for name, output in plan.tensors.items():
             if name not in experts.taken:
                 rule = _OTHER_LAYERS
-            elif name.endswith(".weight_shape"):
-                rule = _SHAPES
+            elif name in experts.spent:
+                rule = SPENT_RULE
             else:
                 continue
             found.update(_sources(name, output, rule))

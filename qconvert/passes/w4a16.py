@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
-from qconvert.experts import Experts, routed_experts
+from qconvert.experts import SPENT_RULE, Experts, routed_experts
 from qconvert.formats.w4a16 import PackInt4, group_config
 from qconvert.graph import Output, Source, apply
 from qconvert.ignore import true_lists
@@ -23,12 +23,11 @@ from qconvert.names import split_parameter
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
-from qconvert.plan import ELSEWHERE, LogEntry, Plan
+from qconvert.plan import LogEntry, Plan
 from qconvert.quantization import fp8_scheme
 
 GROUP = 128
 _EXPERTS = r"re:.*\.mlp\.experts\..*"
-_SHAPES = f"{ELSEWHERE} the shapes noted beside packed weights"
 # Roles whose matrices runtimes do not build as linear layers, so no quantization config is asked of
 # them: embeddings and heads, the router, the draft layers' projection of two hidden states.
 _NO_LINEARS = ("embed_tokens", "lm_head", "router", "eh_proj", "fc", "shared_head.head")
@@ -79,9 +78,8 @@ class ExpertsToW4A16:
             tensors[f"{projection.module}.weight_scale"] = scale
             tensors[f"{projection.module}.weight_shape"] = shape
         spent = {
-            piece.origin.name: _SHAPES
-            for name in experts.taken
-            if name.endswith(".weight_shape")
+            piece.origin.name: SPENT_RULE
+            for name in experts.spent
             for piece in plan.tensors[name].pieces
             if isinstance(piece.origin, Source)
         }

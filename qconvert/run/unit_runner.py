@@ -261,7 +261,7 @@ class _Job:
         try:
             counts = node.op.run(ins, outs, scratch)
         except RowError as error:
-            where = _row_of(node, part, error.row)
+            where = _place_of(node, part, error)
             wanted = f"wanted for {self._unit.outputs[0][0]!r}"
             raise RunError(f"{self._label(node)}: {where}, {wanted}, {error.what}") from error
         except RunError as error:
@@ -357,12 +357,16 @@ class _Job:
         return digest.hexdigest()
 
 
-def _row_of(node: Apply, part: Part, row: int) -> str:
-    """A row of a part's first argument as the user knows it: of a source tensor, and of which expert
-    where the tensor is a stack."""
+def _place_of(node: Apply, part: Part, error: RowError) -> str:
+    """A row (or column) of a part's first argument as the user knows it: of a source tensor, and of
+    which expert where the tensor is a stack."""
     arg, (at, _) = node.args[0], part.args[0]
     origin, start, _ = arg.pieces[0]
-    row += at // arg.type.row_nbytes
+    if error.turned:
+        stack = isinstance(origin, Source) and len(origin.type.shape) == 3
+        which = f"expert {start // origin.type.row_nbytes}, " if stack else ""
+        return f"{which}column {error.row}"
+    row = error.row + at // arg.type.row_nbytes
     if not isinstance(origin, Source) or len(origin.type.shape) < 2:
         return f"row {row}"
     first = start // arg.type.row_nbytes

@@ -1,0 +1,238 @@
+"""A folder of experts for KTransformers' CPU kernels, as its validators see it: what its manifest
+leads to, its weights as the consumer computes them, and those of its source.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from qconvert.checkpoint import MANIFEST, Checkpoint
+from qconvert.errors import PlanError
+from qconvert.experts import Experts, routed_experts
+from qconvert.formats.amx import BITS, RUNTIME_NAME, Method, Rounding, check_dims, inverse
+from qconvert.graph import Buffer, Output, Source
+from qconvert.ops.buffers import array
+from qconvert.plan import Plan
+from qconvert.run.reader import Reader
+from qconvert.spec import TensorType
+from qconvert.validation import Folder, NotChecked
+from qconvert.weights import Stored
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+Kind = Literal["gate", "up", "down"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_METHODS: Mapping[Any, Method] = {"AMXINT4": "int4", "AMXINT8": "int8"}
+_ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+_COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the manifest's `amx` says."""
+
+    method: Method
+    rounding: Rounding
+    numa: int
+    hidden: int
+    intermediate: int
+    experts: int
+    layers: tuple[int, ...]
+
+    @property
+    def runtime_name(self) -> str:
+        return RUNTIME_NAME[self.method]
+
+    def shard_shape(self, kind: Kind) -> tuple[int, int]:
+        """Rows and columns of one NUMA shard: gate and up are cut by rows, down by columns."""
+        part = self.intermediate // self.numa
+        return (self.hidden, part) if kind == "down" else (part, self.hidden)
+
+    def tensors(self) -> Iterator[tuple[str, TensorType]]:
+        """Every tensor that should be there."""
+        for layer in self.layers:
+            for kind in KINDS:
+                rows, columns = self.shard_shape(kind)
+                weight = TensorType("I8", (rows * columns * BITS[self.method] // 8,))
+                scale = TensorType("F32", (rows,))
+                for expert in range(self.experts):
+                    for shard in range(self.numa):
+                        base = shard_name(layer, kind, expert, shard)
+                        yield f"{base}.weight", weight
+                        yield f"{base}.scale", scale
+
+
+def shard_name(layer: int, kind: Kind, expert: int, shard: int) -> str:
+    """What a matrix's weight and scale are called, without their last part."""
+    return f"blk.{layer}.ffn_{kind}_exps.{expert}.numa.{shard}"
+
+
+def read_block(checkpoint: Checkpoint) -> Block:
+    """The manifest's block. Raises PlanError where it cannot be meant: a key missing or of another
+    type, sizes that the kernels cannot hold."""
+    found = (checkpoint.manifest or {}).get("amx")
+    if not isinstance(found, dict):
+        raise PlanError(f"expected `amx` to be an object, found {found!r}")
+    method, rounding, layers = (found.get(key) for key in ("method", "rounding", "layers"))
+    if method not in list(_METHODS):
+        raise PlanError(f"expected a method {' or '.join(_METHODS)}, found {method!r}")
+    if rounding not in _ROUNDINGS:
+        known = " or ".join(_ROUNDINGS)
+        raise PlanError(f"expected a rounding {known}, found {rounding!r}")
+    for key in _COUNTS:
+        if type(found.get(key)) is not int or found[key] < 1:
+            raise PlanError(f"expected {key} to be 1 or more, found {found.get(key)!r}")
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise PlanError(f"expected layers to be a list of numbers, found {layers!r}")
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+        raise PlanError(f"expected layers to be ascending numbers, found {layers}")
+    numa, hidden, intermediate, experts = (found[key] for key in _COUNTS)
+    check_dims(_METHODS[method], hidden, intermediate, numa)
+    how = _METHODS[method], _ROUNDINGS[_ROUNDINGS.index(rounding)]
+    return Block(*how, numa, hidden, intermediate, experts, tuple(layers))
+
+
+def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Tensors that are not what the manifest leads to, and what is wrong with each."""
+    wanted = dict(block.tensors())
+    for name, kind in wanted.items():
+        if name not in checkpoint:
+            yield name, f"missing: the manifest leads to it, as {kind}"
+        elif checkpoint[name].type != kind:
+            yield name, f"expected {kind}, found {checkpoint[name].type}"
+    for name, source in checkpoint.items():
+        if name not in wanted:
+            yield name, f"superfluous: the manifest does not lead to it; found {source.type}"
+
+
+def sound_block(checkpoint: Checkpoint) -> Block:
+    """The block of a folder whose tensors are those it leads to. Raises NotChecked for others."""
+    try:
+        block = read_block(checkpoint)
+    except PlanError as error:
+        raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
+    if any(True for _ in faults(block, checkpoint)):
+        raise NotChecked("QC040: its tensors are not those the manifest leads to")
+    return block
+
+
+def source_experts(folder: Folder) -> Experts:
+    """The source's routed experts. Raises PlanError where it has none that can be read."""
+    assert folder.source is not None
+    return routed_experts(Plan.identity(folder.source))
+
+
+def mismatches(block: Block, folder: Folder, experts: Experts) -> list[str]:
+    """What the manifest says and the source does not bear out. Draft layers are there all or not at
+    all."""
+    assert folder.source is not None
+    dims = folder.source.census.dims
+    found = [
+        f"{what} is {here} here and {there} in the source"
+        for what, here, there in (
+            ("the number of experts", block.experts, dims.num_experts),
+            ("the hidden size", block.hidden, dims.hidden_size),
+            ("the experts' intermediate size", block.intermediate, dims.moe_intermediate_size),
+        )
+        if here != there
+    ]
+    own = {p.layer for p in experts.projections if not p.draft}
+    drafts = {p.layer for p in experts.projections if p.draft}
+    if set(block.layers) not in (own, own | drafts):
+        there = _spell(own) + (f", draft layers {_spell(drafts)}" if drafts else "")
+        found.append(f"the layers with experts are {_spell(block.layers)} here; source: {there}")
+    return found
+
+
+def _spell(layers: Any) -> str:
+    return ", ".join(map(str, sorted(layers)))
+
+
+Sources = Mapping[tuple[int, Kind, int], Stored]
+
+
+def matching_source(block: Block, folder: Folder) -> Sources:
+    """The source's matrix of each layer, kind and expert. Raises NotChecked where the folder cannot
+    have been made from it."""
+    try:
+        experts = source_experts(folder)
+    except PlanError as error:
+        raise NotChecked(f"QC043: {error}") from error
+    wrong = mismatches(block, folder, experts)
+    if wrong:
+        raise NotChecked(f"QC043: {wrong[0]}")
+    kinds: dict[str, Kind] = {f"{kind}_proj": kind for kind in KINDS}
+    return {(p.layer, kinds[p.kind], p.expert): p.weight for p in experts.projections}
+
+
+def shard_weights(
+    block: Block, checkpoint: Checkpoint, reader: Reader, base: str, kind: Kind
+) -> tuple[Floats, Floats]:
+    """One NUMA shard: the weights [rows, columns] that the consumer computes with, and the step [rows]
+    between two codes. Raises PlanError where its tensors do not fit the manifest."""
+    import numpy as np
+
+    rows, columns = block.shard_shape(kind)
+    weight, scale = (_output(checkpoint, f"{base}.{part}") for part in ("weight", "scale"))
+    if scale.type != TensorType("F32", (rows,)):
+        raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
+    codes = array(_read(reader, weight), np.uint8, (weight.type.nbytes,))
+    scales = array(_read(reader, scale), np.float32, (rows,))
+    with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
+        values = inverse(block.method, codes, scales, columns)
+        return values, scales if block.method == "int8" else scales * np.float32(16)
+
+
+def weights(
+    block: Block, checkpoint: Checkpoint, reader: Reader, layer: int, kind: Kind, expert: int
+) -> tuple[Floats, float]:
+    """A matrix put together over its NUMA shards, and what rounding evenly to its steps adds up to:
+    the expected sum of squared errors, a twelfth of a squared step for each weight."""
+    import numpy as np
+
+    names = [shard_name(layer, kind, expert, shard) for shard in range(block.numa)]
+    shards = [shard_weights(block, checkpoint, reader, name, kind) for name in names]
+    columns = block.shard_shape(kind)[1]
+    noise = sum(float(np.sum(step.astype(np.float64) ** 2)) for _, step in shards) * columns / 12
+    return np.concatenate([s[0] for s in shards], axis=1 if kind == "down" else 0), noise
+
+
+def source_weights(reader: Reader, stored: Stored) -> Floats:
+    """A matrix of the source, decoded to BF16, as float32 [rows, columns]."""
+    import numpy as np
+
+    ins = [Buffer(arg.type, _read(reader, arg)) for arg in stored.args]
+    data = ins[0].data
+    if stored.decoder is not None:
+        types = [buffer.type for buffer in ins]
+        (kind,) = stored.decoder.infer(*types)
+        data = memoryview(bytearray(kind.nbytes))
+        scratch = memoryview(bytearray(stored.decoder.scratch(*types)))
+        stored.decoder.run(ins, [Buffer(kind, data)], scratch)
+    bits = array(data, np.uint16, (stored.rows, stored.columns)).astype(np.uint32)
+    return (bits << 16).view(np.float32)
+
+
+def _output(checkpoint: Checkpoint, name: str) -> Output:
+    if name not in checkpoint:
+        raise PlanError(f"{name!r} is missing")
+    return checkpoint[name].output
+
+
+def _read(reader: Reader, output: Output) -> memoryview:
+    """The bytes of something that is computed from nothing: of ranges of tensors."""
+    data = memoryview(bytearray(output.type.nbytes))
+    at = 0
+    for origin, start, stop in output.pieces:
+        assert isinstance(origin, Source)
+        reader.read(origin, start, data[at : at + stop - start])
+        at += stop - start
+    return data

@@ -1,0 +1,38 @@
+"""Experts for KTransformers' CPU kernels: the tensors must be those that the manifest leads to.
+
+QC040 a tensor that the manifest's method, NUMA count, sizes, experts and layers lead to is missing or
+      of another type, one that they do not lead to is there, or they cannot be meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint import MANIFEST
+from qconvert.errors import PlanError
+from qconvert.names import natural_key
+from qconvert.validation import Finding, Folder, Need
+from qconvert.validators._amx import faults, read_block
+
+
+@dataclass(frozen=True)
+class AmxHeaders:
+    """Headers against the manifest."""
+
+    name: str = "amx_headers"
+    proves: str = "the experts' tensors are those that method, NUMA count and sizes lead to"
+    needs: frozenset[Need] = frozenset({"amx"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        try:
+            block = read_block(folder.checkpoint)
+        except PlanError as error:
+            yield Finding("QC040", "error", MANIFEST, str(error))
+            return
+        found = dict(faults(block, folder.checkpoint))
+        for name in sorted(found, key=natural_key):
+            yield Finding("QC040", "error", name, found[name])
+
+
+VALIDATOR = AmxHeaders()

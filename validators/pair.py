@@ -1,0 +1,47 @@
+"""The CPU folder and its GPU side must belong together: experts of one model beside layers of another
+load and babble.
+
+QC050 the two were not made as a pair, nor is the GPU side the repo the CPU folder was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.validation import Finding, Folder, Need
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ids of a pair's halves, or the CPU folder's note of its source against the GPU side itself."""
+
+    name: str = "pair"
+    proves: str = "this folder and its GPU side belong together"
+    needs: frozenset[Need] = frozenset({"amx", "pair"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        partner, manifest = folder.partner, folder.checkpoint.manifest or {}
+        assert partner is not None
+        identity = manifest.get("identity", {})
+        made_from = identity.get("source"), identity.get("source_sample")
+        if made_from == (partner.header_digest, partner.sample_digest):
+            return
+        mine, theirs = _id(manifest, "cpu"), _id(partner.manifest or {}, "gpu")
+        if mine is None or mine != theirs:
+            message = (
+                "is neither the repo this folder was made from nor the half made with it (pair "
+                f"{theirs or 'none'}, this folder's {mine or 'none'})"
+            )
+            yield Finding("QC050", "error", str(partner.root), message)
+
+
+def _id(manifest: dict[str, Any], side: str) -> str | None:
+    found = manifest.get("pair")
+    if not isinstance(found, dict) or found.get("side") != side:
+        return None
+    return str(found.get("id"))
+
+
+VALIDATOR = Pair()
