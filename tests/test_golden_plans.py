@@ -26,6 +26,10 @@ _CASES = [
     ("qwen3.5-27b-fp8", "dequant-fp8"),
     ("qwen3.5-35b-a3b-fp8", "dequant-fp8"),
     ("qwen3.5-35b-a3b", "copy"),
+    ("deepseek-v3", "deepseek-v3-amxint4-2numa"),
+    ("qwen3-next-80b-a3b", "qwen3-next-amxint8"),
+    ("qwen3.5-35b-a3b", "qwen3.5-moe-amxint4"),
+    ("glm-4.5-air", "glm-4.5-amxint8"),
 ]
 
 

@@ -99,7 +99,8 @@ class ExpertsToAmx:
         """The plan of the CPU folder; `gpu` says in its README what the GPU side is."""
         dims = plan.census.dims
         drafts = sorted({p.layer for p in experts.projections if p.draft})
-        notes = [f"MTP layers {', '.join(map(str, drafts))} {self.mtp}"] if drafts else []
+        done = {"keep": "kept", "drop": "dropped"}[self.mtp]
+        notes = [f"MTP experts of layer {', '.join(map(str, drafts))} {done}"] if drafts else []
         known = reads_as_it_is(plan.checkpoint)
         if known is not None:
             again = ", a second lossy step" if known == "RAWINT4" else ""
