@@ -69,7 +69,9 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
         block = fp8_scheme(checkpoint).block
     except PlanError:
         return None
-    if block == (128, 128) and f"{name}_scale_inv" in checkpoint:
-        return "FP8"
+    if block is not None:
+        # The loader takes blocks of this size only, and never asks.
+        scales = f"{name}_scale_inv", f"{name}_scale"
+        return "FP8" if block == (128, 128) and any(s in checkpoint for s in scales) else None
     scale = checkpoint.get(f"{name}_scale")
     return "FP8_PERCHANNEL" if scale is not None and scale.type.numel > 1 else None

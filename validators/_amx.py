@@ -6,7 +6,7 @@ Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -152,7 +152,7 @@ def mismatches(block: Block, folder: Folder, experts: Experts) -> list[str]:
     return found
 
 
-def _spell(layers: Any) -> str:
+def _spell(layers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(layers)))
 
 

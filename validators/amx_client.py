@@ -73,11 +73,14 @@ class AmxClient:
             where = f"blk.{layer}"
             try:
                 errors = compare_layer(folder, block, sources, layer)
-            except (ClientError, PlanError) as error:
+            except ClientError as error:
                 yield Finding("QC045", "error", where, f"layer {layer}: {error}")
-                continue
-            if not errors.fit:
-                yield Finding("QC045", "error", where, f"layer {layer}: {errors}")
+            except PlanError as error:
+                what = f"layer {layer}: kt-kernel loads it, and it is not what the manifest says"
+                yield Finding("QC045", "error", where, f"{what}: {error}")
+            else:
+                if not errors.fit:
+                    yield Finding("QC045", "error", where, f"layer {layer}: {errors}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats
             said = " ".join(done.stderr.decode(errors="replace").split())[-_TAIL:]
             raise ClientError(
                 f"kt-kernel was expected to load it for {block.numa} NUMA nodes, found its process "
-                f"dead with {_exit(done.returncode)}" + (f": {said}" if said else "")
+                f"dead with {_exit(done.returncode)}" + (f"; it said last: {said}" if said else "")
             )
         result: Floats = np.load(job.output)
         return result

@@ -16,7 +16,7 @@ from qconvert.commands.convert import (
     run_options,
     show_plan,
 )
-from qconvert.commands.options import OUT, SOURCE
+from qconvert.commands.options import OUT, SOURCE, Folder
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def amx(
 @click.option(
     "--cpu-out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=Folder(),
     help="Folder for the CPU's experts.",
 )
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
@@ -90,7 +90,7 @@ def amx(
     help="`source`: SRC itself is the GPU side. `w4a16`: a folder with experts in packed INT4 "
     "(round to nearest, groups of 128) and all other layers as they are.",
 )  # fmt: skip
-@click.option("--gpu-out", type=click.Path(path_type=Path), help="Folder for --gpu w4a16.")
+@click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
 @RUNNING
 def kt(
     source: str,
@@ -143,7 +143,11 @@ def _convert_pair(
     from qconvert.plan import Plan
     from qconvert.recipe import Recipe
     from qconvert.run.executor import prepare_together
+    from qconvert.run.workspace import check_apart, check_folders_apart
 
+    for out in (cpu_out, gpu_out):
+        check_apart(out, checkpoint)
+    check_folders_apart(gpu_out, cpu_out)
     if options["dump_after"] is not None:
         raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
     plans = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())

@@ -144,7 +144,7 @@ def _fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | Non
         first = next(module for module, fp8 in linears.items() if fp8)
         raise PlanError(
             f"{first!r} is FP8 without blocks; beside INT4 experts runtimes take block FP8 or bf16 "
-            "linears: dequantize first (the recipe's `dequant` pass before this one)"
+            "linears: dequantize the checkpoint first (qconvert dequant)"
         )
     return block
 

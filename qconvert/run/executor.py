@@ -217,7 +217,7 @@ def run_together(
             if journal is not None:
                 journal.close()
         for space in spaces:
-            space.release()
+            space.withdraw()
         raise
 
 
@@ -255,16 +255,18 @@ def _open_journals(
             f"{finished[0].out} is finished, and its other half {spaces[0].out} is not; remove the "
             "former to make both again"
         )
+    if not resumable:
+        # The first folder's journal goes first: it speaks of files in all of them.
+        for space in spaces:
+            space.forget()
     journals: list[Journal | None] = []
-    # The first folder's journal is the one that speaks of finished units: it comes last, when all
-    # files it may speak of are there.
+    # It also comes last, when all files it may speak of are there.
     for (ready, _), space in reversed(list(zip(parts, spaces, strict=True))):
         if space.done:
             journals.append(None)
         elif resumable:
             journals.append(space.resume())
         else:
-            space.remembered = None
             journals.append(space.begin(ready.layout))
     return journals[::-1]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,28 @@ class Workspace:
             self._files.rename(staged, final)
         elif not final.exists():
             raise OutputError(f"{final}: was staged, and is gone; run qconvert clean {self.out}")
+
+    def forget(self) -> None:
+        """Drop what an interrupted run left, for good: its journal must not speak of files that are
+        about to be made anew. What of it was published already is taken back."""
+        found, self.remembered = self.remembered, None
+        if found is None:
+            return
+        names = found.publish or ()
+        staged = {name for name in names if (self.stage / name).exists()}
+        if names:
+            _take_back(self.out, names, staged, self._files)
+        self._files.remove(self.work / JOURNAL)
+        self._files.sync_folder(self.work)
+
+    def withdraw(self) -> None:
+        """Give up a folder that a refusal met right after it was claimed: nothing of ours stays. Work
+        that was begun is left to be resumed."""
+        begun = (self.work / JOURNAL).exists() or self.stage.exists()
+        if self._lock is not None and not begun:
+            with suppress(OSError):  # the refusal is what the user must hear of
+                _discard(self.work, self._files)
+        self.release()
 
     def tidy(self) -> None:
         """Remove the work folder of a finished conversion and give up the lock."""
