@@ -27,7 +27,7 @@ PART_BYTES = 3 << 20
 
 # Several results of one node are kept until they are whole, if they are no larger than this: parts of
 # them, written in turn, would be many small writes.
-GATHER_BYTES = 16 << 20
+GATHER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
