@@ -46,6 +46,8 @@ def routed_experts(plan: Plan) -> Experts:
     """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
     dense model, a matrix that is missing, of another shape than the config says, or in a form that
     is not read."""
+    if "amx" in (plan.checkpoint.manifest or {}):
+        raise PlanError("its experts are in a CPU kernel's format already; start from the source")
     census = plan.census
     if census.family.name == "generic":
         raise PlanError(
@@ -55,6 +57,10 @@ def routed_experts(plan: Plan) -> Experts:
     dims = census.dims
     if not dims.num_experts:
         raise PlanError("the config counts no experts: a dense model has nothing to convert")
+    stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
+    for setting, size in stated.items():
+        if size < 1:
+            raise PlanError(f"the config states no {setting}")
     found: dict[tuple[int, int, str], Projection] = {}
     taken: set[str] = set()
     for name, place in census.places.items():
@@ -62,7 +68,9 @@ def routed_experts(plan: Plan) -> Experts:
             key = (projection.layer, projection.expert, projection.kind)
             if key in found:
                 raise PlanError(f"{name!r}: expert {found[key].module!r} is there in another form")
-            _check_shape(plan, projection)
+            if projection.expert >= dims.num_experts:
+                raise PlanError(f"{name!r}: the config counts {dims.num_experts} experts")
+            _check_shape(plan, projection, name)
             found[key] = projection
             taken.update(names)
     if not found:
@@ -84,13 +92,28 @@ def routed_experts(plan: Plan) -> Experts:
             for kind in PROJECTIONS:
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
-    drafts = sum(draft for _, draft in layers)
-    counted = len(dims.groups.get("moe", ())) + drafts
+    drafts = _draft_layers(plan)
+    for layer in drafts:
+        if (layer, True) not in layers:
+            raise PlanError(
+                f"MTP layer {layer}: its experts are missing, and other MTP tensors are there"
+            )
+    counted = len(dims.groups.get("moe", ())) + len(drafts)
     kinds = len(PROJECTIONS) * dims.num_experts
     return Experts(
         tuple(found[key] for key in sorted(found)), frozenset(taken | spent), frozenset(spent),
         counted * kinds,
     )  # fmt: skip
+
+
+def _draft_layers(plan: Plan) -> list[int]:
+    """Numbers of the draft layers that must have experts: all the config counts, where there is any
+    draft tensor; none where they were left out as a whole."""
+    dims = plan.census.dims
+    if not any(plan.family.is_mtp(name, dims) for name in plan.tensors):
+        return []
+    groups = dims.groups.get("mtp_moe", ())
+    return [n if n >= dims.num_layers else n + dims.num_layers for n in groups]
 
 
 def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
@@ -137,15 +160,16 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             yield Projection(layer, expert, part, draft, module, weight), names
 
 
-def _check_shape(plan: Plan, projection: Projection) -> None:
+def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
     dims = plan.census.dims
     hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
     wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
     found = projection.weight.rows, projection.weight.columns
     if found != wanted:
         order = "[E, inputs, outputs]" if plan.family.stacked_transposed else "[E, outputs, inputs]"
+        note = f" (stacks of {plan.family.name} are {order})"
         raise PlanError(
             f"{projection.module}: expected [{wanted[0]}, {wanted[1]}] by the config's hidden_size "
-            f"and moe_intermediate_size, found [{found[0]}, {found[1]}] (stacks of "
-            f"{plan.family.name} are {order})"
+            f"and moe_intermediate_size, found [{found[0]}, {found[1]}]"
+            + (note if len(plan.tensors[name].type.shape) == 3 else "")
         )

@@ -8,11 +8,11 @@ ktransformers#1832, #1859, sglang#20516).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.quantization import fp8_scheme
 
 RUNTIME = (
@@ -25,7 +25,8 @@ def launch_line(method: str, numa: int, cpu: str, gpu: str) -> str:
     """The command that serves a CPU folder with its GPU side. What depends on the machine stands in
     angle brackets: its physical cores, and how many experts of a layer its GPU is to hold."""
     return (
-        f"python -m sglang.launch_server --model {gpu} --kt-weight-path {cpu} --kt-method {method} "
+        f"python -m sglang.launch_server --model {quote(gpu)} --kt-weight-path {quote(cpu)} "
+        f"--kt-method {method} "
         f"--kt-threadpool-count {numa} --kt-cpuinfer <physical cores> --kt-num-gpu-experts <experts> "
         "--kt-max-deferred-experts-per-token 0 --disable-shared-experts-fusion"
     )
@@ -61,10 +62,13 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
         return None
     if name.endswith(".weight_packed"):
         return "RAWINT4" if f"{name.removesuffix('packed')}scale" in checkpoint else None
-    if checkpoint[name].type.dtype == "BF16":
-        return "BF16"
-    if checkpoint[name].type.dtype not in WEIGHT_DTYPES:
-        return None
+    dtypes = {
+        checkpoint[n].type.dtype
+        for n, place in checkpoint.census.places.items()
+        if place.expert is not None and place.parameter == "weight"
+    }
+    if dtypes != {"F8_E4M3"}:
+        return "BF16" if dtypes == {"BF16"} else None
     try:
         block = fp8_scheme(checkpoint).block
     except PlanError:

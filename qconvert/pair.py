@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from hashlib import sha256
 
+from qconvert.errors import PlanError
 from qconvert.formats.w4a16 import PackInt4
 from qconvert.graph import Output
+from qconvert.ops.int4 import DequantInt4
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -25,6 +27,12 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
     before = (Drop(what="mtp"),) if cpu.mtp == "drop" and _has_drafts(start) else ()
     plan = run_passes(start, before)
     experts = cpu.experts(plan)
+    for projection in experts.projections:
+        if isinstance(projection.weight.decoder, DequantInt4):
+            raise PlanError(
+                f"{projection.module} is INT4 already; packed again it would only lose: let the source "
+                "be the GPU side (--gpu source)"
+            )
     shards: dict[str, Output] = {}
     packed: dict[str, tuple[Output, Output]] = {}
     for projection in experts.projections:

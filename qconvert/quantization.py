@@ -96,6 +96,17 @@ def int4_group(checkpoint: Checkpoint) -> int:
     for config in checkpoint.quantization_configs:
         if config.method != "compressed-tensors":
             continue
+        for key in ("transform_config", "sparsity_config"):
+            if config.block.get(key):
+                raise PlanError(f"{config.where}: INT4 weights with a {key} are not read here")
+        if config.block.get("format", "pack-quantized") not in (
+            "pack-quantized",
+            "mixed-precision",
+        ):
+            raise PlanError(
+                f"{config.where}: INT4 weights are read in format pack-quantized, found "
+                f"{config.block['format']!r}"
+            )
         for weights in _groups(config):
             if (weights.get("type"), weights.get("num_bits")) != ("int", 4):
                 continue

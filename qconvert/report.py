@@ -138,6 +138,7 @@ def _table(plan: Plan) -> list[str]:
 def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
     """Outputs grouped by role and by what becomes of them."""
     places = plan.census.places
+    first = _first_ports(plan)
     rows: dict[tuple[str, str], _Row] = {}
     for name, output in plan.tensors.items():
         place = places.get(name)
@@ -148,7 +149,7 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
             role += " scales"
         row = rows.setdefault((role, _becomes(output)), _Row())
         row.tensors += 1
-        row.bytes_in += _bytes_in(output)
+        row.bytes_in += _bytes_in(output, first)
         row.bytes_out += output.type.nbytes
     return rows
 
@@ -169,13 +170,25 @@ def _becomes(output: Output) -> str:
     return f"{'/'.join(sorted(firsts))} -> {output.type.dtype}"
 
 
-def _bytes_in(output: Output) -> int:
+def _first_ports(plan: Plan) -> dict[int, int]:
+    """The first result of each node that the plan uses: what the node reads is counted there."""
+    first: dict[int, int] = {}
+    for output in plan.tensors.values():
+        for origin, _, _ in output.pieces:
+            if not isinstance(origin, Source):
+                known = first.get(id(origin.node), origin.port)
+                first[id(origin.node)] = min(known, origin.port)
+    return first
+
+
+def _bytes_in(output: Output, first: Mapping[int, int]) -> int:
     total = 0
-    for piece in output.pieces:
-        if isinstance(piece.origin, Source):
-            total += piece.nbytes
-        else:
-            total += sum(arg.type.nbytes for arg in piece.origin.node.args)
+    for origin, start, stop in output.pieces:
+        if isinstance(origin, Source):
+            total += stop - start
+        elif origin.port == first[id(origin.node)]:
+            read = sum(arg.type.nbytes for arg in origin.node.args)
+            total += read * (stop - start) // max(1, origin.type.nbytes)
     return total
 
 
@@ -185,7 +198,7 @@ def loss_lines(plan: Plan) -> list[str]:
     count = f"{len(losses)} step{'' if len(losses) == 1 else 's'}{':' if losses else ''}"
     return [
         f"lossy   {count}",
-        *(f"        {what} ({number} tensors)" for what, number in losses.items()),
+        *(f"        {what} ({number} times)" for what, number in losses.items()),
     ]
 
 

@@ -167,6 +167,10 @@ def validate_folder(
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
         return report
+    if partner is not None and "amx" not in have:
+        raise CheckpointError(
+            f"{out}: --pair goes with the folder of the CPU's experts, and this is none; exchange them"
+        )
     report.proved.append("headers, index and file sizes agree")
     for validator in validators():
         lacking = sorted(validator.needs - have)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from qconvert.errors import PlanError
-from qconvert.graph import Output, concat
+from qconvert.graph import Output, Value, concat
 from qconvert.names import scale_candidates
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
@@ -53,16 +53,14 @@ def _regrid(
     if block[0] >= rows:
         return block, scale
     height = gcd(block[0], start)
-    if stop < rows:
-        height = gcd(height, stop)
     if height == block[0]:
         return block, scale.rows(start // height, -(-stop // height))
     lines = [scale.rows(row // block[0], row // block[0] + 1) for row in range(start, stop, height)]
     return (height, block[1]), concat(lines)
 
 
-def fp8_scheme_of(plan: Plan, weight: str, scale: str) -> Fp8Scheme:
-    """How the config says a weight is scaled. Raises PlanError for U8 scales it does not call
+def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
+    """How the config says weights are scaled. Raises PlanError for U8 scales it does not call
     exponents."""
     scheme = fp8_scheme(plan.checkpoint)
     if plan.tensors[scale].type.dtype == "U8" and not scheme.u8_exponents:
@@ -123,7 +121,7 @@ def read_matrix(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     if weight.type.dtype not in WEIGHT_DTYPES:
         return _plain(name, weight), (name,)
     scale = fp8_scale_name(plan, name)
-    stored = _fp8_matrix(name, weight, plan.tensors[scale], fp8_scheme_of(plan, name, scale))
+    stored = _fp8_matrix(name, weight, plan.tensors[scale], fp8_scheme_of(plan, scale))
     return stored, (name, scale)
 
 
@@ -131,7 +129,8 @@ def read_of_stack(
     plan: Plan, name: str, expert: int, *, transposed: bool
 ) -> tuple[Stored, tuple[str, ...]]:
     """The matrix of one expert in a stack [E, rows, columns], or [E, columns, rows] where
-    `transposed`, and the names of all tensors it takes."""
+    `transposed`, and the names of all tensors it takes. A transposed matrix is read whole for every
+    cut of its rows, which are columns there."""
     matrix = plan.tensors[name].index(expert)
     rows, columns = matrix.type.shape
     if transposed:
@@ -141,7 +140,7 @@ def read_of_stack(
     if matrix.type.dtype not in WEIGHT_DTYPES:
         return _plain(name, matrix), (name,)
     scale_name = fp8_scale_name(plan, name)
-    scale, scheme = plan.tensors[scale_name], fp8_scheme_of(plan, name, scale_name)
+    scale, scheme = plan.tensors[scale_name], fp8_scheme_of(plan, scale_name)
     if scale.type.shape[:1] == plan.tensors[name].type.shape[:1]:
         scale = scale.index(expert)
     return _fp8_matrix(name, matrix, scale, scheme), (name, scale_name)
@@ -178,6 +177,8 @@ def _read_int4(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     if f"{module}.weight_zero_point" in plan.tensors:
         raise PlanError(f"{module}: asymmetric INT4 (weight_zero_point) is not read here")
     packed, scale = plan.tensors[names[0]], plan.tensors[names[1]]
+    if any(isinstance(piece.origin, Value) for piece in packed.pieces):
+        raise PlanError(f"{names[0]!r} was made by an earlier pass; experts are quantized once")
     decoder = DequantInt4(int4_group(plan.checkpoint))
     try:
         (kind,) = decoder.infer(packed.type, scale.type)

@@ -605,7 +605,7 @@ INT8_TOO = "AMXINT8 (--method int8) could be"
         ("int4", 100, 256, 1, "hidden sizes in multiples of 128, found 100", False),
         ("int8", 100, 256, 1, "hidden sizes in multiples of 64, found 100", False),
         ("int8", 0, 256, 1, "hidden sizes in multiples of 64, found 0", False),
-        ("int8", 128, 256, 0, "--numa must be at least 1, found 0", False),
+        ("int8", 128, 256, 0, "the NUMA count must be at least 1, found 0", False),
     ],
 )
 def test_sizes_the_kernels_cannot_hold(

@@ -857,10 +857,95 @@ def test_what_kt_kernel_reads_without_conversion(
 
 def test_the_second_lossy_step_of_int4_is_named(tmp_path: Path) -> None:
     source = kimi().write(tmp_path / "source")
-    done = kt(source, tmp_path / "cpu", tmp_path / "gpu")
+    done = kt(source, tmp_path / "cpu", None)
     assert done.code == 0, done.err
     assert "--kt-method RAWINT4" in done.out
     assert "INT4 to AMX is a second lossy step" in done.out
+
+
+def test_experts_that_are_int4_are_not_packed_again(tmp_path: Path) -> None:
+    source = kimi().write(tmp_path / "source")
+    done = kt(source, tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 1
+    assert "is INT4 already" in done.err
+    assert "--gpu source" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"symmetric": False}, "symmetric False"),
+        ({"actorder": "group"}, "actorder 'group' permutes columns"),
+        ({"group_size": 64}, "expected"),
+        ({"num_bits": 8}, "no group size"),
+    ],
+)
+def test_int4_of_another_kind_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    model = kimi()
+    groups = model.config["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"] |= change
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert says in done.err
+
+
+@pytest.mark.parametrize("key", ["transform_config", "sparsity_config"])
+def test_int4_that_was_transformed_is_refused(key: str, tmp_path: Path) -> None:
+    model = kimi()
+    model.config["quantization_config"][key] = {"config_groups": {"r1": {}}}
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert key in done.err
+
+
+def test_asymmetric_int4_is_refused_by_its_zero_points(tmp_path: Path) -> None:
+    model = kimi()
+    name = next(n for n in model.tensors if n.endswith(".weight_packed"))
+    zeros = name.replace("weight_packed", "weight_zero_point")
+    model.tensors[zeros] = Tensor("I32", (1, 1), bytes(4))
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert "weight_zero_point" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme static"),
+        ({"scale_fmt": "ue8m0"}, None),
+    ],
+)
+def test_fp8_settings_of_the_source_are_kept_or_refused(
+    change: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    model = deepseek_v3()
+    model.config["quantization_config"] = FP8_BLOCK | change
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
+    if says is not None:
+        assert done.code == 1
+        assert says in done.err
+        return
+    assert done.code == 0, done.err
+    assert quantization(tmp_path / "gpu")["linear_fp8_config"]["scale_fmt"] == "ue8m0"
+
+
+def test_a_draft_layer_without_its_experts_is_missed(tmp_path: Path) -> None:
+    model = deepseek_v3()
+    gone = [name for name in model.tensors if name.startswith("model.layers.2.mlp.experts.")]
+    assert gone
+    for name in gone:
+        del model.tensors[name]
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert "MTP layer 2: its experts are missing" in done.err
+
+
+def test_an_expert_the_config_does_not_count_is_refused(tmp_path: Path) -> None:
+    model = qwen3_moe()
+    model.tensors |= mlp(f"model.layers.0.mlp.experts.{EXPERTS}", HIDDEN, INTERMEDIATE, "bf16")
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert f"experts.{EXPERTS}." in done.err
 
 
 def test_stacked_experts_make_the_same_pair_as_experts_apart(tmp_path: Path) -> None:
@@ -908,6 +993,56 @@ class Pair:
         assert done.code == 130, done
         assert "finished work is kept, the same command goes on" in done.err
         assert published(self.cpu) == published(self.gpu) == []
+
+
+def test_halves_of_two_interrupted_pairs_do_not_make_one(
+    plain: Path,
+    tmp_path: Path,
+    undisturbed: tuple[object, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are of the same plan, and each has done another part of it."""
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    Pair(plain, a, b).interrupted(14, monkeypatch)
+    Pair(plain, c, d).interrupted(4, monkeypatch)
+    crossed = Pair(plain, a, d)
+    done = crossed.run()
+    assert done.code == 0, done.err
+    assert crossed.trees == undisturbed
+
+
+def test_both_folders_must_fit_on_one_disk(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for either is not room for both."""
+    pair = Pair(plain, tmp_path / "cpu", tmp_path / "gpu")
+    assert pair.run().code == 0
+    sizes = [sum(f.stat().st_size for f in folder.iterdir()) for folder in (pair.cpu, pair.gpu)]
+    free = max(sizes) + min(sizes) // 2
+    real = os.statvfs(tmp_path)
+
+    class Tight:
+        f_bavail, f_frsize = free // real.f_frsize, real.f_frsize
+
+    monkeypatch.setattr("qconvert.run.workspace.os.statvfs", lambda _path: Tight)
+    done = Pair(plain, tmp_path / "cpu2", tmp_path / "gpu2").run()
+    assert done.code == 1
+    assert "bytes, the disk has" in done.err
+
+
+def test_workers_hold_the_locks_of_both_folders(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+
+    def noted(_setup: object, _jobs: int, _batches: object, locks: list[int]) -> object:
+        held.extend(locks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qconvert.run.executor.run_workers", noted)
+    done = kt(plain, tmp_path / "cpu", tmp_path / "gpu", jobs=2)
+    assert done.code == 130
+    assert len(set(held)) == 2
 
 
 @pytest.fixture(scope="module")

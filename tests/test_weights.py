@@ -803,6 +803,18 @@ def test_memory_does_not_show(one: tuple[Path, Path], tmp_path: Path) -> None:
         assert tree(out) == tree(one[1])
 
 
+def test_results_too_large_to_be_gathered_are_written_in_parts(tmp_path: Path) -> None:
+    """Where the least memory has no room for the whole results of a matrix."""
+    source = apart(plain("BF16"), 3840, 1024, layers=1).model.write(tmp_path / "source")
+    said = amx(source, tmp_path / "out", "int8", 2, "--memory", "1MiB")
+    found = re.search(r"smallest --memory that would do is (\d+)MiB", said.err)
+    assert found is not None, said.err
+    for name, memory in (("least", f"{found.group(1)}MiB"), ("ample", "512MiB")):
+        result = amx(source, tmp_path / name, "int8", 2, "--memory", memory)
+        assert result.code == 0, result.err
+    assert tree(tmp_path / "least") == tree(tmp_path / "ample")
+
+
 @pytest.mark.parametrize("count", [1, 4, 10])
 def test_interruptions_do_not_show(
     count: int, one: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

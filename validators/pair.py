@@ -1,7 +1,8 @@
 """The CPU folder and its GPU side must belong together: experts of one model beside layers of another
 load and babble.
 
-QC050 the two were not made as a pair, nor is the GPU side the repo the CPU folder was made from.
+QC050 the two were not made as a pair, nor is the GPU side the repo the CPU folder was made from, nor
+was it made from that.
 """
 
 from __future__ import annotations
@@ -24,17 +25,26 @@ class Pair:
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         partner, manifest = folder.partner, folder.checkpoint.manifest or {}
         assert partner is not None
-        identity = manifest.get("identity", {})
-        made_from = identity.get("source"), identity.get("source_sample")
-        if made_from == (partner.header_digest, partner.sample_digest):
-            return
-        mine, theirs = _id(manifest, "cpu"), _id(partner.manifest or {}, "gpu")
-        if mine is None or mine != theirs:
+        theirs = partner.manifest or {}
+        if "pair" in theirs:
+            fits = _id(theirs, "gpu") is not None and _id(theirs, "gpu") == _id(manifest, "cpu")
+        else:
+            fits = _source(manifest) in (
+                (partner.header_digest, partner.sample_digest),
+                _source(theirs),
+            )
+        if not fits:
             message = (
-                "is neither the repo this folder was made from nor the half made with it (pair "
-                f"{theirs or 'none'}, this folder's {mine or 'none'})"
+                "is neither the repo this folder was made from, nor made from that, nor the half made "
+                f"with it (its pair {_id(theirs, 'gpu') or 'none'}, this folder's "
+                f"{_id(manifest, 'cpu') or 'none'})"
             )
             yield Finding("QC050", "error", str(partner.root), message)
+
+
+def _source(manifest: dict[str, Any]) -> tuple[Any, Any]:
+    identity = manifest.get("identity", {})
+    return identity.get("source"), identity.get("source_sample")
 
 
 def _id(manifest: dict[str, Any], side: str) -> str | None:

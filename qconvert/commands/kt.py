@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
@@ -34,7 +35,7 @@ _ROUNDING = click.option(
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
-    help="Experts of the MTP (draft) layers.",
+    help="Experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers as a whole.",
 )  # fmt: skip
 
 
@@ -126,8 +127,8 @@ def kt(
         convert(recipe, checkpoint, cpu_out, options)
     else:
         _convert_pair(checkpoint, cpu_side, cpu_out, gpu_out, options)
-    if options["dump_after"] is None and not options["as_json"]:
-        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out)
+    if options["dump_after"] is None:
+        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out, err=options["as_json"])
 
 
 def _convert_pair(
@@ -159,20 +160,27 @@ def _convert_pair(
 
 
 def _tell_how(
-    checkpoint: Checkpoint, cpu_side: ExpertsToAmx, cpu_out: Path, gpu_out: Path | None
+    checkpoint: Checkpoint,
+    cpu_side: ExpertsToAmx,
+    cpu_out: Path,
+    gpu_out: Path | None,
+    *,
+    err: bool,
 ) -> None:
-    """The launch line; and where kt reads the source as it is, that too."""
+    """The launch line; and where kt reads the source as it is, that too. To stderr where stdout is
+    JSON."""
     from qconvert.formats.amx import RUNTIME_NAME
     from qconvert.kt import RUNTIME, launch_line, reads_as_it_is
 
     name = RUNTIME_NAME[cpu_side.method]
     gpu = str(checkpoint.root if gpu_out is None else gpu_out)
-    click.echo("\nserve with:\n" + launch_line(name, cpu_side.numa, str(cpu_out), gpu))
-    click.echo(RUNTIME)
+    click.echo("\nserve with:\n" + launch_line(name, cpu_side.numa, str(cpu_out), gpu), err=err)
+    click.echo(RUNTIME, err=err)
     known = reads_as_it_is(checkpoint)
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
         click.echo(
             f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
-            f"{known} --kt-weight-path {checkpoint.root}{second}"
+            f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
+            err=err,
         )

@@ -64,7 +64,7 @@ def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> Non
     would do. `intermediate` is that of a routed expert."""
     step = STEP[method]
     if numa < 1:
-        raise PlanError(f"--numa must be at least 1, found {numa}")
+        raise PlanError(f"the NUMA count must be at least 1, found {numa}")
     if hidden < 1 or hidden % step:
         raise PlanError(
             f"{RUNTIME_NAME[method]} takes hidden sizes in multiples of {step}, found {hidden}"

@@ -59,7 +59,7 @@ class ExpertsToAmx:
         """The plan's experts, if the kernels can hold and compute them."""
         _check_activation(plan)
         dims = plan.census.dims
-        if dims.num_experts:
+        if dims.num_experts and dims.hidden_size and dims.moe_intermediate_size:
             check_dims(self.method, dims.hidden_size, dims.moe_intermediate_size, self.numa)
         return routed_experts(plan)
 

@@ -75,7 +75,7 @@ def _is_fp8_weight(name: str, output: Output) -> bool:
 
 def _dequantized(name: str, scale_name: str, plan: Plan) -> Output:
     weight, scale = plan.tensors[name], plan.tensors[scale_name]
-    scheme = fp8_scheme_of(plan, name, scale_name)
+    scheme = fp8_scheme_of(plan, scale_name)
     if len(weight.type.shape) < 2 or not weight.type.numel:
         raise PlanError(f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}")
     try:

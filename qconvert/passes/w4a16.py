@@ -69,6 +69,7 @@ class ExpertsToW4A16:
         block = _fp8_block(plan, linears)
         every_linear = block is not None and all(linears.values())
         if block is not None and not every_linear:
+            _check_plain_scales(others)
             tensors = {_as_weight_scale(name, others): output for name, output in others.items()}
         for projection in experts.projections:
             stored = projection.weight
@@ -88,9 +89,13 @@ class ExpertsToW4A16:
             "w4a16: its quantization block no longer holds",
         )
         config = without_quantization(plan.config)
-        config["quantization_config"] = _quantization(
+        quantization = _quantization(
             self.group, block, _ignored(plan, others), every_linear=every_linear
         )
+        found = [c.block.get("scale_fmt") for c in plan.checkpoint.quantization_configs]
+        if every_linear and any(found):
+            quantization["linear_fp8_config"]["scale_fmt"] = next(filter(None, found))
+        config["quantization_config"] = quantization
         note = ("linear_fp8_config",) if every_linear else ()
         return plan.logged(
             LogEntry(
@@ -139,6 +144,19 @@ def _fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | Non
     """The block size of the linears that are FP8, None where none is."""
     if not any(linears.values()):
         return None
+    for config in plan.checkpoint.quantization_configs:
+        if config.block.get("activation_scheme") == "static":
+            raise PlanError(
+                f"{config.where}: activation_scheme static; beside INT4 experts runtimes scale "
+                "activations dynamically: dequantize the checkpoint first (qconvert dequant)"
+            )
+    for module, fp8 in linears.items():
+        kind = plan.tensors[f"{module}.weight"].type
+        if fp8 and kind.dtype != "F8_E4M3":
+            raise PlanError(
+                f"{module!r} is {kind}; beside INT4 experts runtimes take E4M3: dequantize the "
+                "checkpoint first (qconvert dequant)"
+            )
     block = fp8_scheme(plan.checkpoint).block
     if block is None:
         first = next(module for module, fp8 in linears.items() if fp8)
@@ -147,6 +165,16 @@ def _fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | Non
             "linears: dequantize the checkpoint first (qconvert dequant)"
         )
     return block
+
+
+def _check_plain_scales(others: Mapping[str, Output]) -> None:
+    """compressed-tensors' float-quantized scales are numbers."""
+    for name, output in others.items():
+        if name.endswith(".weight_scale_inv") and output.type.dtype in ("U8", "F8_E8M0"):
+            raise PlanError(
+                f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
+                "dequantize the checkpoint first (qconvert dequant)"
+            )
 
 
 def _as_weight_scale(name: str, others: Mapping[str, Output]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -248,7 +249,8 @@ def _open_journals(
 ) -> list[Journal | None]:
     """Go on where all folders can; else begin all of them anew. A folder that is finished needs no
     journal. Raises OutputError where one is finished that another begun anew would be written to."""
-    resumable = all(space.done or space.remembered is not None for space in spaces)
+    begun = {None if s.remembered is None else s.remembered.run for s in spaces if not s.done}
+    resumable = None not in begun and len(begun) == 1
     finished = [space for space in spaces if space.done]
     if finished and not (resumable and _all_units_kept(parts[0][0], spaces[0])):
         raise OutputError(
@@ -259,6 +261,7 @@ def _open_journals(
         # The first folder's journal goes first: it speaks of files in all of them.
         for space in spaces:
             space.forget()
+    run = secrets.token_hex(8)
     journals: list[Journal | None] = []
     # It also comes last, when all files it may speak of are there.
     for (ready, _), space in reversed(list(zip(parts, spaces, strict=True))):
@@ -267,7 +270,7 @@ def _open_journals(
         elif resumable:
             journals.append(space.resume())
         else:
-            journals.append(space.begin(ready.layout))
+            journals.append(space.begin(ready.layout, run))
     return journals[::-1]
 
 

@@ -29,6 +29,11 @@ class Remembered:
     publish: Sequence[str] | None = None
     length: int = 0
 
+    @property
+    def run(self) -> Any:
+        """What the journals of folders that were begun together have in common, and no others."""
+        return self.header.get("run")
+
 
 def _line(record: Mapping[str, Any]) -> bytes:
     text = json.dumps(record, separators=(",", ":")).encode()

@@ -130,9 +130,10 @@ class Workspace:
         assert self._lock is not None, "a finished folder is not locked"
         return self._lock.fd
 
-    def begin(self, layout: Layout) -> Journal:
+    def begin(self, layout: Layout, run: str) -> Journal:
         """Create every shard at full size with its header, then the journal. Once the journal's
-        first line can be read, the shards are known to be there."""
+        first line can be read, the shards are known to be there. `run` names this beginning: the same
+        plan may be begun again, with another folder beside it."""
         if self.stage.exists():
             self._files.remove_tree(self.stage)
         self._files.make_folder(self.stage)
@@ -145,7 +146,7 @@ class Workspace:
         path = self.work / JOURNAL
         self._files.create(path, 0)
         journal = Journal(path, self._files, 0)
-        journal.append([self._identity])
+        journal.append([{**self._identity, "run": run}])
         self._files.sync_folder(self.work)
         return journal
 
