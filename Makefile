@@ -22,7 +22,7 @@ lint: $(VENV)/installed
 
 # The tests that kill processes, cut the power, fill gigabytes, or need other projects.
 check: $(VENV)/installed-peers
-	$(BIN)/pytest -m "peer or crash or big"
+	$(BIN)/pytest -n auto -m "peer or crash or big"
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt
