@@ -12,22 +12,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-
-def without_pinning() -> None:
-    """Have torch ignore `pin_memory`, which needs a GPU."""
-    for name in ("zeros", "full", "empty"):
-        original = getattr(torch, name)
-
-        def plain(*args: Any, _original: Any = original, **options: Any) -> Any:
-            options.pop("pin_memory", None)
-            return _original(*args, **options)
-
-        setattr(torch, name, plain)
+from qconvert.validators.kt_forward import ignore_pinning
 
 
 def convert_layer(
@@ -62,7 +51,7 @@ def convert_layer(
 
 def main(method: str, numa: str, folder: str) -> None:
     os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
-    without_pinning()
+    ignore_pinning()
     for file in sorted(Path(folder).glob("*.npz"), key=lambda file: int(file.stem)):
         loaded = np.load(file)
         gate, up, down = (

@@ -373,6 +373,15 @@ def test_the_experts_are_one_group_of_packed_weights(made: Made) -> None:
     assert not any(pattern.match(name) for name in others if ".mlp.experts." not in name)
 
 
+def test_the_gpu_folder_is_what_the_pass_alone_makes(made: Made, tmp_path: Path) -> None:
+    recipe, out = tmp_path / "w4a16.yaml", tmp_path / "out"
+    recipe.write_text("passes: [w4a16]\n")
+    done = run_cli("run", recipe, made.source, out, "--jobs", "1")
+    assert done.code == 0, done.err
+    assert shards(out) == shards(made.gpu)
+    assert (out / "config.json").read_bytes() == (made.gpu / "config.json").read_bytes()
+
+
 def test_every_bf16_matrix_is_ignored_and_nothing_quantized_is(made: Made) -> None:
     ignored = quantization(made.gpu)["ignore"]
     matrices = {

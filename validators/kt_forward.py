@@ -46,7 +46,7 @@ def forward(job: Job) -> None:
     import numpy as np
     import torch
 
-    _ignore_pinning()
+    ignore_pinning()
     inputs = np.load(job.inputs)
     hidden = torch.from_numpy(inputs["hidden"].view(np.int16)).view(torch.bfloat16)
     ids, shares = torch.from_numpy(inputs["ids"]), torch.from_numpy(inputs["shares"])
@@ -75,7 +75,7 @@ def forward(job: Job) -> None:
     np.save(job.output, result.float().numpy())
 
 
-def _ignore_pinning() -> None:
+def ignore_pinning() -> None:
     """Have torch ignore `pin_memory`, which needs a GPU."""
     import torch
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from qconvert.errors import PlanError, RunError
 from qconvert.graph import Buffer, Part
 from qconvert.ops.buffers import array
+from qconvert.ops.cast import round_to_bf16
 from qconvert.spec import TensorType, ceil_div
 
 if TYPE_CHECKING:
@@ -180,10 +181,10 @@ class DequantFp8:
                         shown = first
                     np.multiply(values, spread, out=values)
                 if ties:
-                    _round_ties_to_even(tile_bits, spare[: stop - start])
+                    round_to_bf16(tile_bits, spare[: stop - start])
                 else:
                     np.add(tile_bits, 0x8000, out=tile_bits)
-                np.right_shift(tile_bits, 16, out=tile_bits)
+                    np.right_shift(tile_bits, 16, out=tile_bits)
                 np.copyto(target[start:stop], tile_bits, casting="unsafe")
                 if broken:
                     nan_codes += _mark_nan(span, dtype, target[start:stop])
@@ -257,17 +258,6 @@ def _may_tie(scale: Float32s) -> bool:
         if np.any((products.view(np.uint32) & 0xFFFF) == 0x8000):
             return True
     return False
-
-
-def _round_ties_to_even(bits: Int32s, spare: Int32s) -> None:
-    """Have the upper halves of float32 bits rounded to nearest, ties to even: half of what will be
-    dropped is added, less one where what is kept is even, and the carry does the rest."""
-    import numpy as np
-
-    np.right_shift(bits, 16, out=spare)
-    np.bitwise_and(spare, 1, out=spare)
-    np.add(spare, 0x7FFF, out=spare)
-    np.add(bits, spare, out=bits)
 
 
 def _mark_nan(span: Int8s, dtype: str, out: UInt16s) -> int:
