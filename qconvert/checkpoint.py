@@ -164,6 +164,21 @@ class Checkpoint(Mapping[str, Source]):
         """Every tensor sorted by role."""
         return census(self.family, self.config, self.sources)
 
+    @property
+    def model_line(self) -> str:
+        """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
+        dims, family = self.census.dims, self.family
+        parts = [f"{dims.num_layers} layers"]
+        if dims.num_experts:
+            parts.append(f"{dims.num_experts} experts")
+        if any(family.is_mtp(name, dims) for name in self):
+            parts.append(f"{dims.mtp_layers or 1} MTP layer{'s' if dims.mtp_layers > 1 else ''}")
+        else:
+            parts.append("no MTP tensors")
+        kind = self.config.get("model_type")
+        label = family.name if family.name == kind else f"{kind} (family {family.name})"
+        return f"{label}: {', '.join(parts)}"
+
     def absent(self) -> list[str]:
         """Names of tensors that the family requires and this folder lacks. Of a pipeline stage's
         folder only what that stage must hold is asked for: its layers; embeddings in the first

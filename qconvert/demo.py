@@ -15,9 +15,10 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
 from qconvert.plan import Pass, Plan, run_passes
 from qconvert.report import Rates, plan_text
+from qconvert.reports import render
 from qconvert.run.executor import Options, prepare, run_prepared
 from qconvert.sample import write_sample
-from qconvert.validation import validate_folder
+from qconvert.validation import Request, validate_folder
 
 
 def run_demo(folder: Path | None) -> None:
@@ -64,12 +65,9 @@ def _convert(source: Path, out: Path, step: Pass) -> None:
 def _validate(source: Path, out: Path) -> None:
     """Validate at every level there is. Raises RunError for anything less than proved."""
     click.echo(f"\n$ qconvert validate {out.name} --against {source.name} --level full")
-    report = validate_folder(out, str(source), full=True)
-    for text in report.proved:
-        click.echo(f"proved: {text}")
-    for finding in report.findings:
-        click.echo(f"{finding.severity}: {finding.rule} {finding.where}: {finding.message}")
-    if report.findings or report.not_checked:
+    report = validate_folder(out, str(source), request=Request("full"))
+    click.echo(render(report, "text"))
+    if report.findings:
         raise RunError(f"{out.name} did not validate")
 
 

@@ -32,23 +32,6 @@ class _Row:
     bytes_out: int = 0
 
 
-def model_line(checkpoint: Checkpoint) -> str:
-    """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
-    dims = checkpoint.census.dims
-    parts = [f"{dims.num_layers} layers"]
-    if dims.num_experts:
-        parts.append(f"{dims.num_experts} experts")
-    count = sum(checkpoint.family.is_mtp(name, dims) for name in checkpoint)
-    if count:
-        parts.append(f"{dims.mtp_layers or 1} MTP layer{'s' if dims.mtp_layers > 1 else ''}")
-    else:
-        parts.append("no MTP tensors")
-    kind = checkpoint.config.get("model_type")
-    family = checkpoint.family.name
-    label = family if family == kind else f"{kind} (family {family})"
-    return f"{label}: {', '.join(parts)}"
-
-
 def quantization_lines(checkpoint: Checkpoint) -> list[str]:
     """One line for each quantization block."""
     lines = []
@@ -64,7 +47,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
     """The plan as a person reads it before a long run: at most a screen."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
-        model_line(checkpoint),
+        checkpoint.model_line,
         (
             f"source  {checkpoint.root}: {len(checkpoint.shards)} files, {len(checkpoint)} tensors, "
             f"{format_size(plan.bytes_in)}"
@@ -344,7 +327,7 @@ def inspect_text(checkpoint: Checkpoint) -> str:
     """`inspect_json` for people."""
     found = inspect_json(checkpoint)
     lines = [
-        model_line(checkpoint),
+        checkpoint.model_line,
         (
             f"{found['path']}: {found['files']} files, {found['tensors']} tensors, "
             f"{format_size(found['bytes'])}"

@@ -1,34 +1,70 @@
 """Validators: what they are, how they are found, and the report that ends a validation.
 
 A validator is a file in `validators/` with a `VALIDATOR`. It reads a finished folder (and its
-source, where given) and yields findings; it never imports what made the folder. The report says
-what was proved and, as plainly, what was not looked at.
+source, where given) and yields findings, measures, and tasks: work on tensor data that is done
+afterwards, all validators' tasks together in the order of the layers, by worker processes. It never
+imports the code that made the folder. The report says what was proved, what was only read and, as
+plainly, what was not looked at.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
+from qconvert.findings import Finding, Measure, OnlyRead, Rule, Table
 from qconvert.stages import open_source
+from qconvert.tasks import Progress, Task, run_tasks
 
-Need = Literal["source", "receipt", "data", "amx", "kt-kernel", "pair"]
+Level = Literal["headers", "sample", "full"]
+Need = Literal[
+    "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
+    "attribute", "model",
+]  # fmt: skip
+Yield = Finding | Measure | OnlyRead | Table | Task
 
-_MISSING: dict[str, str] = {
+_MISSING: Mapping[str, str] = {
     "source": "give --against SRC",
     "receipt": f"the folder has no {RECEIPT}",
-    "data": "give --level full",
+    "data": "give --level sample or full",
+    "full": "give --level full",
     "pair": "give --pair GPU",
     "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
 }
+_OPTIONS: Mapping[str, str] = {
+    "kernels": "Triton kernels against torch (give --kernels)",
+    "logits": "what transformers computes with both (give --logits N)",
+    "attribute": "where output errors come from (give --attribute)",
+}
+# Kinds of folders, not things to be given: a validator of another kind has nothing to say. A `model`
+# holds the layers of one, all or a stage's; `amx` folders hold experts for CPU kernels alone.
+_KINDS = ("amx", "gdn", "model")
+_SAMPLE = 64
+
+RULES = (
+    Rule(
+        "QC001",
+        "the folder cannot be read as a checkpoint",
+        "An interrupted download or copy, a shard cut short, an index or manifest that another tool "
+        "wrote over, or JSON edited by hand.",
+        "Fetch or copy the named file again; where qconvert made the folder, run its command again.",
+    ),
+    Rule(
+        "QC002",
+        "a conversion is unfinished",
+        "A run was interrupted: its workroom `.qconvert/` is still there.",
+        "Run the same command again, it goes on where it stopped; or drop the work: qconvert clean.",
+    ),
+)
+T = TypeVar("T")
 
 
 class NotChecked(Exception):
@@ -37,13 +73,19 @@ class NotChecked(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing wrong. `rule` is a stable id; `where` a tensor or file."""
+class Request:
+    """What to look at. `level` headers reads no tensor data, sample a part of each kind, full all.
+    `layers` are those that real-repo kernels, logits and attribution look at (None: their own few).
+    `jobs` worker processes, None for as many as the machine has cores and the work fills; `memory`
+    bytes they may take together."""
 
-    rule: str
-    severity: Literal["error", "warning"]
-    where: str
-    message: str
+    level: Level = "headers"
+    layers: tuple[int, ...] | None = None
+    kernels: bool = False
+    logits: int = 0
+    attribute: bool = False
+    jobs: int | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +96,14 @@ class Folder:
     checkpoint: Checkpoint
     source: Checkpoint | None = None
     partner: Checkpoint | None = None
+    request: Request = Request()
+
+    def some(self, things: Sequence[T], most: int = _SAMPLE) -> Sequence[T]:
+        """All of them at level full, else at most so many, evenly spread, first and last among
+        them."""
+        if self.request.level == "full" or len(things) <= most:
+            return things
+        return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
     @cached_property
     def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
@@ -99,26 +149,30 @@ class Validator(Protocol):
     proves: str
     needs: frozenset[Need]
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]: ...
+    def __call__(self, folder: Folder) -> Iterator[Yield]: ...
 
 
 @dataclass
 class Report:
-    """Findings, what was proved, what was not looked at."""
+    """What a validation found. `proved` was shown from content, `read` only read in what the folder
+    says of itself, `not_checked` not looked at. `about` says of what: `folder`, `against`, `model`,
+    `format`, `level`, in that order, as far as known."""
 
+    about: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "findings": [
-                {"rule": f.rule, "severity": f.severity, "where": f.where, "message": f.message}
-                for f in self.findings
-            ],
-            "proved": self.proved,
-            "not_checked": self.not_checked,
-        }
+    @property
+    def errors(self) -> int:
+        return sum(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        return len(self.findings) - self.errors
 
 
 def validators() -> list[Validator]:
@@ -130,13 +184,33 @@ def validators() -> list[Validator]:
     ]
 
 
+def rules() -> dict[str, Rule]:
+    """Every rule by id, in order. Raises CheckpointError where two modules claim one id."""
+    found: dict[str, Rule] = {}
+    for rule in (*RULES, *(r for m in discover("qconvert.validators") for r in _rules_of(m))):
+        if rule.id in found:
+            raise CheckpointError(f"rule {rule.id} is claimed twice in validators/")
+        found[rule.id] = rule
+    return dict(sorted(found.items()))
+
+
+def _rules_of(module: Any) -> tuple[Rule, ...]:
+    found: tuple[Rule, ...] = getattr(module, "RULES", ())
+    return found
+
+
 def validate_folder(
-    out: Path, against: str | None = None, *, full: bool = False, pair: str | None = None
+    out: Path,
+    against: str | None = None,
+    *,
+    request: Request = Request(),
+    pair: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Run every validator that has what it needs. A folder that cannot even be opened is a finding
     (QC001); a source, or the GPU side `pair`, that cannot be is the caller's error and raises
     CheckpointError."""
-    report = Report()
+    report = Report(about={"folder": str(out)})
     if (out / WORK_DIR).is_dir():
         report.findings.append(
             Finding(
@@ -146,23 +220,13 @@ def validate_folder(
         )  # fmt: skip
     source = open_source(against) if against is not None else None
     partner = open_source(pair) if pair is not None else None
+    if against is not None:
+        report.about["against"] = against
+    report.about["level"] = request.level
     try:
-        folder = Folder(Checkpoint.open(out), source, partner)
-        # Read now: what validators rest on, and what may be broken.
-        _ = folder.checkpoint.manifest, folder.checkpoint.quantization_configs
-        have: set[Need] = set()
-        if source is not None:
-            have.add("source")
-        if folder.receipt is not None:
-            have.add("receipt")
-        if full:
-            have.add("data")
-        if partner is not None:
-            have.add("pair")
-        if "amx" in (folder.checkpoint.manifest or {}):
-            have.add("amx")
-        if importlib.util.find_spec("kt_kernel") is not None:
-            have.add("kt-kernel")
+        folder = Folder(Checkpoint.open(out), source, partner, request)
+        have = _at_hand(folder)
+        report.about["model"] = folder.checkpoint.model_line
     except CheckpointError as error:
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
@@ -172,20 +236,97 @@ def validate_folder(
             f"{out}: --pair goes with the folder of the CPU's experts, and this is none; exchange them"
         )
     report.proved.append("headers, index and file sizes agree")
+    _run(folder, have, report, progress)
+    return report
+
+
+def validate_kernels() -> Report:
+    """The Triton kernels on random weights, without a folder."""
+    report = Report(about={"level": "kernels on random weights"})
     for validator in validators():
-        lacking = sorted(validator.needs - have)
-        if "amx" in lacking:  # another kind of folder: there is nothing to say of it
+        random = getattr(validator, "random", None)
+        if random is None:
             continue
-        why, found = ", ".join(_MISSING[need] for need in lacking), []
-        if not lacking:
-            try:
-                found = list(validator(folder))
-            except NotChecked as reason:
-                why = str(reason)
-        if why:
-            report.not_checked.append(f"{validator.proves} ({why})")
+        found: list[Finding] = []
+        try:
+            for item in random():
+                (found if isinstance(item, Finding) else report.tables).append(item)
+        except NotChecked as reason:
+            report.not_checked.append(f"{validator.proves} ({reason})")
             continue
         report.findings += found
-        if not any(finding.severity == "error" for finding in found):
+        if not found:
             report.proved.append(validator.proves)
     return report
+
+
+def _at_hand(folder: Folder) -> set[Need]:
+    """What validators may need and have. Raises CheckpointError where what they rest on is broken."""
+    checkpoint, request = folder.checkpoint, folder.request
+    manifest, _ = checkpoint.manifest, checkpoint.quantization_configs
+    found: dict[Need, bool] = {
+        "source": folder.source is not None,
+        "receipt": folder.receipt is not None,
+        "data": request.level != "headers",
+        "full": request.level == "full",
+        "pair": folder.partner is not None,
+        "amx": "amx" in (manifest or {}),
+        "model": "amx" not in (manifest or {}),
+        "gdn": checkpoint.census.dims.gdn is not None and "amx" not in (manifest or {}),
+        "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
+        "kernels": request.kernels,
+        "logits": request.logits > 0,
+        "attribute": request.attribute,
+    }
+    return {need for need, there in found.items() if there}
+
+
+def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
+    """All validators, then all their tasks; findings stand in the order of the validators."""
+    ran: list[tuple[Validator, list[Finding]]] = []
+    tasks: list[tuple[int, Task]] = []
+
+    def keep(item: Yield, number: int) -> None:
+        if isinstance(item, Finding):
+            ran[number][1].append(item)
+        elif isinstance(item, Measure):
+            report.measures.append(item)
+        elif isinstance(item, OnlyRead):
+            report.read.append(item.text)
+        elif isinstance(item, Table):
+            report.tables.append(item)
+        else:
+            tasks.append((number, item))
+
+    for validator in validators():
+        lacking = sorted(validator.needs - have)
+        if any(kind in lacking for kind in _KINDS):
+            continue
+        asked = [_OPTIONS[need] for need in lacking if need in _OPTIONS]
+        if asked:  # once for each option, however many validators wait for it
+            report.not_checked += [text for text in asked if text not in report.not_checked]
+            continue
+        if lacking:
+            why = ", ".join(_MISSING[need] for need in lacking)
+            report.not_checked.append(f"{validator.proves} ({why})")
+            continue
+        ran.append((validator, []))
+        try:
+            for item in validator(folder):
+                keep(item, len(ran) - 1)
+        except NotChecked as reason:
+            ran.pop()
+            report.not_checked.append(f"{validator.proves} ({reason})")
+    if tasks:
+        shards = folder.source.shards if folder.source is not None else ()
+        work = run_tasks(
+            tasks, (folder.checkpoint.shards, shards), jobs=folder.request.jobs,
+            memory=folder.request.memory, progress=progress,
+        )  # fmt: skip
+        for number, item in work:
+            keep(item, number)
+    for validator, found in ran:
+        report.findings += found
+        if not any(finding.severity == "error" for finding in found):
+            partly = folder.request.level == "sample" and "data" in validator.needs
+            report.proved.append(validator.proves + (" (in a sample)" if partly else ""))

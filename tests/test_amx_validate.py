@@ -21,9 +21,11 @@ import pytest
 from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
 from checkpoints import tensor as any_tensor
 
+import qconvert.tasks
 from qconvert.checkpoint import Checkpoint
-from qconvert.validation import Finding, Folder, Report, validate_folder
-from qconvert.validators import amx_client, amx_codes, amx_weights
+from qconvert.findings import Finding
+from qconvert.validation import Folder, Report, Request, validate_folder
+from qconvert.validators import amx_client, amx_weights
 from qconvert.validators._amx import matching_source, read_block
 
 MANIFEST = "qconvert.json"
@@ -125,7 +127,11 @@ alone = pytest.mark.usefixtures("without_client")
 
 def found_in(out: Path, against: Path | None = None, *, full: bool = True) -> list[Finding]:
     """What the rules of these folders find. The receipt's, which notice every edit, are left out."""
-    report = validate_folder(out, None if against is None else str(against), full=full)
+    report = validate_folder(
+        out,
+        None if against is None else str(against),
+        request=Request("full" if full else "headers"),
+    )
     ours = re.compile(r"QC04\d|QC01\d|QC00\d")
     return [finding for finding in report.findings if ours.match(finding.rule)]
 
@@ -135,8 +141,10 @@ def rules(findings: list[Finding]) -> list[tuple[str, str]]:
 
 
 def skipped(report: Report) -> list[str]:
-    """What was not looked at, but for the folder on the GPU side, which no test here has."""
-    return [text for text in report.not_checked if "--pair" not in text]
+    """What was not looked at, but for what no test here asks for: the folder on the GPU side, options
+    that cost more."""
+    others = ("--pair", "--kernels", "--logits", "--attribute")
+    return [text for text in report.not_checked if not any(option in text for option in others)]
 
 
 # --- Editing folders -----------------------------------------------------------------------------
@@ -192,10 +200,15 @@ def test_a_sound_folder_has_no_finding(
     out = made(source, tmp_path / "out", method, "--rounding", rounding, numa=numa)
     headers = validate_folder(out)
     assert headers.findings == []
-    report = validate_folder(out, str(source), full=True)
+    report = validate_folder(out, str(source), request=Request("full"))
     assert report.findings == []
     assert len(skipped(report)) == 1
-    for text in ("method, NUMA count", "in the format's range", "a sample", "are the source's"):
+    for text in (
+        "method, NUMA count",
+        "in the format's range",
+        "format's rounding",
+        "are the source's",
+    ):
         assert any(text in line for line in report.proved), text
 
 
@@ -205,7 +218,7 @@ def test_a_sound_folder_has_no_finding(
 def test_stacks_and_draft_layers(stacked: bool, mtp: str, tmp_path: Path) -> None:
     source = moe(stacked=stacked, drafts=1).write(tmp_path / "source")
     out = made(source, tmp_path / "out", "int4", "--mtp", mtp)
-    assert validate_folder(out, str(source), full=True).findings == []
+    assert validate_folder(out, str(source), request=Request("full")).findings == []
     layers = json.loads((out / MANIFEST).read_bytes())["amx"]["layers"]
     assert layers == ([0, 1, 2] if mtp == "keep" else [0, 1])
 
@@ -265,7 +278,7 @@ def test_sources_in_every_form(
     model.config.update(config)
     source = model.write(tmp_path / "source")
     out = made(source, tmp_path / "out", method)
-    assert validate_folder(out, str(source), full=True).findings == []
+    assert validate_folder(out, str(source), request=Request("full")).findings == []
     a_changed_scale(out)
     assert rules(found_in(out, source)) == [("QC042", f"{UP}.weight")]
 
@@ -286,7 +299,7 @@ def test_stacks_that_lie_across(tmp_path: Path) -> None:
     }
     source = model.write(tmp_path / "source")
     out = made(source, tmp_path / "out", "int8")
-    assert validate_folder(out, str(source), full=True).findings == []
+    assert validate_folder(out, str(source), request=Request("full")).findings == []
 
 
 @alone
@@ -303,17 +316,17 @@ def test_rows_of_all_kinds(tmp_path: Path) -> None:
         for rounding in ("peer", "search"):
             out = tmp_path / f"{method}-{rounding}"
             made(source, out, method, "--rounding", rounding, numa=2)
-            assert validate_folder(out, str(source), full=True).findings == []
+            assert validate_folder(out, str(source), request=Request("full")).findings == []
 
 
 @alone
 def test_it_is_said_that_the_client_was_not_asked(out: Path, source: Path) -> None:
-    (text,) = skipped(validate_folder(out, str(source), full=True))
+    (text,) = skipped(validate_folder(out, str(source), request=Request("full")))
     assert "kt-kernel is not installed: pip install --no-deps kt-kernel" in text
 
 
 def test_other_folders_hear_nothing_of_it(source: Path) -> None:
-    report = validate_folder(source, str(source), full=True)
+    report = validate_folder(source, str(source), request=Request("full"))
     assert not [text for text in [*report.proved, *report.not_checked] if "xpert" in text]
 
 
@@ -345,7 +358,9 @@ def test_qc040_another_type(name: str, out: Path) -> None:
     findings = found_in(out, full=False)
     assert rules(findings) == [("QC040", name)]
     assert "found U8" in findings[0].message
-    report = validate_folder(out, full=True)  # what rests on headers is not guessed at
+    report = validate_folder(
+        out, request=Request("full")
+    )  # what rests on headers is not guessed at
     assert [text for text in report.not_checked if "QC040" in text and "every code" in text]
 
 
@@ -380,7 +395,7 @@ def test_qc040_a_manifest_that_cannot_be_meant(
     facts: dict[str, Any], out: Path, source: Path
 ) -> None:
     state(out, **facts)
-    report = validate_folder(out, str(source), full=True)
+    report = validate_folder(out, str(source), request=Request("full"))
     assert ("QC040", MANIFEST) in rules(report.findings)
     assert len([text for text in report.not_checked if "QC040" in text]) == 3
 
@@ -414,7 +429,7 @@ def test_qc041_a_scale_that_is_none(scale: float, out: Path) -> None:
 
 @alone
 def test_qc041_in_any_chunk(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_codes, "_CHUNK", 64)
+    monkeypatch.setattr(qconvert.tasks, "CHUNK", 64)
     overwrite(out, f"{UP}.weight", b"\x80", 77)
     overwrite(out, f"{DOWN}.scale", struct.pack("<f", -1.0), 4 * 99)
     by_tensor = {finding.where: finding.message for finding in found_in(out)}
@@ -532,8 +547,8 @@ def test_qc043_another_source(other: Model, what: str, out: Path, tmp_path: Path
     findings = found_in(out, folder, full=False)
     assert rules(findings) == [("QC043", MANIFEST)]
     assert what in findings[0].message
-    report = validate_folder(out, str(folder), full=True)
-    assert [text for text in report.not_checked if "QC043" in text and "a sample" in text]
+    report = validate_folder(out, str(folder), request=Request("full"))
+    assert [text for text in report.not_checked if "QC043" in text and "rounding" in text]
 
 
 @alone
@@ -603,7 +618,7 @@ def test_qc045_a_client_that_never_answers(
 
 def test_a_client_that_cannot_run_here_is_no_finding(child: Child, out: Path, source: Path) -> None:
     child.runs("open(job['reason'], 'w').write('no AVX512 on this CPU'); sys.exit(75)")
-    report = validate_folder(out, str(source), full=True)
+    report = validate_folder(out, str(source), request=Request("full"))
     assert found_in(out, source) == []
     assert any("kt-kernel cannot run here: no AVX512 on this CPU" in t for t in report.not_checked)
 
@@ -688,7 +703,7 @@ def test_kt_kernel_computes_what_the_folder_means(
         assert error.ours < 0.006
         assert error.source < {"int8": 0.04, "int4": 0.6}[method]
         assert error.fit
-    report = validate_folder(out, str(source), full=True)
+    report = validate_folder(out, str(source), request=Request("full"))
     assert report.findings == []
     assert skipped(report) == []
     assert any("kt-kernel loads the experts" in text for text in report.proved)
@@ -701,14 +716,14 @@ def test_kt_kernel_computes_with_searched_steps(
 ) -> None:
     source = originals["student", False]
     out = made(source, tmp_path / "out", method, "--rounding", "search", numa=2)
-    assert validate_folder(out, str(source), full=True).findings == []
+    assert validate_folder(out, str(source), request=Request("full")).findings == []
 
 
 @pytest.mark.peer
 def test_kt_kernel_serves_the_model_s_own_layers(tmp_path: Path) -> None:
     source = moe(stacked=True, drafts=1).write(tmp_path / "source")
     out = made(source, tmp_path / "out", "int8")
-    assert validate_folder(out, str(source), full=True).findings == []
+    assert validate_folder(out, str(source), request=Request("full")).findings == []
 
 
 @pytest.mark.peer
@@ -740,7 +755,7 @@ def test_another_numa_count_is_found_out(
     source = originals["gaussian", False]
     out = made(source, tmp_path / "out", method, numa=3 - stated)
     state(out, numa=stated)
-    report = validate_folder(out, str(source), full=True)
+    report = validate_folder(out, str(source), request=Request("full"))
     found = {finding.rule for finding in report.findings}
     assert {"QC040", "QC045"} <= found
     (first, *_) = [f for f in report.findings if f.rule == "QC045"]

@@ -18,13 +18,13 @@ _RANK = {
     "layout": 3, "rows": 4, "consumers": 4, "checkpoint": 5, "ops": 5, "quantization": 6, "plan": 7,
     "ignore": 8, "units": 8, "formats": 6, "kt": 7, "weights": 8, "experts": 9, "passes": 10,
     "stages": 9, "pair": 11, "recipe": 11, "recipes": 11, "run": 11,
-    "validation": 11, "sample": 11, "diff": 12, "validators": 12, "report": 12, "demo": 13,
-    "commands": 14, "cli": 15, "__main__": 16, "__init__": 0,
+    "findings": 1, "tasks": 12, "validation": 13, "sample": 11, "diff": 12, "validators": 14,
+    "reports": 14, "report": 12, "demo": 15, "commands": 16, "cli": 17, "__main__": 18, "__init__": 0,
 }  # fmt: skip
 
 # Heavy libraries are imported where they are used, never when a module is.
 _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
-          "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "datasets"}  # fmt: skip
+          "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "rich", "datasets"}  # fmt: skip
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 _FOUNDATION = ("errors", "spec", "names", "graph", "header")
 
@@ -32,7 +32,9 @@ _FOUNDATION = ("errors", "spec", "names", "graph", "header")
 def modules() -> list[Path]:
     """Every source of the package, the linked rooms included."""
     found = [*_PACKAGE.glob("*.py")]
-    rooms = "commands", "formats", "ops", "passes", "run", "layouts", "validators", "recipes"
+    rooms = (
+        "commands", "formats", "ops", "passes", "run", "layouts", "validators", "recipes", "reports",
+    )  # fmt: skip
     for room in rooms:
         found += (_PACKAGE / room).glob("*.py")
     return sorted(found)

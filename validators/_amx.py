@@ -174,14 +174,14 @@ def matching_source(block: Block, folder: Folder) -> Sources:
 
 
 def shard_weights(
-    block: Block, checkpoint: Checkpoint, reader: Reader, base: str, kind: Kind
+    block: Block, tensors: Mapping[str, Source], reader: Reader, base: str, kind: Kind
 ) -> tuple[Floats, Floats]:
     """One NUMA shard: the weights [rows, columns] that the consumer computes with, and the step [rows]
     between two codes. Raises PlanError where its tensors do not fit the manifest."""
     import numpy as np
 
     rows, columns = block.shard_shape(kind)
-    weight, scale = (_output(checkpoint, f"{base}.{part}") for part in ("weight", "scale"))
+    weight, scale = (_output(tensors, f"{base}.{part}") for part in ("weight", "scale"))
     if scale.type != TensorType("F32", (rows,)):
         raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
     codes = array(_read(reader, weight), np.uint8, (weight.type.nbytes,))
@@ -192,14 +192,14 @@ def shard_weights(
 
 
 def weights(
-    block: Block, checkpoint: Checkpoint, reader: Reader, layer: int, kind: Kind, expert: int
+    block: Block, tensors: Mapping[str, Source], reader: Reader, layer: int, kind: Kind, expert: int
 ) -> tuple[Floats, float]:
     """A matrix put together over its NUMA shards, and what rounding evenly to its steps adds up to:
     the expected sum of squared errors, a twelfth of a squared step for each weight."""
     import numpy as np
 
     names = [shard_name(layer, kind, expert, shard) for shard in range(block.numa)]
-    shards = [shard_weights(block, checkpoint, reader, name, kind) for name in names]
+    shards = [shard_weights(block, tensors, reader, name, kind) for name in names]
     columns = block.shard_shape(kind)[1]
     noise = sum(float(np.sum(step.astype(np.float64) ** 2)) for _, step in shards) * columns / 12
     return np.concatenate([s[0] for s in shards], axis=1 if kind == "down" else 0), noise
@@ -221,10 +221,10 @@ def source_weights(reader: Reader, stored: Stored) -> Floats:
     return (bits << 16).view(np.float32)
 
 
-def _output(checkpoint: Checkpoint, name: str) -> Output:
-    if name not in checkpoint:
+def _output(tensors: Mapping[str, Source], name: str) -> Output:
+    if name not in tensors:
         raise PlanError(f"{name!r} is missing")
-    return checkpoint[name].output
+    return tensors[name].output
 
 
 def _read(reader: Reader, output: Output) -> memoryview:

@@ -1,7 +1,5 @@
 """Experts for KTransformers' CPU kernels: its own client must load them and compute what they mean.
 
-QC045 kt-kernel cannot load a layer, or computes something else than the layer's weights give.
-
 The first and the last layer that kt-kernel serves are looked at, with a few tokens that reach up to 64
 experts. Two references: from the weights as this folder's codes and scales give them, and from the
 source's. In float32, but for what the client rounds by design: a token's activations to int8 before
@@ -23,8 +21,9 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from qconvert.errors import PlanError
+from qconvert.findings import Finding, Rule
 from qconvert.run.reader import Reader
-from qconvert.validation import Finding, Folder, Need, NotChecked
+from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._amx import (
     KINDS,
     Block,
@@ -41,6 +40,17 @@ if TYPE_CHECKING:
     import torch
 
     from qconvert.validators._amx import Floats
+
+RULES = (
+    Rule(
+        "QC045",
+        "kt-kernel does not load a layer, or computes something else",
+        "The files were made for another NUMA count or method, or their order of bytes is not what "
+        "this version of kt-kernel reads.",
+        "Convert again for the NUMA count and method you serve with; if they are the same, this "
+        "kt-kernel reads another order of bytes than 0.7.2: report it.",
+    ),
+)
 
 MOST = 0.01
 # Other weights make other activations, which round otherwise: so far from the source at any rate, and
@@ -65,7 +75,7 @@ class AmxClient:
         "kt-kernel loads the experts and computes what they mean (a sample: the first and the last "
         "layer)"
     )
-    needs: frozenset[Need] = frozenset({"amx", "data", "source", "kt-kernel"})
+    needs: frozenset[Need] = frozenset({"amx", "full", "source", "kt-kernel"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         block, sources, layers = _prepare(folder)

@@ -1,19 +1,16 @@
-"""Experts for KTransformers' CPU kernels: codes and scales must be such as the format has.
-
-QC041 a code out of the format's range (int4 -8, int8 -128), or a scale that is negative, NaN or
-      infinite.
-"""
+"""Experts for KTransformers' CPU kernels: codes and scales must be such as the format has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from qconvert.findings import Finding, Rule
 from qconvert.formats.amx import Method
 from qconvert.graph import Source
-from qconvert.run.reader import Reader
-from qconvert.validation import Finding, Folder, Need
+from qconvert.tasks import CHUNK, Room, Task
+from qconvert.validation import Folder, Need
 from qconvert.validators._amx import sound_block
 
 if TYPE_CHECKING:
@@ -22,7 +19,16 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-_CHUNK = 4 << 20
+RULES = (
+    Rule(
+        "QC041",
+        "codes or scales that the AMX formats do not have",
+        "int4 -8 and int8 -128 are never written, and a scale is finite and not negative: these bytes "
+        "are damaged, or are of another format (int8 files named as int4, say).",
+        "Convert again; if the folder came from elsewhere, compare its method with qconvert.json.",
+    ),
+)
+
 _OUT_OF_RANGE = {"int4": -8, "int8": -128}
 
 
@@ -34,34 +40,43 @@ class AmxCodes:
     proves: str = "every code is in the format's range, every scale a finite number of 0 or more"
     needs: frozenset[Need] = frozenset({"amx", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
+    def __call__(self, folder: Folder) -> Iterator[Task]:
         block = sound_block(folder.checkpoint)
-        reader = Reader(folder.checkpoint.shards)
-        buffer = memoryview(bytearray(_CHUNK))
-        try:
-            for name, kind in block.tensors():
-                source = folder.checkpoint[name]
-                if kind.dtype == "F32":
-                    fault = _scale_fault(reader, source, buffer)
-                else:
-                    fault = _code_fault(reader, source, buffer, block.method)
-                if fault is not None:
-                    yield Finding("QC041", "error", name, fault)
-        finally:
-            reader.close()
+        for name, kind in folder.some(list(block.tensors())):
+            method = None if kind.dtype == "F32" else block.method
+            yield CodesTask(folder.checkpoint[name], method)
 
 
-def _chunks(reader: Reader, source: Source, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
-    for start in range(0, source.type.nbytes, _CHUNK):
-        chunk = buffer[: min(_CHUNK, source.type.nbytes - start)]
-        reader.read(source, start, chunk)
-        yield start, chunk
+@dataclass(frozen=True, slots=True)
+class CodesTask:
+    """One tensor: codes of `method`, or (None) scales."""
+
+    tensor: Source
+    method: Method | None
+    scratch: ClassVar[int] = 4 * CHUNK
+
+    @property
+    def where(self) -> str:
+        return self.tensor.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.type.nbytes
+
+    def run(self, room: Room) -> Iterator[Finding]:
+        chunks = room.chunks(room.output, self.tensor)
+        fault = _scale_fault(chunks) if self.method is None else _code_fault(chunks, self.method)
+        if fault is not None:
+            yield Finding("QC041", "error", self.where, fault)
 
 
-def _scale_fault(reader: Reader, source: Source, buffer: memoryview) -> str | None:
+Chunks = Iterable[tuple[int, memoryview]]
+
+
+def _scale_fault(chunks: Chunks) -> str | None:
     import numpy as np
 
-    for start, chunk in _chunks(reader, source, buffer):
+    for start, chunk in chunks:
         scales = np.frombuffer(chunk, np.float32)
         wrong = ~((scales >= 0) & (scales < np.inf))
         if wrong.any():
@@ -70,10 +85,10 @@ def _scale_fault(reader: Reader, source: Source, buffer: memoryview) -> str | No
     return None
 
 
-def _code_fault(reader: Reader, source: Source, buffer: memoryview, method: Method) -> str | None:
+def _code_fault(chunks: Chunks, method: Method) -> str | None:
     import numpy as np
 
-    for start, chunk in _chunks(reader, source, buffer):
+    for start, chunk in chunks:
         wrong = _out_of_range(np.frombuffer(chunk, np.uint8), method)
         if wrong.any():
             code = _OUT_OF_RANGE[method]

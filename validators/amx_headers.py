@@ -1,8 +1,4 @@
-"""Experts for KTransformers' CPU kernels: the tensors must be those that the manifest leads to.
-
-QC040 a tensor that the manifest's method, NUMA count, sizes, experts and layers lead to is missing or
-      of another type, one that they do not lead to is there, or they cannot be meant.
-"""
+"""Experts for KTransformers' CPU kernels: the tensors must be those that the manifest leads to."""
 
 from __future__ import annotations
 
@@ -11,9 +7,21 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint import MANIFEST
 from qconvert.errors import PlanError
+from qconvert.findings import Finding, Rule
 from qconvert.names import natural_key
-from qconvert.validation import Finding, Folder, Need
+from qconvert.validation import Folder, Need
 from qconvert.validators._amx import faults, read_block
+
+RULES = (
+    Rule(
+        "QC040",
+        "the experts' tensors are not those that qconvert.json leads to",
+        "A tensor that its method, NUMA count, sizes, experts and layers lead to is missing or of "
+        "another type, one they do not lead to is there, or they cannot be meant. kt-kernel checks "
+        "nothing: such files load and give garbage, or crash it.",
+        "Serve with the method and NUMA count the files were made for, or convert again for yours.",
+    ),
+)
 
 
 @dataclass(frozen=True)

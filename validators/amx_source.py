@@ -1,7 +1,4 @@
-"""Experts for KTransformers' CPU kernels: the source must be one they can have been made from.
-
-QC043 the source's expert count, hidden size, intermediate size or layers are not the manifest's.
-"""
+"""Experts for KTransformers' CPU kernels: the source must be one they can have been made from."""
 
 from __future__ import annotations
 
@@ -10,8 +7,19 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint import MANIFEST
 from qconvert.errors import PlanError
-from qconvert.validation import Finding, Folder, Need, NotChecked
+from qconvert.findings import Finding, Rule
+from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._amx import mismatches, read_block, source_experts
+
+RULES = (
+    Rule(
+        "QC043",
+        "the experts cannot have been made from this source",
+        "The source's expert count, hidden size, intermediate size or layers with experts are not "
+        "those of qconvert.json.",
+        "Name the source that the folder was made from (--against), or convert this one.",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
 """Experts for KTransformers' CPU kernels: the weights they give must be the source's, rounded.
 
-QC042 a weight is further from the source's than the format's rounding can bring it.
-
-Up to four experts of each layer are looked at, evenly spread, all their matrices and NUMA shards
-whole. What is judged is rounding, so every element has to fit; which codes are best is not asked.
+At level sample up to four experts of each layer are looked at, evenly spread, all their matrices and
+NUMA shards whole. What is judged is rounding, so every element has to fit; which codes are best is not
+asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.run.reader import Reader
-from qconvert.validation import Finding, Folder, Need
+from qconvert.findings import Finding, Measure, Rule
+from qconvert.graph import Source
+from qconvert.tasks import Room, Task
+from qconvert.validation import Folder, Need
 from qconvert.validators._amx import (
     KINDS,
     Block,
@@ -24,9 +25,21 @@ from qconvert.validators._amx import (
     sound_block,
     source_weights,
 )
+from qconvert.validators._sums import Sums
+from qconvert.weights import Stored
 
 if TYPE_CHECKING:
     from qconvert.validators._amx import Floats
+
+RULES = (
+    Rule(
+        "QC042",
+        "an expert's weight is further from the source's than the format's rounding can bring it",
+        "The experts are another's, in another order, cut for another NUMA count, or were quantized "
+        "with wrong scales; or the source is not the one they were made from.",
+        "Compare with the source they were made from; if it is that one, convert again.",
+    ),
+)
 
 _SAMPLE = 4
 _LARGEST = {"int4": 7, "int8": 127}
@@ -44,28 +57,21 @@ class AmxWeights:
     """A sample of matrices, as the consumer computes them, against the source decoded to BF16."""
 
     name: str = "amx_weights"
-    proves: str = (
-        f"the weights are the source's within the format's rounding (a sample: up to {_SAMPLE} "
-        "experts of each layer)"
-    )
+    proves: str = "the experts' weights are the source's within the format's rounding"
     needs: frozenset[Need] = frozenset({"amx", "data", "source"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        assert folder.source is not None
+    def __call__(self, folder: Folder) -> Iterator[Task]:
         block = sound_block(folder.checkpoint)
         sources = matching_source(block, folder)
-        ours, theirs = Reader(folder.checkpoint.shards), Reader(folder.source.shards)
-        try:
-            for layer in block.layers:
-                for expert in sampled(block.experts):
-                    for kind in KINDS:
-                        expected = source_weights(theirs, sources[layer, kind, expert])
-                        finding = _compare(block, folder, ours, (layer, kind, expert), expected)
-                        if finding is not None:
-                            yield finding
-        finally:
-            ours.close()
-            theirs.close()
+        everything = folder.request.level == "full"
+        for layer in block.layers:
+            for expert in range(block.experts) if everything else sampled(block.experts):
+                for kind in KINDS:
+                    names = [shard_name(layer, kind, expert, n) for n in range(block.numa)]
+                    parts = [f"{name}.{part}" for name in names for part in ("weight", "scale")]
+                    tensors = {name: folder.checkpoint[name] for name in parts}
+                    stored = sources[layer, kind, expert]
+                    yield MatrixTask(block, layer, kind, expert, tensors, stored)
 
 
 def sampled(experts: int) -> list[int]:
@@ -74,27 +80,55 @@ def sampled(experts: int) -> list[int]:
     return sorted({i * (experts - 1) // max(1, count - 1) for i in range(count)})
 
 
-def _compare(
-    block: Block, folder: Folder, reader: Reader, matrix: tuple[int, Kind, int], expected: Floats
-) -> Finding | None:
-    """The first weight of a matrix that does not fit, None where all do."""
-    layer, kind, expert = matrix
-    rows, columns = block.shard_shape(kind)
-    for shard in range(block.numa):
-        base = shard_name(layer, kind, expert, shard)
-        found, step = shard_weights(block, folder.checkpoint, reader, base, kind)
-        top, left = (0, shard * columns) if kind == "down" else (shard * rows, 0)
-        wanted = expected[top : top + rows, left : left + columns]
-        at = _misfit(block, wanted, found, step)
-        if at is not None:
-            row, column = at
-            return Finding(
-                "QC042", "error", f"{base}.weight",
-                f"expert {expert}, row {top + row}, column {left + column}: expected "
-                f"{wanted[at]:g}, as in the source, within the rounding of a step of "
-                f"{step[row]:g}; found {found[at]:g}",
-            )  # fmt: skip
-    return None
+@dataclass(frozen=True)
+class MatrixTask:
+    """One matrix: its tensors here, one weight and scale for each NUMA shard, and in the source."""
+
+    block: Block
+    layer: int
+    kind: Kind
+    expert: int
+    tensors: Mapping[str, Source]
+    source: Stored
+
+    @property
+    def where(self) -> str:
+        return next(iter(self.tensors))
+
+    @property
+    def nbytes(self) -> int:
+        ours = sum(tensor.type.nbytes for tensor in self.tensors.values())
+        return ours + sum(arg.type.nbytes for arg in self.source.args)
+
+    @property
+    def scratch(self) -> int:
+        """The matrix in float32 from both sides, its difference, and float64 sums a row at a time,
+        beside what was read; about six times float32."""
+        return 24 * self.source.rows * self.source.columns + self.nbytes
+
+    def run(self, room: Room) -> Iterator[Finding | Measure]:
+        expected = source_weights(room.source, self.source)
+        rows, columns = self.block.shard_shape(self.kind)
+        sums = Sums()
+        for shard in range(self.block.numa):
+            base = shard_name(self.layer, self.kind, self.expert, shard)
+            found, step = shard_weights(self.block, self.tensors, room.output, base, self.kind)
+            top, left = (0, shard * columns) if self.kind == "down" else (shard * rows, 0)
+            wanted = expected[top : top + rows, left : left + columns]
+            sums.add(wanted, found)
+            at = _misfit(self.block, wanted, found, step)
+            if at is not None:
+                row, column = at
+                yield Finding(
+                    "QC042", "error", f"{base}.weight",
+                    f"expert {self.expert}, row {top + row}, column {left + column}: expected "
+                    f"{wanted[at]:g}, as in the source, within the rounding of a step of "
+                    f"{step[row]:g}; found {found[at]:g}",
+                )  # fmt: skip
+                return
+        yield sums.measure(
+            self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}"
+        )
 
 
 def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tuple[int, int] | None:

@@ -1,19 +1,27 @@
-"""Every byte as it was written.
-
-QC022 a tensor's or file's bytes have another hash than the receipt's.
-"""
+"""Every byte as it was written: the receipt has a hash of each tensor and file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import xxhash
 
-from qconvert.run.reader import Reader
-from qconvert.validation import Finding, Folder, Need
+from qconvert.findings import Finding, Rule
+from qconvert.graph import Source
+from qconvert.tasks import Room, Task
+from qconvert.validation import Folder, Need
 
-_CHUNK = 4 << 20
+RULES = (
+    Rule(
+        "QC022",
+        "bytes are not those that were written",
+        "A disk or transfer changed them, or someone edited a file after the conversion.",
+        "Copy or download the named file again, or run the conversion again on a folder of its own.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -24,29 +32,57 @@ class Hashes:
     proves: str = "every byte has the hash it was written with"
     needs: frozenset[Need] = frozenset({"receipt", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
+    def __call__(self, folder: Folder) -> Iterator[Finding | Task]:
         checkpoint = folder.checkpoint
-        reader = Reader(checkpoint.shards)
-        buffer = memoryview(bytearray(_CHUNK))
-        try:
-            for line in folder.receipt or ():
-                name = line.get("name")
-                digest = xxhash.xxh3_128()
-                if name is not None and name in checkpoint:
-                    source = checkpoint[name]
-                    for start in range(0, source.type.nbytes, _CHUNK):
-                        chunk = buffer[: min(_CHUNK, source.type.nbytes - start)]
-                        reader.read(source, start, chunk)
-                        digest.update(chunk)
-                elif name is None and "xxh3" in line and (checkpoint.root / line["file"]).is_file():
-                    digest.update((checkpoint.root / line["file"]).read_bytes())
-                else:
-                    continue  # a shard (its tensors are hashed), or missing: QC020
-                if digest.hexdigest() != line["xxh3"]:
-                    where = name if name is not None else line["file"]
-                    yield Finding("QC022", "error", where, "its bytes are not those written")
-        finally:
-            reader.close()
+        lines = folder.receipt or ()
+        tensors = [line for line in lines if line.get("name") in checkpoint]
+        for line in folder.some(tensors):
+            yield HashTask("QC022", "output", checkpoint[line["name"]], 0, line["xxh3"])
+        for line in lines:
+            file = checkpoint.root / line["file"]
+            # A shard has no hash of its own, its tensors do; a missing file is QC020.
+            hashed = "name" not in line and "xxh3" in line and file.is_file()
+            if hashed and _digest(file) != line["xxh3"]:
+                yield _changed("QC022", line["file"])
+
+
+def _digest(file: Path) -> str:
+    return xxhash.xxh3_128(file.read_bytes()).hexdigest()
+
+
+def _changed(rule: str, where: str) -> Finding:
+    verb = "written" if rule == "QC022" else "read"
+    return Finding(rule, "error", where, f"its bytes are not those {verb}")
+
+
+@dataclass(frozen=True, slots=True)
+class HashTask:
+    """xxh3-128 of a tensor's bytes from `start` on (to `stop`, or its end), in the folder or its
+    source, against the receipt's."""
+
+    rule: str
+    side: str
+    tensor: Source
+    start: int
+    expected: str
+    stop: int | None = None
+    scratch: ClassVar[int] = 0
+
+    @property
+    def where(self) -> str:
+        return self.tensor.name
+
+    @property
+    def nbytes(self) -> int:
+        return (self.tensor.type.nbytes if self.stop is None else self.stop) - self.start
+
+    def run(self, room: Room) -> Iterator[Finding]:
+        reader = room.output if self.side == "output" else room.source
+        digest = xxhash.xxh3_128()
+        for _, chunk in room.chunks(reader, self.tensor, self.start, self.stop):
+            digest.update(chunk)
+        if digest.hexdigest() != self.expected:
+            yield _changed(self.rule, self.where)
 
 
 VALIDATOR = Hashes()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Folder
+from qconvert.commands.options import SOURCE, Folder, Size
+from qconvert.commands.progress import Bar
 
 _FINDINGS = 3
 
@@ -79,40 +83,133 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     return _FINDINGS if found else 0
 
 
+class Layers(click.ParamType[tuple[int, ...]]):
+    """Layer numbers: 0,3,58-60."""
+
+    name = "layers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        numbers: set[int] = set()
+        for part in str(value).split(","):
+            first, dash, last = part.strip().partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                self.fail(f"{part!r} is no layer number or range; write 0,3,58-60", param, ctx)
+            numbers.update(range(int(first), int(last or first) + 1))
+        return tuple(sorted(numbers))
+
+
 @click.command()
-@click.argument("out", type=Folder())
+@click.argument("out", type=Folder(), required=False)
 @click.option("--against", metavar="SRC", help="The source it was made from.")
 @click.option(
     "--level",
-    type=click.Choice(["headers", "full"]),
+    type=click.Choice(["headers", "sample", "full"]),
     default="headers",
     show_default=True,
-    help="`full` reads every byte and compares the receipt's hashes.",
+    help="`headers` reads no weights, `sample` some of each kind, `full` every byte.",
 )
 @click.option("--pair", metavar="GPU", help="The GPU side a folder of CPU experts is served with.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def validate(out: Path, against: str | None, level: str, pair: str | None, as_json: bool) -> int:
-    """Check a converted folder: index, headers, config, receipt, and that no source byte was lost.
+@click.option(
+    "--kernels",
+    is_flag=True,
+    help="Compare our Triton kernels with torch: on random weights, and on OUT's where they fit. "
+    "Without a GPU they run in Triton's interpreter, small.",
+)
+@click.option(
+    "--logits",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Run the first N layers of OUT and SRC through transformers on the same tokens.",
+)
+@click.option(
+    "--attribute",
+    is_flag=True,
+    help="Say how much of the output error each cause makes: codes, activations, FP8.",
+)
+@click.option(
+    "--layers",
+    type=Layers(),
+    metavar="0,3,58-60",
+    help="Layers that --kernels and --attribute look at, instead of a few.",
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Worker processes [the cores].")
+@click.option("--memory", type=Size(), metavar="SIZE", help="Memory they may take, e.g. 2GiB.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "junit", "sarif", "markdown", "github", "html"]),
+    help="What to print [text; github within GitHub Actions].",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option(
+    "--report",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
+)
+@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
+def validate(
+    out: Path | None,
+    against: str | None,
+    level: Literal["headers", "sample", "full"],
+    pair: str | None,
+    kernels: bool,
+    logits: int | None,
+    attribute: bool,
+    layers: tuple[int, ...] | None,
+    jobs: int | None,
+    memory: int | None,
+    form: str | None,
+    as_json: bool,
+    files: tuple[Path, ...],
+    explain: str | None,
+) -> int:
+    """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
-    Prints findings, then what was proved and what was not looked at. Exit code 3 on findings.
+    Prints findings, then what was proved, what was only read, and what was not looked at. Exit code 3
+    on an error-level finding. Under GitHub Actions it also writes the step's summary.
 
     \b
     Examples:
       qconvert validate DeepSeek-V3-bf16
-      qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full
-      qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu
+      qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full --report page.html
+      qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
+      qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
+      qconvert validate --kernels
+      qconvert validate --explain QC015
     """
-    from qconvert.validation import validate_folder
+    from qconvert.errors import QConvertError
+    from qconvert.reports import append_step_summary, render, suffix_format
+    from qconvert.validation import Request, rules, validate_folder, validate_kernels
 
-    report = validate_folder(out, against, full=level == "full", pair=pair)
-    if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        for finding in report.findings:
-            click.echo(f"{finding.severity:<7} {finding.rule} {finding.where}: {finding.message}")
-        for label, texts in (("proved", report.proved), ("not checked", report.not_checked)):
-            for text in texts:
-                click.echo(f"{label}: {text}")
-        errors = sum(finding.severity == "error" for finding in report.findings)
-        click.echo(f"{errors} errors, {len(report.findings) - errors} warnings")
-    return _FINDINGS if any(f.severity == "error" for f in report.findings) else 0
+    if explain is not None:
+        known = rules()
+        if explain.upper() not in known:
+            raise QConvertError(f"no rule {explain!r}; there are {', '.join(known)}")
+        rule = known[explain.upper()]
+        click.echo(f"{rule.id}: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}")
+        return 0
+    if against is None and (logits or attribute):
+        raise click.UsageError(
+            "--logits and --attribute compare with the source: give --against SRC"
+        )
+    forms = [suffix_format(file) for file in files]  # before hours of work
+    request = Request(level, layers, kernels, logits or 0, attribute, jobs, memory)
+    with Bar() as bar:
+        if out is not None:
+            report = validate_folder(out, against, request=request, pair=pair, progress=bar)
+        elif kernels:
+            report = validate_kernels()
+        else:
+            raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
+    for file, kind in zip(files, forms, strict=True):
+        file.write_text(render(report, kind), encoding="utf-8")
+    in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
+    form = "json" if as_json else form or ("github" if in_actions else "text")
+    click.echo(render(report, form, terminal=sys.stdout.isatty()))
+    append_step_summary(report)
+    return _FINDINGS if report.errors else 0

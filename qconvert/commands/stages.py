@@ -31,7 +31,7 @@ def convert_stages(
     """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
     from dataclasses import replace
 
-    from qconvert.report import drop_lines, loss_lines, model_line
+    from qconvert.report import drop_lines, loss_lines
     from qconvert.run.executor import prepare
     from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
 
@@ -54,7 +54,7 @@ def convert_stages(
     if options["as_json"]:
         click.echo(json.dumps(_stages_json(stages, partition, settings), indent=2))
     else:
-        for line in (model_line(whole.checkpoint), *drop_lines(whole), *loss_lines(whole)):
+        for line in (whole.checkpoint.model_line, *drop_lines(whole), *loss_lines(whole)):
             click.echo(line, err=not options["dry_run"])
         _show_stages(stages, err=not options["dry_run"])
     if not options["dry_run"]:
