@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(BIN)/qconvert demo
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -rs
 
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
 peers: $(VENV)/installed-peers
