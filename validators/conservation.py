@@ -13,7 +13,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.validation import Finding, Folder, Need
+from qconvert.findings import Finding, Rule
+from qconvert.validation import Folder, Need
+
+RULES = (
+    Rule(
+        "QC030",
+        "a part of the source reached no output and no rule dropped it",
+        "Tensors were lost on the way (draft layers above all), or the receipt was edited.",
+        "Convert again; what shall be left out needs a `drop` with a reason.",
+    ),
+    Rule(
+        "QC031",
+        "the source given is not what the folder was made from",
+        "Another release or fine-tune of the same model, or its files changed since.",
+        "Give the source that the conversion read, or convert again from this one.",
+    ),
+    Rule(
+        "QC032",
+        "a side file of the source is missing",
+        "Tokenizer, processor or code files were deleted, or not copied on.",
+        "Copy the named file from the source.",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.validation import Finding, Folder, Need
+from qconvert.findings import Finding, Rule
+from qconvert.validation import Folder, Need
+
+RULES = (
+    Rule(
+        "QC050",
+        "this folder and its GPU side do not belong together",
+        "Halves of two conversions were combined, or the GPU side is another release. Experts of one "
+        "model beside layers of another load and babble.",
+        "Serve the folder with the half made with it, with its source, or with what was made of that.",
+    ),
+)
 
 
 @dataclass(frozen=True)

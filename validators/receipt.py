@@ -11,7 +11,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qconvert.checkpoint import RECEIPT, Checkpoint
-from qconvert.validation import Finding, Folder, Need
+from qconvert.findings import Finding, Rule
+from qconvert.validation import Folder, Need
+
+RULES = (
+    Rule(
+        "QC020",
+        "receipt and folder hold different tensors or files",
+        "Files were added, removed or renamed after the conversion, or two outputs were mixed. "
+        "Runtimes glob for shards, so a stray one is an error; another stray file only a warning.",
+        "Put back what is missing, take away what was added, or convert again.",
+    ),
+    Rule(
+        "QC021",
+        "the receipt gives a tensor or file another type, place or size than it has",
+        "A shard or file was rewritten by another tool, cut short, or is from another conversion.",
+        "Copy the named file again from where it was made, or convert again.",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Names, dtypes and config must agree: what a header alone can tell.
 
 QC010 the index states another total_size than the tensors add up to.
-QC011 a scale without its weight, or an FP8 weight without a scale.
+QC011 a scale without its weight, an FP8 or packed weight without what belongs to it.
 QC012 a quantization block is stated and no tensor is quantized (or FP8 and no block is).
 QC013 a tensor that the family requires is missing.
-QC015 a block-scale grid is not ceil(shape / block).
 QC014 embeddings are tied by the config and differ in type.
+QC015 a block-scale grid is not ceil(shape / block).
 """
 
 from __future__ import annotations
@@ -13,14 +13,63 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qconvert.checkpoint import INDEX
-from qconvert.names import scale_candidates, weight_candidates
-from qconvert.quantization import grid_fault, stated_block
-from qconvert.validation import Finding, Folder, Need
+from qconvert.checkpoint import INDEX, Checkpoint
+from qconvert.errors import PlanError
+from qconvert.findings import Finding, Rule
+from qconvert.names import scale_candidates, split_parameter, weight_candidates
+from qconvert.quantization import grid_fault
+from qconvert.spec import TensorType
+from qconvert.validation import Folder, Need
+from qconvert.validators._model import FP8, forms_in, other, stage_of, where_of
+from qconvert.validators._quantization import KNOWN_METHODS, fp8_blocks
 
-_FP8 = ("F8_E4M3", "F8_E5M2")
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks")
+
+RULES = (
+    Rule(
+        "QC010",
+        "the index states another total_size than its tensors add up to",
+        "Another tool edited shards or index, or the index is the source's. Published indexes are "
+        "often off and no loader minds, so it is an error only where qconvert wrote the index.",
+        "Fetch or make the index again. In a repo of your own, set metadata.total_size to the sum.",
+    ),
+    Rule(
+        "QC011",
+        "a quantized weight and what belongs to it are not together",
+        "A conversion dropped or renamed scales, packed weights or their shapes, or a shard is from "
+        "another conversion. Loaders read codes as numbers, or keep a scale of 1.",
+        "Convert again from the source; a weight and its scales leave or stay together.",
+    ),
+    Rule(
+        "QC012",
+        "config and tensors disagree on whether the model is quantized",
+        "Weights were dequantized and a quantization block was left (a nested one, or "
+        "hf_quant_config.json), or weights were quantized and config.json is the source's.",
+        "Remove the named block, or copy in the one that the weights were quantized with.",
+    ),
+    Rule(
+        "QC013",
+        "a tensor that the model requires is missing",
+        "An interrupted or resumed conversion indexed a part of its layers, a pattern dropped too "
+        "much, or config.json counts more layers or experts than there are. Loaders that do not "
+        "check leave such weights as they were made: the model babbles.",
+        "Convert again from the source, or set the config's counts to what is there.",
+    ),
+    Rule(
+        "QC014",
+        "tied embeddings differ in type",
+        "One of head and embeddings was converted or resized and the other was not.",
+        "Leave the head out, or untie the two in the config.",
+    ),
+    Rule(
+        "QC015",
+        "a grid of block scales does not fit its weight",
+        "The block size was inferred from shapes, which is wrong for ragged row counts (576 rows in "
+        "blocks of 128), or rows were cut or permuted and their scales were not.",
+        "Convert again with the block size that the config states: ceil(rows / block) scale rows.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -32,43 +81,81 @@ class Structure:
     needs: frozenset[Need] = frozenset()
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
-        yield from _total_size(folder)
-        yield from _scales(folder)
-        yield from _quantization(folder)
-        yield from _family(folder)
+        checkpoint = folder.checkpoint
+        yield from _total_size(checkpoint)
+        yield from _unpaired(checkpoint)
+        yield from _grids(checkpoint)
+        yield from _quantization(checkpoint)
+        yield from _missing(checkpoint)
+        yield from _tied(checkpoint)
 
 
-def _total_size(folder: Folder) -> Iterator[Finding]:
-    for text in folder.checkpoint.warnings:
+def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for text in checkpoint.warnings:
         if "total_size" in text:
-            yield Finding("QC010", "error", INDEX, text)
+            ours = checkpoint.manifest is not None
+            yield Finding("QC010", "error" if ours else "warning", INDEX, text)
 
 
-def _scales(folder: Folder) -> Iterator[Finding]:
-    names = folder.checkpoint
-    block = stated_block(names.quantization_configs)
-    for name, source in names.items():
+def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for name, source in checkpoint.items():
         weights = weight_candidates(name)
-        if weights and not any(weight in names for weight in weights):
+        if weights and not any(weight in checkpoint for weight in weights):
             yield Finding("QC011", "error", name, f"no weight beside it ({' or '.join(weights)})")
-        if source.type.dtype in _FP8 and not weights:
-            scales = [scale for scale in scale_candidates(name) if scale in names]
-            if not scales:
-                tried = " or ".join(scale_candidates(name))
-                yield Finding("QC011", "error", name, f"FP8 without a scale ({tried})")
-            elif block is not None and len(source.type.shape) >= 2:
-                fault = grid_fault(source.type, names[scales[0]].type, block)
-                if fault is not None:
-                    yield Finding("QC015", "error", scales[0], fault)
+        elif source.type.dtype in FP8 and not weights:
+            tried = scale_candidates(name)
+            if not any(scale in checkpoint for scale in tried):
+                yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(tried)})")
+        elif name.endswith(".weight_packed"):
+            parts = ["weight_scale", *(["weight_shape"] if source.type.dtype == "I32" else [])]
+            stem = name.removesuffix("weight_packed")
+            for part in parts:
+                if stem + part not in checkpoint:
+                    yield Finding("QC011", "error", name, f"packed without {stem}{part}")
+        elif name.endswith(".weight_shape"):
+            packed = f"{name.removesuffix('shape')}packed"
+            if packed not in checkpoint:
+                yield Finding("QC011", "error", name, f"the shape of no weight ({packed})")
 
 
-def _quantization(folder: Folder) -> Iterator[Finding]:
-    checkpoint = folder.checkpoint
+def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
+    configs = checkpoint.quantization_configs
+    block = next(iter(fp8_blocks(configs)), None)
+    known = any(config.method in KNOWN_METHODS for config in configs)
+    for name, source in checkpoint.items():
+        if source.type.dtype not in FP8 or len(source.type.shape) < 2 or weight_candidates(name):
+            continue
+        scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
+        if scale is None:
+            continue
+        fault = _grid_fault(source.type, checkpoint[scale].type, scale, block)
+        if fault is not None and (block is not None or known):
+            yield Finding("QC015", "error", scale, fault)
+
+
+def _grid_fault(
+    weight: TensorType, scale: TensorType, name: str, block: tuple[int, int] | None
+) -> str | None:
+    if block is None:
+        # Without blocks a scale is one number, or one a row.
+        last = scale.shape[-1:] in ((), (1,))
+        if scale.numel == 1 or last or len(scale.shape) < len(weight.shape):
+            return None
+        return f"a grid {list(scale.shape)} of block scales, and the config states no block size"
+    fault = grid_fault(weight, scale, block)
+    if fault is None and scale.numel == 1 and name.endswith("_scale_inv"):
+        rows, columns = weight.shape[-2:]
+        if rows > block[0] or columns > block[1]:
+            return f"one scale for {weight}, and the config states blocks of {block[0]}x{block[1]}"
+    return fault
+
+
+def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
     quantized = next(
         (
             name
             for name, source in checkpoint.items()
-            if (source.type.dtype in (*_FP8, "F4") and not weight_candidates(name))
+            if (source.type.dtype in (*FP8, "F4") and not weight_candidates(name))
             or name.endswith(_PACKED)
         ),
         None,
@@ -81,15 +168,44 @@ def _quantization(folder: Folder) -> Iterator[Finding]:
         yield Finding("QC012", "error", quantized, "is quantized, but no config block says how")
 
 
-def _family(folder: Folder) -> Iterator[Finding]:
-    census = folder.checkpoint.census
-    for name in folder.checkpoint.absent():
-        yield Finding(
-            "QC013", "error", name, f"missing: family {census.family.name} requires it by config"
-        )
+def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Required tensors, but for those that the layer has in another form: which of two forms is right
+    is for QC016 and QC017 to say, and what goes with a weight for QC011."""
+    try:
+        stage_of(checkpoint)
+    except PlanError:
+        return  # QC054: which tensors this stage must have cannot be said
+    absent = checkpoint.absent()
+    forms = forms_in(checkpoint) if absent else {}
+    family = checkpoint.census.family.name
+    for name in absent:
+        if _is_otherwise_there(name, checkpoint):
+            continue
+        found = where_of(name)
+        if found is not None:
+            where, side = found
+            present = forms.get(where)
+            if present is not None and present.whole(where.forms, other(side)):
+                continue
+        yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
+
+
+def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a name is one of a format that other layers have: some releases leave some layers
+    unquantized, so theirs have no scales."""
+    if any(weight in checkpoint for weight in weight_candidates(name)):
+        return True
+    module, parameter = split_parameter(name)
+    others = {"weight": "weight_packed", "weight_packed": "weight", "weight_shape": "weight",
+              "weight_scale": "weight"}  # fmt: skip
+    return parameter in others and f"{module}.{others[parameter]}" in checkpoint
+
+
+def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
+    census = checkpoint.census
     if census.dims.tied and census.family.tied is not None:
         names = [n for role in census.family.tied if (n := census.named(role)) is not None]
-        if len({folder.checkpoint[name].type for name in names}) > 1:
+        if len({checkpoint[name].type for name in names}) > 1:
             yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
 
 

@@ -1,0 +1,78 @@
+"""The corpus of broken repos: each is found by its rule and no other, and sound ones by none."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import broken_contents
+import broken_headers
+import pytest
+from broken_repos import CORPUS, SOUND, Bench, Broken
+
+from qconvert.validation import Request, rules, validate_folder
+
+# Rules of work that is only done on request, on random numbers or by running layers; their own tests
+# break them: kt-kernel's client, and from QC070 on kernels, logits and attribution.
+CLIENT, FIRST_ON_REQUEST = "QC045", "QC070"
+assert broken_headers
+assert broken_contents
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sound")
+
+
+@pytest.fixture
+def bench(shared: Path, tmp_path: Path) -> Bench:
+    return Bench(shared, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def without_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kt-kernel's client takes seconds, where it is installed; its rule is QC045."""
+    find = importlib.util.find_spec
+
+    def found(name: str, package: str | None = None) -> Any:
+        return None if name == "kt_kernel" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+
+
+@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: f"{entry.rule}-{entry.name}")
+def test_broken_repos_are_found(entry: Broken, bench: Bench) -> None:
+    repo = entry.make(bench)
+    report = validate_folder(
+        repo.folder,
+        None if repo.against is None else str(repo.against),
+        request=Request(entry.level, jobs=1),
+        pair=None if repo.pair is None else str(repo.pair),
+    )
+    found = {finding.rule for finding in report.findings}
+    assert found == {entry.rule} | entry.beside, report.findings
+    ours = [finding for finding in report.findings if finding.rule == entry.rule]
+    gravest = "error" if any(f.severity == "error" for f in ours) else "warning"
+    assert gravest == entry.severity
+    assert all(finding.where and finding.message for finding in report.findings)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_repos_have_no_finding(name: str, bench: Bench) -> None:
+    folder, source = bench.sound(name), SOUND[name].source
+    against = None if source is None else str(bench.sound(source))
+    for one in sorted(folder.glob("stage-*")) or [folder]:
+        for level in ("headers", "sample", "full"):
+            report = validate_folder(one, against, request=Request(level, jobs=1))
+            assert report.findings == [], level
+
+
+def test_every_rule_has_a_broken_repo() -> None:
+    asked = {rule for rule in rules() if rule < FIRST_ON_REQUEST and rule != CLIENT}
+    assert {entry.rule for entry in CORPUS} == asked
+
+
+def test_names_are_said_once() -> None:
+    names = [(entry.rule, entry.name) for entry in CORPUS]
+    assert len(names) == len(set(names)) >= 90

@@ -1,0 +1,184 @@
+"""What a folder's quantization blocks say, as runtimes read them: formats, block and group sizes, and
+which modules they leave out. It judges nothing; broken blocks say nothing.
+
+Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
+`modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
+full names, class names), modelopt's `hf_quant_config.json` (shell patterns).
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from typing import Any
+
+from qconvert.checkpoint import QuantConfig
+
+_FP8_METHODS = ("fp8", "fbgemm_fp8")
+KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
+HF_QUANT_CONFIG = "hf_quant_config.json"
+# Keys of lists of modules that stay as they are, by method; the first that is there counts.
+LISTS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("ignored_layers", "modules_to_not_convert"),
+    "fbgemm_fp8": ("ignored_layers", "modules_to_not_convert"),
+    "compressed-tensors": ("ignore",),
+    "modelopt": ("exclude_modules", "ignore"),
+}
+
+
+def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
+    """What compressed-tensors' config_groups say of weights."""
+    groups = config.block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield weights
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    return None
+
+
+def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
+    """Every block of FP8 scales that is stated, and where first."""
+    found: dict[tuple[int, int], str] = {}
+    for config in configs:
+        linear = config.block.get("linear_fp8_config")
+        sizes = [
+            config.block.get("weight_block_size"),
+            linear.get("weight_block_size") if isinstance(linear, Mapping) else None,
+            *(g.get("block_structure") for g in weight_groups(config) if g.get("type") == "float"),
+        ]
+        for size in sizes:
+            block = _pair(size)
+            if block is not None:
+                found.setdefault(block, config.where)
+    return found
+
+
+def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
+    """Whether U8 scales are said to be exponents."""
+    for config in configs:
+        linear = config.block.get("linear_fp8_config")
+        inner = linear.get("scale_fmt") if isinstance(linear, Mapping) else None
+        if "ue8m0" in (config.block.get("scale_fmt"), inner):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Ints:
+    """Packed whole numbers of `bits`, a scale for each `group` columns (None: for a row)."""
+
+    bits: int
+    group: int | None
+
+
+def packed_ints(configs: Iterable[QuantConfig]) -> Ints | None:
+    """The one form of packed weights that compressed-tensors blocks state, None for none or several."""
+    found = {
+        Ints(g["num_bits"], g["group_size"] if g.get("strategy") == "group" else None)
+        for config in configs
+        for g in weight_groups(config)
+        if g.get("type") == "int"
+        and g.get("num_bits") in (2, 4, 8)
+        and (g.get("strategy") == "channel" or type(g.get("group_size")) is int)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def scheme(config: QuantConfig) -> tuple[Any, ...]:
+    """What a block says of the format, comparable with another's."""
+    block = config.block
+    if config.method == "compressed-tensors":
+        keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
+        return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
+    algorithm = block.get("quant_algo") if config.method == "modelopt" else None
+    return config.method, _pair(block.get("weight_block_size")), algorithm
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Entries that name modules, as one method matches them."""
+
+    method: str
+    entries: tuple[str, ...]
+
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(entry.rpartition(".")[2] for entry in self._plain)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        if self.method == "modelopt":
+            parts = [translate(entry) for entry in self.entries if not entry.startswith("re:")]
+        else:
+            parts = [entry[3:] for entry in self.entries if entry.startswith("re:")]
+        try:
+            return re.compile("|".join(f"(?:{part})" for part in parts)) if parts else None
+        except re.error:
+            return None
+
+    def pattern_names(self, module: str) -> bool:
+        """Whether a pattern fits."""
+        return self._pattern is not None and self._pattern.match(module) is not None
+
+    def literal(self, module: str) -> bool:
+        """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
+        run of its dotted segments."""
+        if module in self._plain:
+            return True
+        if self.method == "compressed-tensors":
+            return False
+        parts = module.split(".")
+        if self._ends.isdisjoint(parts):
+            return False
+        for stop, part in enumerate(parts, 1):
+            if part in self._ends and any(
+                ".".join(parts[start:stop]) in self._plain for start in range(stop)
+            ):
+                return True
+        return False
+
+    def names(self, module: str) -> bool:
+        return self.literal(module) or self.pattern_names(module)
+
+
+def ignored(config: QuantConfig) -> Listed:
+    """The modules a block leaves out; an empty list where it has none."""
+    for key in LISTS.get(config.method, ()):
+        value = config.block.get(key)
+        if isinstance(value, list) and value:
+            return Listed(config.method, tuple(entry for entry in value if isinstance(entry, str)))
+    return Listed(config.method, ())
+
+
+def targets(config: QuantConfig) -> Listed | None:
+    """The modules that compressed-tensors' groups name, None where every linear layer is one (or the
+    method has no targets)."""
+    if config.method != "compressed-tensors":
+        return None
+    found: list[str] = []
+    groups = config.block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        named = group.get("targets") if isinstance(group, Mapping) else None
+        found += [n for n in named if isinstance(n, str)] if isinstance(named, list) else []
+    return None if "Linear" in found else Listed(config.method, tuple(found))
+
+
+def judged(configs: Sequence[QuantConfig]) -> QuantConfig | None:
+    """The block that runtimes take: config.json's first, else modelopt's file. None where it is of a
+    method not known here."""
+    ordered = sorted(configs, key=lambda config: config.where == HF_QUANT_CONFIG)
+    return ordered[0] if ordered and ordered[0].method in KNOWN_METHODS else None

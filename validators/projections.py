@@ -1,0 +1,142 @@
+"""Matrices that have two forms, fused and split: one of them, whole, and the same in every layer.
+
+QC016 both forms of one layer's matrices are there.
+QC017 one layer has them fused and another split.
+QC018 a layer has half a set: a gate without an up, experts in no form at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.errors import PlanError
+from qconvert.family import Role
+from qconvert.findings import Finding, Rule
+from qconvert.validation import Folder, Need
+from qconvert.validators._model import (
+    EXPERTS,
+    LINEAR_ATTENTION,
+    Present,
+    Side,
+    TwoForms,
+    Where,
+    forms_in,
+    holds,
+    member_of,
+    stage_of,
+)
+
+RULES = (
+    Rule(
+        "QC016",
+        "fused and split forms of the same matrices stand side by side",
+        "A conversion wrote the fused tensor and kept its parts, or shards of two conversions lie in "
+        "one folder. Loaders take whichever they read last, without a word.",
+        "Convert again from the source, into an empty folder.",
+    ),
+    Rule(
+        "QC017",
+        "the layers disagree on whether a projection is fused",
+        "A conversion matched a part of the layers, or was resumed with other options. No loader takes "
+        "both forms: the layers of the other form keep the weights they were made with.",
+        "Convert again from the source; of each projection all layers have the same form.",
+    ),
+    Rule(
+        "QC018",
+        "half a set of matrices: a gate without an up, or a layer without experts",
+        "A pattern dropped or renamed one kind of matrix in every layer, so no layer stands out.",
+        "Convert again from the source, and look at what the plan says it drops.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """One form, whole, in all layers."""
+
+    name: str = "projections"
+    proves: str = "fused and split projections are not mixed, and each set is whole"
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        found = forms_in(checkpoint)
+        yield from _side_by_side(found)
+        yield from _layers_disagree(found)
+        yield from _half_sets(checkpoint)
+
+
+def _own(forms: TwoForms, side: Side) -> frozenset[str]:
+    """Members that a form shares with none: `down_proj` alone tells nothing of experts, whose names
+    differ in their number only."""
+    return forms.members(side) if forms is not EXPERTS else forms.members(side) - {"down_proj"}
+
+
+def _has(present: Present, forms: TwoForms, side: Side) -> bool:
+    return bool(present.side(side).keys() & _own(forms, side))
+
+
+def _side_by_side(found: dict[Where, Present]) -> Iterator[Finding]:
+    for where, present in found.items():
+        if present.fused and present.split:
+            fused, split = (next(iter(side.values())) for side in (present.fused, present.split))
+            message = f"stands beside {split!r}: {where.forms.what} both fused and split"
+            yield Finding("QC016", "error", fused, message)
+
+
+def _layers_disagree(found: dict[Where, Present]) -> Iterator[Finding]:
+    """Of one projection in all layers; a layer with both forms is QC016's."""
+    forms: dict[tuple[TwoForms, bool, str], dict[Side, list[str]]] = {}
+    for where, present in found.items():
+        if present.fused and present.split:
+            continue
+        side: Side = "fused" if present.fused else "split"
+        if not _has(present, where.forms, side):
+            continue
+        layers = forms.setdefault((where.forms, where.draft, where.parent), {})
+        layers.setdefault(side, []).append(next(iter(present.side(side).values())))
+    for (form, _, _), sides in forms.items():
+        if len(sides) == 2:
+            rarer, usual = sorted(sides, key=lambda side: len(sides[side]))
+            for name in sides[rarer]:
+                message = f"{form.what}: {rarer} here, {usual} in {len(sides[usual])} other layers"
+                yield Finding("QC017", "error", name, message)
+
+
+def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Roles of one form that no layer has, while layers must have it and have not the other form. A
+    role that some layers have is QC013's."""
+    census = checkpoint.census
+    try:
+        stage = stage_of(checkpoint)
+    except PlanError:
+        return  # QC054: which layers this stage must have cannot be said
+    sets: dict[tuple[TwoForms, str], dict[Side, dict[str, Role]]] = {}
+    for role in census.family.roles:
+        member = member_of(role.module)
+        if member is None or member.forms not in (EXPERTS, LINEAR_ATTENTION):
+            continue
+        layers = sets.setdefault((member.forms, role.layers), {})
+        layers.setdefault(member.side, {})[member.name] = role
+    for (forms, group), sides in sets.items():
+        draft = group.startswith("mtp")
+        if draft and not any(r.name in census.present for s in sides.values() for r in s.values()):
+            continue  # QC023: draft layers may be left out, as a whole
+        layers_of = [n for n in census.dims.groups.get(group, ()) if holds(stage, n, draft=draft)]
+        there = {
+            side: {n for n, role in roles.items() if role.name in census.present}
+            for side, roles in sides.items()
+        }
+        if not layers_of or any(there[side] == forms.members(side) for side in sides):
+            continue
+        side = max(sides, key=lambda side: len(there[side]))
+        lacking = sorted(forms.members(side) - there[side])
+        where = sides[side][lacking[0]].module.removeprefix("@").replace("{L}", str(layers_of[0]))
+        message = f"{forms.what}: {', '.join(lacking)} in none of {len(layers_of)} layers"
+        have = ", ".join(sorted(there[side]))
+        yield Finding("QC018", "error", where, f"{message}, beside {have}" if have else message)
+
+
+VALIDATOR = Projections()
