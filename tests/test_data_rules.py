@@ -1,0 +1,96 @@
+"""Every conversion's sound output breaks no rule on tensor data at level full against its source, and
+is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gdn_models
+import numpy as np
+import pytest
+from checkpoints import copied, run_cli
+from data_folders import CONVERSIONS, OURS, Made, lines, maker, rules, store, validated
+
+from qconvert.validation import Request, validate_folder
+
+SCALE = "model.language_model.layers.0.mlp.experts.1.up_proj.weight_scale"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return maker(tmp_path_factory.mktemp("made"))
+
+
+@pytest.mark.parametrize("name", sorted(CONVERSIONS))
+def test_what_is_sound_breaks_no_rule(name: str, made: Made) -> None:
+    source, out = made(name)
+    report = validated(out, source)
+    assert [finding for finding in report.findings if finding.rule in OURS] == []
+    assert not [text for text in report.not_checked if "weight" in text]
+    proved = " ".join(report.proved)
+    for phrase in (
+        "every weight is the source's",
+        "linear attention's rows lie",
+        "no tensor holds NaN",
+    ):
+        assert phrase in proved
+    lossy = {"w4a16"} if "w4a16" in name else set()
+    for measure in report.measures:
+        if measure.format in lossy:
+            assert 0.02 < measure.rms < 0.2, measure
+            assert 0.97 < measure.cosine < 1
+        else:
+            assert (measure.rms, measure.worst) == (0, 0), measure
+    assert {m.format for m in report.measures} >= lossy | {"bf16"}
+
+
+def test_every_matrix_is_measured_once(made: Made) -> None:
+    """By role, layer and expert, however they are stored."""
+    report = validated(made("stack")[1], made("stack")[0])
+    experts = [m for m in report.measures if m.expert is not None]
+    assert len({(m.tensor, m.role, m.layer, m.expert) for m in experts}) == len(experts)
+    # Three projections of each expert in four layers and the draft layer.
+    assert len(experts) == 3 * gdn_models.EXPERTS * 5
+    gate = [m for m in experts if m.role == "gate_proj"]
+    assert [(m.layer, m.expert) for m in gate if m.layer is not None][:3] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+    ]
+    assert {m.tensor.rpartition(".")[2] for m in gate} == {"gate_up_proj"}
+    assert all(m.weights == gdn_models.INTERMEDIATE * gdn_models.HIDDEN for m in gate)
+    segments = {m.role for m in report.measures if m.role.startswith("in_proj_")}
+    assert segments == {f"in_proj_{s}" for s in "qkvzba"}
+
+
+def test_a_sample_looks_at_less(made: Made) -> None:
+    source, out = made("dequant")
+    full, sample = validated(out, source), validated(out, source, "sample")
+    assert 0 < len(sample.measures) < len(full.measures)
+    assert {m.role for m in sample.measures} == {m.role for m in full.measures}
+    assert rules(sample) == set()
+    assert not validated(out, source, "headers").measures
+
+
+def test_stages_are_compared_as_far_as_they_go(made: Made, tmp_path: Path) -> None:
+    source, _ = made("fuse bf16")
+    result = run_cli("split", source, tmp_path / "s", "--pp", "1,3", "--jobs", "1")
+    assert result.code == 0, result.err
+    counts = []
+    for stage in sorted((tmp_path / "s").glob("stage-*")):
+        report = validated(stage, source)
+        assert rules(report) == set()
+        counts.append(len(report.measures))
+    assert 0 < counts[0] < counts[1]
+    assert rules(validated(made("dequant")[1], source)) == {"QC060", "QC064"}
+
+
+def test_workers_find_the_same(made: Made, tmp_path: Path) -> None:
+    source, sound = made("w4a16 of fp8")
+    out = copied(sound, tmp_path / "out")
+    store(out, SCALE, lines(out, SCALE) ^ np.uint8(0x80))
+    reports = [
+        validate_folder(out, str(source), request=Request("full", jobs=jobs)) for jobs in (1, 2)
+    ]
+    assert reports[0].findings == reports[1].findings != []
+    assert repr(reports[0].measures) == repr(reports[1].measures)

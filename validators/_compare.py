@@ -1,0 +1,233 @@
+"""One matrix against the source's: how close it has to be, and how close it is. Not a validator itself:
+it has no `VALIDATOR`, so discovery passes it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.findings import Finding, Measure
+from qconvert.tasks import Room
+from qconvert.validators._decode import as_bf16, is_rounded, rounded
+from qconvert.validators._forms import RAW
+from qconvert.validators._matrices import Matrix
+from qconvert.validators._rows import row_bytes, rows, scales, scratch, spread, tile_rows
+from qconvert.validators._sums import Sums
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators._decode import Bytes, Floats
+
+    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+# How a matrix must be the source's: the same numbers; rounded to its own floats once; or the nearest
+# code of its scales.
+How = Literal["equal", "rounded", "nearest"]
+
+_STRETCHES = 8  # of a long matrix, at level sample
+# In steps: half of one, and what rounding adds. The largest weight of a group is 7.5 steps before its
+# scale is rounded to bf16, which takes 2^-8 of it at most, and the largest code is 7. Rounding weight /
+# scale to bf16 before it becomes a code adds less (2^-6: bf16 has steps of 2^-5 from 4 to 8).
+_NEAREST = 0.5 + 7.5 * 2.0**-8
+_DENORMAL = 2.0**-130  # scales that bf16 holds as denormals are as coarse as 2^-134, times 8
+_FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
+_FP8_SLACK = 1 + 2.0**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """One matrix against the source's, a tile at a time."""
+
+    mine: Matrix
+    yours: Matrix
+    how: How
+    whole: bool
+
+    @property
+    def where(self) -> str:
+        return self.mine.tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            (stop - start) * (self.mine.form.row_nbytes + self.yours.form.row_nbytes)
+            for start, stop in self._tiles()
+        )
+
+    @property
+    def scratch(self) -> int:
+        return max(scratch(self.mine), scratch(self.yours))
+
+    def run(self, room: Room) -> Iterator[Finding | Measure]:
+        tiles = list(self._tiles())
+        if self._is_exact and all(self._same(room, *tile) for tile in tiles):
+            if self.mine.format != RAW:
+                yield self._equal(room, tiles)
+            return
+        if self.mine.format == RAW:
+            yield self._first_byte(room, tiles)
+            return
+        sums, misfit = Sums(), ""
+        for start, stop in tiles:
+            found = rows(room.output, self.mine, start, stop)
+            source = rows(room.source, self.yours, start, stop)
+            expected = as_bf16(source) if self._from_codes else source
+            if not misfit:
+                fits = self._fits(room, (start, stop), expected, found)
+                misfit = "" if fits is None else _say(fits, start, expected, found)
+            sums.add(*_finite(expected, found))
+        yield self._measure(sums)
+        if misfit:
+            message = described(self.mine, misfit + self._kind())
+            yield Finding("QC060", "error", self.mine.tensor, message)
+
+    @property
+    def _from_codes(self) -> bool:
+        """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
+        return self.how != "equal" and self.yours.format in ("fp8", "w4a16")
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.how == "equal" or (self._from_codes and self.mine.format == "bf16")
+
+    def _tiles(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows: all, or some stretches, first and last among them."""
+        height = min(tile_rows(self.mine), tile_rows(self.yours))
+        count = -(-self.mine.rows // height)
+        chosen = range(count)
+        if not self.whole and count > _STRETCHES:
+            chosen = [i * (count - 1) // (_STRETCHES - 1) for i in range(_STRETCHES)]  # type: ignore[assignment]
+        for number in chosen:
+            yield number * height, min((number + 1) * height, self.mine.rows)
+
+    def _same(self, room: Room, start: int, stop: int) -> bool:
+        """Whether rows are just what they must be."""
+        if self.how == "equal":
+            return self._same_bytes(room, start, stop)
+        source = rows(room.source, self.yours, start, stop).reshape(-1)
+        return is_rounded(source, row_bytes(room.output, self.mine, start, stop))
+
+    def _same_bytes(self, room: Room, start: int, stop: int) -> bool:
+        """Whether codes and scales are the same, so that nothing has to be decoded."""
+        import numpy as np
+
+        if self.mine.form.weight.type.dtype != self.yours.form.weight.type.dtype:
+            return False
+        mine = row_bytes(room.output, self.mine, start, stop)
+        if not _alike(mine, row_bytes(room.source, self.yours, start, stop)):
+            return False
+        grids = self.mine.form.grid, self.yours.form.grid
+        if grids[0] is None or grids[1] is None:
+            return grids[0] is grids[1]
+        if grids[0].block[1] != grids[1].block[1]:
+            return False
+        here, there = (
+            scales(reader, matrix, start, stop)
+            for reader, matrix in ((room.output, self.mine), (room.source, self.yours))
+        )
+        return np.array_equal(here, there, equal_nan=True)
+
+    def _equal(self, room: Room, tiles: list[tuple[int, int]]) -> Measure:
+        """The measure of what is the same, whose sums nobody needs to add up."""
+        count = sum(stop - start for start, stop in tiles) * self.mine.form.columns
+        zero = not any(row_bytes(room.output, self.mine, *tile).any() for tile in tiles)
+        cosine = float("nan") if zero else 1.0
+        m = self.mine
+        return Measure(m.tensor, m.role, m.layer, m.expert, m.format, count, 0.0, 0.0, cosine)
+
+    def _measure(self, sums: Sums) -> Measure:
+        m = self.mine
+        return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format)
+
+    def _fits(
+        self,
+        room: Room,
+        tile: tuple[int, int],
+        expected: Floats,
+        found: Floats,
+    ) -> Bools | None:
+        """Which weights are right; None: all."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            if self.how == "rounded":
+                expected = rounded(expected, self.mine.form.weight.type.dtype)
+            if self.how != "nearest":
+                fits = expected.view(np.uint32) == found.view(np.uint32)
+            elif self.mine.format == "w4a16":
+                step = spread(np.abs(scales(room.output, self.mine, *tile)), self.mine.form)
+                largest = np.finfo(np.float32).max
+                off = np.abs(expected - np.clip(found, -largest, largest))
+                fits = (off <= np.float32(_NEAREST) * step + np.float32(_DENORMAL)) & (
+                    step <= largest
+                )
+            else:
+                step = spread(np.abs(scales(room.output, self.mine, *tile)), self.mine.form)
+                half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
+                allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
+                fits = np.abs(expected - found) <= allowed
+            if fits.all():
+                return None
+            fits |= np.isnan(expected) & np.isnan(found)
+        return None if fits.all() else fits
+
+    def _kind(self) -> str:
+        """How close it had to be."""
+        if self.how == "equal":
+            return ""
+        what = {"rounded": "rounded once", "nearest": "within half a step of its scale"}[self.how]
+        return f" ({self.yours.format} of the source as {self.mine.format}, {what})"
+
+    def _first_byte(self, room: Room, tiles: list[tuple[int, int]]) -> Finding:
+        """Of tensors that are compared as bytes."""
+        import numpy as np
+
+        for start, stop in tiles:
+            mine = row_bytes(room.output, self.mine, start, stop)
+            yours = row_bytes(room.source, self.yours, start, stop)
+            if not np.array_equal(mine, yours):
+                at = int(np.argmax(mine != yours))
+                message = (
+                    f"byte {start + at}: expected {yours[at]} as in the source, found {mine[at]}"
+                )
+                return Finding("QC060", "error", self.mine.tensor, message)
+        raise AssertionError("bytes differ where none does")
+
+
+def _alike(mine: Bytes, yours: Bytes) -> bool:
+    """Whether bytes are the same; eight at a time where they can be."""
+    import numpy as np
+
+    if mine.size % 8 or yours.size != mine.size:
+        return np.array_equal(mine, yours)
+    return bool((mine.view(np.uint64) == yours.view(np.uint64)).all())
+
+
+def _say(fits: Bools, start: int, expected: Floats, found: Floats) -> str:
+    import numpy as np
+
+    row, column = divmod(int(np.argmin(fits)), fits.shape[1])
+    wrong = fits.size - int(np.count_nonzero(fits))
+    return (
+        f"row {start + row}, column {column}: expected {expected[row, column]:.9g} as in the source, "
+        f"found {found[row, column]:.9g}; {wrong} of {fits.size} weights looked at there are wrong"
+    )
+
+
+def _finite(expected: Floats, found: Floats) -> tuple[Floats, Floats]:
+    """Without what is no number on either side: it would swallow all sums."""
+    import numpy as np
+
+    ok = np.isfinite(expected) & np.isfinite(found)
+    if ok.all():
+        return expected, found
+    zero = np.float32(0)
+    return np.where(ok, expected, zero), np.where(ok, found, zero)
+
+
+def described(matrix: Matrix, message: str) -> str:
+    """A message about a matrix that is part of a tensor says which."""
+    part = matrix.role if matrix.expert is None else f"expert {matrix.expert}, {matrix.role}"
+    return f"{part}: {message}" if matrix.rows < matrix.form.rows or matrix.form.at else message

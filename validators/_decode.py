@@ -1,0 +1,171 @@
+"""What stored numbers mean, as float32, from the formats' definitions: nothing here is shared with the
+code that makes outputs.
+
+FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
+1.0 (2^(e - 127), 255 NaN), packed INT4 is compressed-tensors 0.19's pack-quantized (the first of
+eight codes in a word's lowest bits, each stored as code + 8). Not a validator itself: it has no
+`VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf, nan
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    Words = np.ndarray[Any, np.dtype[np.uint32]]
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+FP8 = ("F8_E4M3", "F8_E5M2")
+SCALES = (*FLOATS[:3], "F8_E8M0", "U8")
+
+_NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+_KEPT = 31 << 20  # glibc's rule holds for blocks below 32 MiB
+_BIAS = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}  # bits of the mantissa, bias of the exponent
+
+
+@cache
+def warm() -> None:
+    """Have this process keep memory that it frees. glibc gives blocks of more than the largest yet
+    freed back to the kernel, and fresh pages cost several times what is computed in them."""
+    import numpy as np
+
+    np.empty(_KEPT, np.uint8)
+
+
+def fp8_value(code: int, dtype: str) -> float:
+    """What one FP8 code stands for."""
+    mantissa_bits, bias = _BIAS[dtype]
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = divmod(code & 0x7F, 1 << mantissa_bits)
+    if dtype == "F8_E4M3" and code & 0x7F == 0x7F:
+        return nan
+    if dtype == "F8_E5M2" and exponent == 31:
+        return nan if mantissa else sign * inf
+    share = mantissa / (1 << mantissa_bits)
+    if exponent == 0:
+        return sign * share * 2.0 ** (1 - bias)
+    return sign * (1 + share) * 2.0 ** (exponent - bias)
+
+
+@cache
+def _table(dtype: str) -> Floats:
+    """What each of 256 codes stands for."""
+    import numpy as np
+
+    return np.array([fp8_value(code, dtype) for code in range(256)], np.float32)
+
+
+@cache
+def _nibbles() -> np.ndarray[Any, Any]:
+    """Two codes, less 8 each, as float32 (one complex64) for every byte, low nibble first."""
+    import numpy as np
+
+    both = np.arange(256, dtype=np.uint32)[:, None] >> np.array([0, 4], np.uint32)
+    return ((both & 15).astype(np.float32) - np.float32(8)).view(np.complex64).reshape(-1)
+
+
+def fp8_floats(codes: Bytes, dtype: str) -> Floats:
+    """Codes [n] as float32 [n]. E4M3's exponent and mantissa go where float32 has them, which makes
+    the value times 2^(7 - 127), subnormals too: 2 GB a second and core. Its NaN would come out as 480,
+    so where there is one, and for E5M2, a table is looked up: 0.8 GB."""
+    import numpy as np
+
+    if dtype != "F8_E4M3" or (codes.size and int((codes & np.uint8(0x7F)).max()) == 0x7F):
+        return _table(dtype)[codes]
+    bits = codes.view(np.int8).astype(np.int32)  # the sign fills the upper bits
+    np.left_shift(bits, 20, out=bits)
+    np.bitwise_and(bits, -(1 << 31) | 0x7F << 20, out=bits)
+    values = bits.view(np.float32)
+    np.multiply(values, np.float32(2.0**120), out=values)
+    return values
+
+
+def int4_floats(packed: Bytes) -> Floats:
+    """Packed codes, bytes [n] -> codes -8 to 7 as float32 [2n]."""
+    import numpy as np
+
+    out = np.empty(2 * packed.size, np.float32)
+    np.take(_nibbles(), packed.astype(np.intp), out=out.view(np.complex64), mode="clip")
+    return out
+
+
+def floats(data: Bytes, dtype: str) -> Floats:
+    """Bytes of BF16, F16, F32 or F64 numbers as float32 (F64 rounds)."""
+    import numpy as np
+
+    if dtype == "BF16":
+        bits = data.view("<u2").astype(np.uint32)
+        np.left_shift(bits, 16, out=bits)
+        return bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        return data.view(_NUMPY[dtype]).astype(np.float32)
+
+
+def scale_floats(data: Bytes, dtype: str) -> Floats:
+    """Scales as float32; U8 and F8_E8M0 are exponents."""
+    import numpy as np
+
+    if dtype not in ("F8_E8M0", "U8"):
+        return floats(data, dtype)
+    table = np.array([2.0 ** (e - 127) for e in range(255)] + [nan], np.float32)
+    return table[data]
+
+
+def bf16_bits(values: Floats) -> Words:
+    """Nearest bf16, ties to even, as the upper half of float32 bits. A NaN stays one."""
+    import numpy as np
+
+    bits = values.view(np.uint32)
+    # What is kept ends in bit 16. Adding that bit and 0x7FFF carries into it just where what is
+    # dropped is more than half, or half and the bit is set.
+    odd = bits >> np.uint32(16)
+    np.bitwise_and(odd, 1, out=odd)
+    np.add(odd, 0x7FFF, out=odd)
+    np.add(odd, bits, out=odd)
+    np.bitwise_and(odd, 0xFFFF0000, out=odd)
+    low = bits & np.uint32(0x7FFFFFFF)
+    if low.size and int(low.max()) > 0x7F800000:
+        odd[low > 0x7F800000] = 0x7FC00000
+    return odd
+
+
+def is_rounded(values: Floats, stored: Bytes) -> bool:
+    """Whether bf16 numbers, as bytes, are these float32 [n] rounded to nearest, ties to even; NaN
+    where those are. Quicker than rounding: the bits of a float32 count its size, so the nearest bf16
+    is within 0x8000 of it, and only what is just that far has to be rounded."""
+    import numpy as np
+
+    bits = stored.view("<u2").astype(np.uint32)
+    np.left_shift(bits, 16, out=bits)
+    off = values.view(np.uint32) - bits
+    np.add(off, 0x7FFF, out=off)
+    if not off.size or int(off.max()) < 0xFFFF:
+        return True
+    at = np.flatnonzero(off >= 0xFFFF)
+    right = bf16_bits(values[at]) == bits[at]
+    return bool((right | (np.isnan(values[at]) & np.isnan(bits[at].view(np.float32)))).all())
+
+
+def as_bf16(values: Floats) -> Floats:
+    """Rounded to bf16, as float32."""
+    import numpy as np
+
+    return bf16_bits(values).view(np.float32)
+
+
+def rounded(values: Floats, dtype: str) -> Floats:
+    """Rounded once to BF16 or F16, as float32; F32 and F64 hold every float32."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return as_bf16(values)
+    if dtype == "F16":
+        with np.errstate(all="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+    return values

@@ -1,0 +1,150 @@
+"""Rows of a matrix, read as its consumer computes with them. Not a validator itself: it has no
+`VALIDATOR`, so discovery passes it by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qconvert.run.reader import Reader
+from qconvert.spec import DTYPE_BITS
+from qconvert.validators._decode import floats, fp8_floats, int4_floats, scale_floats, warm
+from qconvert.validators._forms import Form, Grid
+from qconvert.validators._matrices import Matrix
+
+if TYPE_CHECKING:
+    from qconvert.validators._decode import Bytes, Floats
+
+# Elements worked on at a time: a few copies of them stay near a core.
+TILE = 1 << 17
+# Of what is stored turned every row takes a read for each column, so as many rows as may be.
+_TURNED_TILE = 1 << 20
+# Bytes an element takes while two matrices are compared: float32 copies, what numpy makes of them.
+_EACH = 40
+_TABLES = 2 << 20
+
+
+def tile_rows(matrix: Matrix) -> int:
+    """Rows to look at in one go."""
+    tile = _TURNED_TILE if matrix.form.turned else TILE
+    return max(1, min(matrix.rows, tile // matrix.form.columns))
+
+
+def scratch(matrix: Matrix) -> int:
+    """Bytes it takes to compare a tile of a matrix with another's."""
+    return _TABLES + _EACH * tile_rows(matrix) * matrix.form.columns
+
+
+def row_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Rows [start, stop) as they are stored, scales apart: uint8 [rows * bytes of a row]."""
+    import numpy as np
+
+    warm()
+    form = matrix.form
+    if form.turned:
+        return _turned_bytes(reader, matrix, start, stop)
+    size = form.row_nbytes
+    data = np.empty((stop - start) * size, np.uint8)
+    view, at = data.data, 0
+    for first, last in matrix.spans(start, stop):
+        part = view[at : at + (last - first) * size]
+        reader.read(form.weight, form.at + first * size, part)
+        at += part.nbytes
+    return data
+
+
+def _turned_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Columns of what is stored: a short read for each stored row."""
+    import numpy as np
+
+    form = matrix.form
+    width = DTYPE_BITS[form.weight.type.dtype] // 8
+    parts = []
+    for first, last in matrix.spans(start, stop):
+        block = np.empty((form.columns, (last - first) * width), np.uint8)
+        for column in range(form.columns):
+            at = form.at + (column * form.rows + first) * width
+            reader.read(form.weight, at, block[column].data)
+        cells = block.reshape(form.columns, last - first, width)
+        parts.append(np.ascontiguousarray(cells.transpose(1, 0, 2)).reshape(-1))
+    return np.concatenate(parts)
+
+
+def rows(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
+    """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, not rounded."""
+    import numpy as np
+
+    form = matrix.form
+    data = row_bytes(reader, matrix, start, stop)
+    dtype = form.weight.type.dtype
+    if form.format == "w4a16":
+        values = int4_floats(data)
+    elif form.format == "fp8":
+        values = fp8_floats(data, dtype)
+    else:
+        values = floats(data, dtype)
+    values = values.reshape(stop - start, form.columns)
+    if form.grid is not None:
+        at = 0
+        with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic makes of it
+            for first, last in matrix.spans(start, stop):
+                _scale(reader, form.grid, values[at : at + last - first], first)
+                at += last - first
+    return values
+
+
+def scales(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
+    """The scales of rows [start, stop), float32 [rows, columns of the grid]."""
+    import numpy as np
+
+    grid = matrix.form.grid
+    assert grid is not None
+    parts = []
+    for first, last in matrix.spans(start, stop):
+        lines = _lines(reader, grid, first // grid.block[0], -(-last // grid.block[0]))
+        at = np.arange(first, last) // grid.block[0] - first // grid.block[0]
+        parts.append(lines[at])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def spread(scale: Floats, form: Form) -> Floats:
+    """Scales [rows, columns of the grid] over the columns they stand for: [rows, columns]."""
+    import numpy as np
+
+    assert form.grid is not None
+    wide = form.grid.block[1]
+    if wide >= form.columns:
+        return np.broadcast_to(scale, (scale.shape[0], form.columns))
+    return np.repeat(scale, wide, axis=1)[:, : form.columns]
+
+
+def _scale(reader: Reader, grid: Grid, values: Floats, first: int) -> None:
+    """Multiply stored rows from `first` on by their scales."""
+    import numpy as np
+
+    high, wide = grid.block
+    count, columns = values.shape
+    begin = first // high
+    lines = _lines(reader, grid, begin, -(-(first + count) // high))
+    if high == 1:
+        if columns % wide == 0:
+            shaped = values.reshape(count, columns // wide, wide)
+            np.multiply(shaped, lines[:, :, None], out=shaped)
+        else:
+            np.multiply(values, np.repeat(lines, wide, axis=1)[:, :columns], out=values)
+        return
+    over = np.repeat(lines, min(wide, columns), axis=1)[:, :columns]
+    for number in range(lines.shape[0]):
+        low = max(0, (begin + number) * high - first)
+        part = values[low : (begin + number + 1) * high - first]
+        np.multiply(part, over[number], out=part)
+
+
+def _lines(reader: Reader, grid: Grid, first: int, last: int) -> Floats:
+    """Rows [first, last) of a grid, float32."""
+    import numpy as np
+
+    kind = grid.scale.type
+    width = DTYPE_BITS[kind.dtype] // 8
+    data = np.empty((last - first) * grid.columns * width, np.uint8)
+    reader.read(grid.scale, (grid.first + first * grid.columns) * width, data.data)
+    return scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
