@@ -1,0 +1,109 @@
+"""A Triton kernel multiplies tokens with packed INT4 matrices, as a GPU that serves them does: on
+random weights, and on the folder's. The products must be those of the weights that the format means,
+but for rounding in float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.errors import PlanError
+from qconvert.findings import Finding, Rule, Table
+from qconvert.ops.int4 import DequantInt4
+from qconvert.plan import Plan
+from qconvert.run.reader import Reader
+from qconvert.validation import Folder, Need
+from qconvert.validators.kernels import NO_DATA, Case, chosen, device, head, read, said
+from qconvert.weights import Stored, read_matrix
+
+RULES = (
+    Rule(
+        "QC073",
+        "tokens times packed INT4 weights, by the Triton kernel, are further from torch's than rounding",
+        "Triton or the GPU's driver computes otherwise: products rounded to TF32 or bf16, or words "
+        "unpacked in another order. On a tensor alone: its scales are NaN or infinite.",
+        "Try another release of Triton or of the driver. On a tensor: see what --level full --against "
+        "SRC says of it.",
+    ),
+)
+
+_PACKED = ".weight_packed"
+_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class W4a16:
+    """Kernel against torch, on random tokens and weights, and on random tokens and the folder's."""
+
+    name: str = "w4a16"
+    proves: str = (
+        "the w4a16 kernel multiplies with INT4 weights within float32's rounding (its table says of "
+        "what, and on which device)"
+    )
+    needs: frozenset[Need] = frozenset({"kernels"})
+
+    def random(self) -> Iterator[Finding | Table]:
+        """On random weights, without a folder."""
+        where = device()
+        from qconvert.validators.kernels import w4a16
+
+        yield from said(self.name, "QC073", where, w4a16.random_cases(where), (), "")
+
+    def __call__(self, folder: Folder) -> Iterator[Finding | Table]:
+        where = device()
+        matrices, note = _matrices(folder)
+        from qconvert.validators.kernels import w4a16
+
+        real = _cases(folder, matrices, where)
+        yield from said(self.name, "QC073", where, w4a16.random_cases(where), real, note)
+
+
+def _matrices(folder: Folder) -> tuple[list[tuple[str, Stored]], str]:
+    """What to look at, or why there is nothing."""
+    names = [name for name in folder.checkpoint if name.endswith(_PACKED)]
+    if not names:
+        return [], "the folder holds no packed INT4 weights"
+    if folder.request.level == "headers":
+        return [], NO_DATA
+    plan = Plan.identity(folder.checkpoint)
+    try:
+        found = [
+            (name, read_matrix(plan, name.removesuffix(_PACKED))[0])
+            for name in chosen(names, folder.request.layers)
+        ]
+    except PlanError as error:
+        return [], f"the folder's INT4 weights cannot be read: {error}"
+    return found, "" if found else "the layers asked for hold no packed INT4 weights"
+
+
+def _cases(
+    folder: Folder, matrices: list[tuple[str, Stored]], where: str
+) -> Iterator[tuple[str, Case]]:
+    import torch
+
+    from qconvert.validators.kernels import w4a16
+
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    generator = torch.Generator().manual_seed(0)
+    reader = Reader(folder.checkpoint.shards)
+    try:
+        for name, stored in matrices:
+            assert isinstance(stored.decoder, DequantInt4)
+            count = head(stored.rows, stored.columns, 1, where)
+            packed, scales = (arg.rows(0, count) for arg in stored.args)
+            words = read(reader, packed).view(torch.int32).reshape(packed.type.shape)
+            factors = read(reader, scales).view(kinds[scales.type.dtype])
+            factors = factors.reshape(scales.type.shape)
+            tokens = w4a16.tokens(_TOKENS, stored.columns, generator).to(torch.bfloat16)
+            of = "" if count == stored.rows else f" of {stored.rows}"
+            case = w4a16.compared(
+                f"{name}, {count}{of} x {stored.columns}, {_TOKENS} tokens bf16",
+                tokens.to(where), words.to(where), factors.to(where), stored.decoder.group,
+            )  # fmt: skip
+            yield name, case
+    finally:
+        reader.close()
+
+
+VALIDATOR = W4a16()
