@@ -3,6 +3,7 @@ is what the demo prints."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from checkpoints import run_cli
 
 from qconvert.cli import cli
 from qconvert.recipe import parse_recipe
+from qconvert.validation import rules
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,9 +65,40 @@ def test_links_lead_somewhere(name: str) -> None:
         assert (_ROOT / target).exists(), target
 
 
-def test_rule_ids_are_documented_where_they_are_raised() -> None:
-    for file in (_ROOT / "validators").glob("*.py"):
-        source = file.read_text(encoding="utf-8")
-        head = source.partition('"""\n\nfrom')[0]
-        for rule in set(re.findall(r'"(QC\d{3})"', source)):
-            assert rule in head, f"{file.name} raises {rule} and does not say what it is"
+def rules_page() -> str:
+    """validators/RULES.md as the code has it."""
+    lines = [
+        "# Rules of `qconvert validate`",
+        "",
+        "Written from the code: QCONVERT_UPDATE_RULES=1 pytest tests/test_docs.py.",
+        "`qconvert validate --explain QC015` prints one rule.",
+    ]
+    for rule in rules().values():
+        lines += ["", f"## {rule.id}: {rule.title}", "", f"Cause: {rule.cause}", ""]
+        lines.append(f"Cure: {rule.cure}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_of_rules_is_the_codes() -> None:
+    page = _ROOT / "validators" / "RULES.md"
+    if os.environ.get("QCONVERT_UPDATE_RULES"):
+        page.write_text(rules_page(), encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == rules_page()
+
+
+def test_every_rule_raised_has_its_cause_and_cure() -> None:
+    known = rules()
+    for rule in known.values():
+        for text in (rule.cause, rule.cure):
+            assert text.rstrip().endswith((".", "`", ")")), (rule.id, text)
+        assert not rule.title.endswith("."), rule.id
+    files = [*(_ROOT / "validators").rglob("*.py"), _ROOT / "qconvert" / "validation.py"]
+    raised = {id for f in files for id in re.findall(r'"(QC\d{3})"', f.read_text("utf-8"))}
+    assert raised == set(known)
+
+
+def test_a_rule_is_explained() -> None:
+    result = run_cli("validate", "--explain", "qc015")
+    rule = rules()["QC015"]
+    assert result == (0, f"QC015: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}\n", "")
+    assert run_cli("validate", "--explain", "QC999").code == 1
