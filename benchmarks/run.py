@@ -17,6 +17,7 @@ Cases:
   sizes    dequant from 0.6 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
   amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, beside kt-kernel's converter
+  validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data import Model, bf16_moe, qwen3_5, qwen3_moe, write_checkpoint
-from measure import Sample, limit, memcpy_rate, remove, timed, warm
+from measure import Sample, cold_read, forget, limit, memcpy_rate, remove, timed, warm
 
 _PEER = """
 import sys
@@ -250,6 +251,39 @@ def _amx(work: Path, options: argparse.Namespace) -> Iterator[Row]:
         yield from _compare(case, source, read, read // divisor, contenders, options.runs, peer)
 
 
+def _validate(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = qwen3_moe(options.layers)
+    source, read = _made(work, model)
+    out, cpu = work / "bf16", work / "cpu"
+    timed(_qconvert("dequant", str(source), str(out)))
+    timed(_qconvert("amx", str(source), str(cpu), "--method", "int4", "--numa", "2"))
+    threads = sorted({1, len(os.sched_getaffinity(0))})
+    for made in (out, cpu):
+        command = _qconvert("validate", str(made), "--against", str(source), "--level")
+        runs: dict[str, list[Sample]] = {"limit": [], "full": [], "full --jobs 1": [], "sample": []}
+        for _ in range(options.runs):
+            runs["limit"].append(cold_read([source, made], threads))
+            for name in list(runs)[1:]:
+                forget([source, made])
+                runs[name].append(timed([*command, *name.split()]))
+        nbytes = read + sum(file.stat().st_size for file in made.glob("*.safetensors"))
+        case = f"validate {made.name}"
+        print(f"\n{case}: {nbytes / 1e9:.2f} GB in both folders, {options.runs} runs, medians")
+        print("limit: both read once from the disk, nothing cached")
+        medians = {name: _median(found) for name, found in runs.items()}
+        for name, found in medians.items():
+            ratio = found.seconds / medians["limit"].seconds
+            print(
+                f"{name:<16} {found.seconds:>8.2f} s {nbytes / 1e9 / found.seconds:>6.2f} GB/s "
+                f"{found.cpu:>7.1f} CPU s {found.peak_mb:>6.0f} MB {ratio:>6.2f} x limit",
+                flush=True,
+            )
+            yield Row(
+                case, name, nbytes / 1e9, found.seconds, found.cpu, found.peak_mb, ratio, None,
+                tuple(runs[name]),
+            )  # fmt: skip
+
+
 _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "dequant": _dequant,
     "fuse": _fuse,
@@ -258,6 +292,7 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "sizes": _sizes,
     "jobs": _jobs,
     "amx": _amx,
+    "validate": _validate,
 }
 
 

@@ -42,6 +42,7 @@ class Room:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
+        self._held: tuple[Reader, Source, int, int] | None = None
 
     @cached_property
     def output(self) -> Reader:
@@ -59,12 +60,16 @@ class Room:
         self, reader: Reader, tensor: Source, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, memoryview]]:
         """Bytes [start, stop) of a tensor, CHUNK at a time with their offset; each is good until the
-        next."""
+        next, and not to be written to: what the buffer holds already is not read again, so tasks
+        about one small tensor share a read."""
         stop = tensor.type.nbytes if stop is None else stop
         for at in range(start, stop, CHUNK):
-            chunk = self.buffer[: min(CHUNK, stop - at)]
-            reader.read(tensor, at, chunk)
-            yield at, chunk
+            size = min(CHUNK, stop - at)
+            if self._held != (reader, tensor, at, size):
+                self._held = None  # should reading fail
+                reader.read(tensor, at, self.buffer[:size])
+                self._held = (reader, tensor, at, size)
+            yield at, self.buffer[:size].toreadonly()
 
     def close(self) -> None:
         for name in ("output", "source"):

@@ -174,18 +174,24 @@ def matching_source(block: Block, folder: Folder) -> Sources:
 
 
 def shard_weights(
-    block: Block, tensors: Mapping[str, Source], reader: Reader, base: str, kind: Kind
-) -> tuple[Floats, Floats]:
-    """One NUMA shard: the weights [rows, columns] that the consumer computes with, and the step [rows]
-    between two codes. Raises PlanError where its tensors do not fit the manifest."""
+    block: Block, tensors: Mapping[str, Source], reader: Reader, base: str, kind: Kind,
+    start: int = 0, stop: int | None = None,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Rows [start, stop) of one NUMA shard (all): the weights [rows, columns] that the consumer
+    computes with, and the step [rows] between two codes. `start` and `stop` are multiples of
+    STEP[method], rows that lie together. Raises PlanError where its tensors do not fit the
+    manifest."""
     import numpy as np
 
     rows, columns = block.shard_shape(kind)
+    stop = rows if stop is None else stop
     weight, scale = (_output(tensors, f"{base}.{part}") for part in ("weight", "scale"))
     if scale.type != TensorType("F32", (rows,)):
         raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
-    codes = array(_read(reader, weight), np.uint8, (weight.type.nbytes,))
-    scales = array(_read(reader, scale), np.float32, (rows,))
+    line = weight.type.nbytes // rows
+    packed = _read(reader, weight, start * line, stop * line)
+    codes = array(packed, np.uint8, (packed.nbytes,))
+    scales = array(_read(reader, scale, 4 * start, 4 * stop), np.float32, (stop - start,))
     with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
         values = inverse(block.method, codes, scales, columns)
         return values, scales if block.method == "int8" else scales * np.float32(16)
@@ -227,12 +233,15 @@ def _output(tensors: Mapping[str, Source], name: str) -> Output:
     return tensors[name].output
 
 
-def _read(reader: Reader, output: Output) -> memoryview:
-    """The bytes of something that is computed from nothing: of ranges of tensors."""
-    data = memoryview(bytearray(output.type.nbytes))
-    at = 0
+def _read(reader: Reader, output: Output, first: int = 0, last: int | None = None) -> memoryview:
+    """Bytes [first, last) of something that is computed from nothing: of ranges of tensors."""
+    last = output.type.nbytes if last is None else last
+    data = memoryview(bytearray(last - first))
+    at = 0  # where a piece begins
     for origin, start, stop in output.pieces:
         assert isinstance(origin, Source)
-        reader.read(origin, start, data[at : at + stop - start])
+        low, high = max(first, at), min(last, at + stop - start)
+        if low < high:
+            reader.read(origin, start + low - at, data[low - first : high - first])
         at += stop - start
     return data

@@ -138,16 +138,20 @@ def bf16_bits(values: Floats) -> Words:
 def is_rounded(values: Floats, stored: Bytes) -> bool:
     """Whether bf16 numbers, as bytes, are these float32 [n] rounded to nearest, ties to even; NaN
     where those are. Quicker than rounding: the bits of a float32 count its size, so the nearest bf16
-    is within 0x8000 of it, and only what is just that far has to be rounded."""
+    is within 0x8000 of it, and of what is just that far it is the even one."""
     import numpy as np
 
     bits = stored.view("<u2").astype(np.uint32)
     np.left_shift(bits, 16, out=bits)
     off = values.view(np.uint32) - bits
-    np.add(off, 0x7FFF, out=off)
-    if not off.size or int(off.max()) < 0xFFFF:
+    np.add(off, 0x8000, out=off)
+    if not off.size or (int(off.min()) > 0 and int(off.max()) < 0x10000):
         return True
-    at = np.flatnonzero(off >= 0xFFFF)
+    if int(off.max()) <= 0x10000:
+        halfway = (off & np.uint32(0xFFFF)) == 0
+        halfway &= (bits & np.uint32(0x10000)) != 0
+        return not halfway.any()
+    at = np.flatnonzero(off - np.uint32(1) >= 0xFFFF)
     right = bf16_bits(values[at]) == bits[at]
     return bool((right | (np.isnan(values[at]) & np.isnan(bits[at].view(np.float32)))).all())
 

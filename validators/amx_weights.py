@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.findings import Finding, Measure, Rule
+from qconvert.formats.amx import STEP
 from qconvert.graph import Source
+from qconvert.ops.transpose import Columns
 from qconvert.tasks import Room, Task
 from qconvert.validation import Folder, Need
 from qconvert.validators._amx import (
@@ -102,33 +104,56 @@ class MatrixTask:
 
     @property
     def scratch(self) -> int:
-        """The matrix in float32 from both sides, its difference, and float64 sums a row at a time,
-        beside what was read; about six times float32."""
-        return 24 * self.source.rows * self.source.columns + self.nbytes
+        """A stretch of rows in float32 from both sides, its difference, and what it takes to judge
+        it, beside what was read: some eight times float32."""
+        return 32 * self._height * self.source.columns
+
+    @property
+    def _height(self) -> int:
+        """Rows looked at in one go: those that lie together here. Of a stack [E, inputs, outputs] rows
+        lie apart in the source, and all are read for any."""
+        whole = isinstance(self.source.decoder, Columns)
+        return self.source.rows if whole else STEP[self.block.method]
 
     def run(self, room: Room) -> Iterator[Finding | Measure]:
-        expected = source_weights(room.source, self.source)
-        rows, columns = self.block.shard_shape(self.kind)
         sums = Sums()
-        for shard in range(self.block.numa):
-            base = shard_name(self.layer, self.kind, self.expert, shard)
-            found, step = shard_weights(self.block, self.tensors, room.output, base, self.kind)
-            top, left = (0, shard * columns) if self.kind == "down" else (shard * rows, 0)
-            wanted = expected[top : top + rows, left : left + columns]
-            sums.add(wanted, found)
-            at = _misfit(self.block, wanted, found, step)
-            if at is not None:
-                row, column = at
-                yield Finding(
-                    "QC042", "error", f"{base}.weight",
-                    f"expert {self.expert}, row {top + row}, column {left + column}: expected "
-                    f"{wanted[at]:g}, as in the source, within the rounding of a step of "
-                    f"{step[row]:g}; found {found[at]:g}",
+        for top in range(0, self.source.rows, self._height):
+            stored = self.source.cut(top, top + self._height)
+            expected = source_weights(room.source, stored)
+            for base, rows, columns, start in self._shards(top):
+                found, step = shard_weights(
+                    self.block, self.tensors, room.output, base, self.kind, start,
+                    start + rows.stop - rows.start,
                 )  # fmt: skip
-                return
+                wanted = expected[rows, columns]
+                sums.add(wanted, found)
+                at = _misfit(self.block, wanted, found, step)
+                if at is not None:
+                    row, column = top + rows.start + at[0], columns.start + at[1]
+                    yield Finding(
+                        "QC042", "error", f"{base}.weight",
+                        f"expert {self.expert}, row {row}, column {column}: expected "
+                        f"{wanted[at]:g}, as in the source, within the rounding of a step of "
+                        f"{step[at[0]]:g}; found {found[at]:g}",
+                    )  # fmt: skip
+                    return
         yield sums.measure(
             self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}"
         )
+
+    def _shards(self, top: int) -> Iterator[tuple[str, slice, slice, int]]:
+        """Shards that hold a part of the stretch from row `top` on: name, which rows and columns of
+        the stretch, and the row of the shard these begin at."""
+        rows, columns = self.block.shard_shape(self.kind)
+        for shard in range(self.block.numa):
+            base = shard_name(self.layer, self.kind, self.expert, shard)
+            if self.kind == "down":
+                across = slice(shard * columns, (shard + 1) * columns)
+                yield base, slice(0, self._height), across, top
+                continue
+            first, last = max(top, shard * rows), min(top + self._height, (shard + 1) * rows)
+            if first < last:
+                yield base, slice(first - top, last - top), slice(0, columns), first - shard * rows
 
 
 def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tuple[int, int] | None:

@@ -337,16 +337,20 @@ def unpack(
             count = (min(first + K_BLOCK, columns) - first) // step
             for tile in range(block, block + step, _TILE_ROWS):
                 size = _TILE_ROWS * count * 64
-                words = weight[at : at + size].reshape(count, 2, 16, 16, 4)
+                words = weight[at : at + size].view(np.int32).reshape(count, 2, 16, 16)
                 at += size
-                # [K step, half, word, row, byte] -> [half, row, K step, word, byte]
-                lines = words.transpose(1, 3, 0, 2, 4).reshape(_TILE_ROWS, count, 64)
+                # [K step, half, word, row] -> [half, row, K step, word], of four bytes each
+                moved = np.ascontiguousarray(words.transpose(1, 3, 0, 2))
+                lines = moved.view(np.int8).reshape(_TILE_ROWS, count, 64)
                 goal = codes[tile : tile + _TILE_ROWS, first : first + count * step]
                 if method == "int8":
-                    goal[:] = lines.view(np.int8).reshape(_TILE_ROWS, -1)
+                    goal[:] = lines.reshape(_TILE_ROWS, -1)
                     continue
-                both = np.stack([lines & 15, lines >> 4], axis=2).astype(np.int8)
-                goal[:] = np.where(both > 7, both - 16, both).reshape(_TILE_ROWS, -1)
+                both = np.empty((_TILE_ROWS, count, 2, 64), np.int8)
+                np.left_shift(lines, 4, out=both[:, :, 0])
+                np.right_shift(both[:, :, 0], 4, out=both[:, :, 0])  # with its sign
+                np.right_shift(lines, 4, out=both[:, :, 1])
+                goal[:] = both.reshape(_TILE_ROWS, -1)
     return codes
 
 
@@ -357,7 +361,7 @@ def inverse(
     [N]."""
     import numpy as np
 
-    codes = unpack(method, weight, scale.size, columns).astype(np.float32)
+    result: Floats = unpack(method, weight, scale.size, columns).astype(np.float32)
     step = scale if method == "int8" else scale * np.float32(16)
-    result: Floats = codes * step[:, None]
+    np.multiply(result, step[:, None], out=result)
     return result
