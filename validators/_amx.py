@@ -189,9 +189,9 @@ def shard_weights(
     if scale.type != TensorType("F32", (rows,)):
         raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
     line = weight.type.nbytes // rows
-    packed = _read(reader, weight, start * line, stop * line)
+    packed = read_bytes(reader, weight, start * line, stop * line)
     codes = array(packed, np.uint8, (packed.nbytes,))
-    scales = array(_read(reader, scale, 4 * start, 4 * stop), np.float32, (stop - start,))
+    scales = array(read_bytes(reader, scale, 4 * start, 4 * stop), np.float32, (stop - start,))
     with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
         values = inverse(block.method, codes, scales, columns)
         return values, scales if block.method == "int8" else scales * np.float32(16)
@@ -215,7 +215,7 @@ def source_weights(reader: Reader, stored: Stored) -> Floats:
     """A matrix of the source, decoded to BF16, as float32 [rows, columns]."""
     import numpy as np
 
-    ins = [Buffer(arg.type, _read(reader, arg)) for arg in stored.args]
+    ins = [Buffer(arg.type, read_bytes(reader, arg)) for arg in stored.args]
     data = ins[0].data
     if stored.decoder is not None:
         types = [buffer.type for buffer in ins]
@@ -233,7 +233,9 @@ def _output(tensors: Mapping[str, Source], name: str) -> Output:
     return tensors[name].output
 
 
-def _read(reader: Reader, output: Output, first: int = 0, last: int | None = None) -> memoryview:
+def read_bytes(
+    reader: Reader, output: Output, first: int = 0, last: int | None = None
+) -> memoryview:
     """Bytes [first, last) of something that is computed from nothing: of ranges of tensors."""
     last = output.type.nbytes if last is None else last
     data = memoryview(bytearray(last - first))

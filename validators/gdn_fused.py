@@ -18,8 +18,9 @@ from qconvert.findings import Finding, Rule, Table
 from qconvert.layout import Layout
 from qconvert.plan import Plan
 from qconvert.run.reader import Reader
-from qconvert.validation import Folder, Need
+from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._amx import source_weights
+from qconvert.validators._matrices import gdn_groups
 from qconvert.validators.kernels import NO_DATA, device, said
 from qconvert.weights import read_matrix
 
@@ -107,16 +108,12 @@ def _modules(checkpoint: Checkpoint, part: str) -> dict[int, str]:
     return found
 
 
-def groups_of(checkpoint: Checkpoint) -> int:
-    """Groups that fused projections are stated to be in: by qconvert.json, else as the family's class
-    has them. Raises PlanError where neither says."""
-    stated = (checkpoint.manifest or {}).get("gdn_groups")
-    if isinstance(stated, int) and stated > 0:
-        return stated
-    dims = checkpoint.census.dims
-    if checkpoint.family.name == "qwen3_next" and dims.gdn is not None:
-        return dims.gdn[0]
-    raise PlanError(f"{checkpoint.root}: nothing states the order of its fused projections")
+def _groups(checkpoint: Checkpoint) -> int:
+    """Raises NotChecked where nothing states the order."""
+    found = gdn_groups(checkpoint)
+    if found is None:
+        raise NotChecked(f"{checkpoint.root}: nothing states the order of its fused projections")
+    return found
 
 
 def _real(folder: Folder, layer: int, device: str) -> Iterator[Case]:
@@ -135,14 +132,14 @@ def _real(folder: Folder, layer: int, device: str) -> Iterator[Case]:
     random = torch.Generator().manual_seed(layer)
     x = torch.randn(_TOKENS, ours[0].shape[1], generator=random).bfloat16().to(device)
     pair = ours[0], ours[1]
-    name, groups = f"layer {layer}", groups_of(folder.checkpoint)
+    name, groups = f"layer {layer}", _groups(folder.checkpoint)
     yield from gdn.agree(name, x, theirs, pair, heads, groups, padding=8)
 
 
 def _weights(
     checkpoint: Checkpoint, module: str, parts: tuple[str, ...], device: str
 ) -> list[torch.Tensor]:
-    """Matrices as the consumer computes with them, bf16 [rows, hidden]. Raises PlanError for a form
+    """Matrices as the consumer computes with them, bf16 [rows, hidden]. Raises NotChecked for a form
     that is not read."""
     import torch
 
@@ -150,6 +147,8 @@ def _weights(
     try:
         stored = [read_matrix(plan, f"{module}.{part}")[0] for part in parts]
         return [torch.from_numpy(source_weights(reader, s)).bfloat16().to(device) for s in stored]
+    except PlanError as error:
+        raise NotChecked(str(error)) from error
     finally:
         reader.close()
 
@@ -164,7 +163,7 @@ def _apart(
     if f"{module}.{_FUSED[0]}.weight" not in checkpoint:
         qkv, z, b, a = _weights(checkpoint, module, _APART, device)
         return [qkv[:keys], qkv[keys : 2 * keys], qkv[2 * keys :], z, b, a]
-    groups = groups_of(checkpoint)
+    groups = _groups(checkpoint)
     found: list[torch.Tensor] = []
     segments = (heads.segments, (heads.values, heads.values))
     for fused, rows in zip(_weights(checkpoint, module, _FUSED, device), segments, strict=True):

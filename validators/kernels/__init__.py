@@ -18,8 +18,9 @@ from math import inf, isnan, nan
 from typing import TYPE_CHECKING
 
 from qconvert.findings import Finding, Table
-from qconvert.graph import Output, Source
+from qconvert.graph import Output
 from qconvert.names import parse
+from qconvert.validators._amx import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,13 +129,7 @@ def read(reader: Reader, output: Output) -> Tensor:
     """The bytes of what is computed from nothing, ranges of tensors, as uint8."""
     import torch
 
-    data = bytearray(output.type.nbytes)
-    at = 0
-    for origin, start, stop in output.pieces:
-        assert isinstance(origin, Source)
-        reader.read(origin, start, memoryview(data)[at : at + stop - start])
-        at += stop - start
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.frombuffer(read_bytes(reader, output), dtype=torch.uint8)
 
 
 def said(
