@@ -6,7 +6,17 @@ Not a family itself: it has no `FAMILY`, so discovery passes it by.
 
 from __future__ import annotations
 
-from qconvert.family import Config, Dims, Role, first_int, list_of, text_config, vision_config
+from qconvert.family import (
+    Config,
+    Dims,
+    Role,
+    counted,
+    first_int,
+    is_tied,
+    list_of,
+    text_config,
+    vision_config,
+)
 
 
 def parts(
@@ -71,8 +81,8 @@ def deepseek_dims(config: Config) -> Dims:
     transformers 5's `mlp_layer_types`; the draft layer, numbered on from the model's own, follows the
     same rule."""
     text = text_config(config)
-    num_layers = first_int(text, "num_hidden_layers")
-    mtp_layers = first_int(text, "num_nextn_predict_layers", "num_mtp_layers")
+    num_layers = counted(text, "num_hidden_layers")
+    mtp_layers = counted(text, "num_nextn_predict_layers", "num_mtp_layers")
     num_experts = first_int(text, "n_routed_experts", "num_local_experts", "num_experts")
     first, step = first_int(text, "first_k_dense_replace"), first_int(text, "moe_layer_freq")
     types = list(text.get("mlp_layer_types") or ())
@@ -101,7 +111,7 @@ def deepseek_dims(config: Config) -> Dims:
             "mtp_moe": tuple(filter(is_moe, mtp)),
             "mtp_dense": tuple(layer for layer in mtp if not is_moe(layer)),
         },
-        tied=bool(text.get("tie_word_embeddings", False)),
+        tied=is_tied(config),
         moe_intermediate_size=first_int(text, "moe_intermediate_size"),
     )
 
@@ -185,9 +195,9 @@ def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int 
     """
     text = text_config(config)
     vision = vision_config(config)
-    layers = range(first_int(text, "num_hidden_layers"))
+    layers = range(counted(text, "num_hidden_layers"))
     num_experts = first_int(text, "num_experts", "num_local_experts")
-    mtp_layers = first_int(text, "mtp_num_hidden_layers", "num_nextn_predict_layers") or mtp_layers
+    mtp_layers = counted(text, "mtp_num_hidden_layers", "num_nextn_predict_layers") or mtp_layers
     interval = first_int(text, "full_attention_interval") or full_attention_interval
     types = list_of(text, "layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers
@@ -224,7 +234,7 @@ def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int 
             "mtp_dense": () if num_experts else mtp,
             "vision": tuple(range(first_int(vision, "depth"))),
         },
-        tied=bool(text.get("tie_word_embeddings", False)),
+        tied=is_tied(config),
         moe_intermediate_size=first_int(text, "moe_intermediate_size"),
         gdn=gdn if all(gdn) else None,
     )

@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         click.echo(
-            "qconvert: interrupted; finished work is kept, the same command goes on", err=True
+            "qconvert: interrupted; a conversion keeps its finished work, the same command goes on",
+            err=True,
         )
         sys.exit(INTERRUPTED)
     except OSError as error:

@@ -20,6 +20,7 @@ from qconvert.names import parse, split_parameter
 Config = Mapping[str, Any]
 
 _MOST = 65_536  # layers, or experts of a layer
+_TOWER_LAYERS = ("depth", "vt_num_hidden_layers", "num_hidden_layers")
 
 
 def text_config(config: Config) -> Config:
@@ -31,12 +32,14 @@ def text_config(config: Config) -> Config:
 
 def vision_config(config: Config) -> Config:
     """The vision tower's settings, empty where there are none. Raises CheckpointError for a block
-    that is no object."""
+    that is no object, or that counts more layers than any tower has."""
     found = config.get("vision_config")
     if found is None:
         return {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"config.json: vision_config must be an object, found {found!r}")
+    for key in _TOWER_LAYERS:
+        counted(found, key)
     return found
 
 
@@ -326,6 +329,27 @@ def first_int(config: Config, *keys: str) -> int:
     return 0
 
 
+def counted(config: Config, *keys: str) -> int:
+    """As `first_int`, of layers that are listed one by one. Raises CheckpointError for more than any
+    model has, before memory is spent on them."""
+    found = first_int(config, *keys)
+    if found > _MOST:
+        raise CheckpointError(
+            f"config.json: {' or '.join(keys)} is {found}; more than {_MOST} of anything is taken "
+            "for a mistake"
+        )
+    return found
+
+
+def is_tied(config: Config) -> bool:
+    """Whether head and embeddings are one. The root's flag is the one that transformers 5.17 asks
+    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts where the root
+    has none."""
+    text = text_config(config)
+    root = config.get("tie_word_embeddings")
+    return bool(text.get("tie_word_embeddings", False) if root is None else root)
+
+
 def generic_dims(config: Config) -> Dims:
     """Dims as far as the common config keys go, for families nobody has described."""
     text = text_config(config)
@@ -337,7 +361,7 @@ def generic_dims(config: Config) -> Dims:
         num_experts=first_int(text, "n_routed_experts", "num_experts", "num_local_experts"),
         mtp_layers=mtp,
         groups={},
-        tied=bool(text.get("tie_word_embeddings", False)),
+        tied=is_tied(config),
         moe_intermediate_size=first_int(text, "moe_intermediate_size", "intermediate_size"),
     )
 

@@ -68,6 +68,21 @@ class OnlyRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Proved:
+    """What a validator proved where that depends on the folder or the machine: it stands instead of the
+    validator's own phrase."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What a validator that ran could not look at, and why."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """Figures to show as they are: a row of texts for each line, as many as `columns`."""
 

@@ -8,10 +8,13 @@ in the page cache, and a disk is read once.
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
@@ -23,6 +26,7 @@ from qconvert.findings import Finding, Measure, OnlyRead
 from qconvert.graph import Source
 from qconvert.names import natural_key, parse
 from qconvert.run.reader import Reader
+from qconvert.run.worker import die_with
 
 CHUNK = 4 << 20
 
@@ -135,11 +139,12 @@ def run_tasks(
         finally:
             room.close()
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, (shards,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, (shards, os.getpid()))
     running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]] = deque()
     try:
         for batch in batches:
-            running.append((batch, pool.submit(_work, batch)))
+            with _undisturbed():
+                running.append((batch, pool.submit(_work, batch)))
             if len(running) >= 3 * workers:
                 yield from _finished(running, progress)
         while running:
@@ -157,17 +162,20 @@ def _place(name: str) -> tuple[int, tuple[Any, ...]]:
 def _workers(
     tasks: Sequence[tuple[int, Task]], total: int, jobs: int | None, memory: int | None
 ) -> int:
+    """How many processes. `memory` is for all of them, this one and what it holds included."""
     largest = max(tasks, key=lambda task: task[1].scratch)[1]
-    each = _INTERPRETER + CHUNK + largest.scratch
+    work = CHUNK + largest.scratch
     count = jobs or max(1, min(len(os.sched_getaffinity(0)), total // _WORTH_A_WORKER))
-    if memory is not None:
-        if each > memory:
-            raise RunError(
-                f"{largest.where!r}: looking at it takes {each} bytes of memory, more than the "
-                f"{memory} granted; give --memory {-(-each >> 20)}MiB"
-            )
-        count = min(count, memory // each)
-    return int(count)
+    if memory is None:
+        return int(count)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if own + work > memory:
+        raise RunError(
+            f"{largest.where!r}: looking at it takes {work >> 20} MiB beside the {own >> 20} MiB of "
+            f"names and headers, more than granted; give --memory {-(-(own + work) >> 20)}MiB"
+        )
+    # One worker is this process itself.
+    return int(max(1, min(count, (memory - own) // (_INTERPRETER + work))))
 
 
 def _batches(tasks: Sequence[tuple[int, Task]], share: int) -> Iterator[_Batch]:
@@ -208,8 +216,22 @@ def _do(batch: _Batch, room: Room) -> Iterator[tuple[int, Result]]:
 _room: Room | None = None
 
 
-def _enter(shards: Shards) -> None:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A worker is started without Ctrl-C, which is this process's to answer: it would end in a
+    traceback of its own. A Ctrl-C meanwhile comes as soon as this is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _enter(shards: Shards, parent: int) -> None:
+    """Set a worker up. It ends with the process that started it, however that ends."""
     global _room
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
     _room = Room(shards)
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
-from qconvert.findings import Finding, Measure, OnlyRead, Rule, Table
+from qconvert.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.stages import open_source
 from qconvert.tasks import Progress, Task, run_tasks
 
@@ -29,7 +29,7 @@ Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
     "attribute", "model",
 ]  # fmt: skip
-Yield = Finding | Measure | OnlyRead | Table | Task
+Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | Task
 
 _MISSING: Mapping[str, str] = {
     "source": "give --against SRC",
@@ -210,6 +210,8 @@ def validate_folder(
     """Run every validator that has what it needs. A folder that cannot even be opened is a finding
     (QC001); a source, or the GPU side `pair`, that cannot be is the caller's error and raises
     CheckpointError."""
+    if not out.exists():
+        raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
     if (out / WORK_DIR).is_dir():
         report.findings.append(
@@ -243,20 +245,14 @@ def validate_folder(
 def validate_kernels() -> Report:
     """The Triton kernels on random weights, without a folder."""
     report = Report(about={"level": "kernels on random weights"})
+    ran = []
     for validator in validators():
         random = getattr(validator, "random", None)
         if random is None:
             continue
-        found: list[Finding] = []
-        try:
-            for item in random():
-                (found if isinstance(item, Finding) else report.tables).append(item)
-        except NotChecked as reason:
-            report.not_checked.append(f"{validator.proves} ({reason})")
-            continue
-        report.findings += found
-        if not found:
-            report.proved.append(validator.proves)
+        ran.append(_Run(validator))
+        _gather(random, ran[-1], report)
+    _conclude(ran, report)
     return report
 
 
@@ -281,23 +277,45 @@ def _at_hand(folder: Folder) -> set[Need]:
     return {need for need, there in found.items() if there}
 
 
-def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
-    """All validators, then all their tasks; findings stand in the order of the validators."""
-    ran: list[tuple[Validator, list[Finding]]] = []
-    tasks: list[tuple[int, Task]] = []
+@dataclass
+class _Run:
+    """One validator's run: what it found, what it says it proved (None: its own phrase), its tasks,
+    and why it stopped."""
 
-    def keep(item: Yield, number: int) -> None:
+    validator: Validator
+    findings: list[Finding] = field(default_factory=list)
+    proved: list[str] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
+    stopped: str = ""
+
+    def keep(self, item: Yield, report: Report) -> None:
         if isinstance(item, Finding):
-            ran[number][1].append(item)
+            self.findings.append(item)
+        elif isinstance(item, Proved):
+            self.proved.append(item.text)
         elif isinstance(item, Measure):
             report.measures.append(item)
         elif isinstance(item, OnlyRead):
             report.read.append(item.text)
+        elif isinstance(item, Skipped):
+            report.not_checked.append(item.text)
         elif isinstance(item, Table):
             report.tables.append(item)
         else:
-            tasks.append((number, item))
+            self.tasks.append(item)
 
+
+def _gather(call: Callable[[], Iterator[Yield]], run: _Run, report: Report) -> None:
+    try:
+        for item in call():
+            run.keep(item, report)
+    except NotChecked as reason:
+        run.stopped, run.tasks = str(reason), []
+
+
+def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
+    """All validators, then all their tasks; findings stand in the order of the validators."""
+    ran: list[_Run] = []
     for validator in validators():
         lacking = sorted(validator.needs - have)
         if any(kind in lacking for kind in _KINDS):
@@ -310,13 +328,9 @@ def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | N
             why = ", ".join(_MISSING[need] for need in lacking)
             report.not_checked.append(f"{validator.proves} ({why})")
             continue
-        ran.append((validator, []))
-        try:
-            for item in validator(folder):
-                keep(item, len(ran) - 1)
-        except NotChecked as reason:
-            ran.pop()
-            report.not_checked.append(f"{validator.proves} ({reason})")
+        ran.append(_Run(validator))
+        _gather(partial(validator, folder), ran[-1], report)
+    tasks = [(number, task) for number, run in enumerate(ran) for task in run.tasks]
     if tasks:
         shards = folder.source.shards if folder.source is not None else ()
         work = run_tasks(
@@ -324,9 +338,22 @@ def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | N
             memory=folder.request.memory, progress=progress,
         )  # fmt: skip
         for number, item in work:
-            keep(item, number)
-    for validator, found in ran:
-        report.findings += found
-        if not any(finding.severity == "error" for finding in found):
-            partly = folder.request.level == "sample" and "data" in validator.needs
-            report.proved.append(validator.proves + (" (in a sample)" if partly else ""))
+            ran[number].keep(item, report)
+    _conclude(ran, report, folder.request.level)
+
+
+def _conclude(ran: Sequence[_Run], report: Report, level: Level = "headers") -> None:
+    """What was proved: what found no error, and looked at something."""
+    for run in ran:
+        proves = run.validator.proves
+        report.findings += run.findings
+        reads = "data" in run.validator.needs
+        if run.stopped:
+            report.not_checked.append(f"{proves} ({run.stopped})")
+        elif any(finding.severity == "error" for finding in run.findings):
+            continue
+        elif reads and not run.tasks and not run.proved and not run.findings:
+            report.not_checked.append(f"{proves} (the folder has nothing of the kind)")
+        else:
+            partly = " (in a sample)" if reads and level == "sample" else ""
+            report.proved += [f"{text}{partly}" for text in run.proved or [proves]]

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gdn_models
 from broken_repos import (
     EMBEDDINGS,
     GDN,
@@ -29,6 +30,7 @@ from broken_repos import (
 from checkpoints import (
     INDEX,
     Tensor,
+    convert,
     edit_header,
     edit_json,
     fp8_moe,
@@ -247,6 +249,61 @@ def _one_scale_where_blocks_are_stated(bench: Bench) -> Repo:
     return Repo(change(bench.copy("moe_fp8"), lambda tensors: tensors.update(one)))
 
 
+def renamed(folder: Path, old: str, new: str) -> Path:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if old in n]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change(folder, rename)
+
+
+@broken("QC011")
+def _block_scales_under_the_other_dialect_s_name(bench: Bench) -> Repo:
+    """Loaders of quant_method fp8 have no parameter of that name."""
+    return Repo(renamed(bench.copy("moe_fp8"), ".weight_scale_inv", ".weight_scale"))
+
+
+@broken("QC011")
+def _compressed_tensors_with_the_other_dialect_s_scales(bench: Bench) -> Repo:
+    folder = bench.copy("moe_fp8")
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 4]}
+
+    def restate(config: dict[str, Any]) -> None:
+        listed = config["quantization_config"].get("modules_to_not_convert", [])
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head", "re:.*mlp.gate$", *listed],
+        }
+
+    return Repo(edit_config(folder, restate))
+
+
+@broken("QC044", severity="warning")
+def _a_class_s_default_in_text_config(bench: Bench) -> Repo:
+    """transformers saves Qwen3-VL so, and loads it untied."""
+
+    def contradict(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = False
+        config["text_config"]["tie_word_embeddings"] = True
+
+    return Repo(edit_config(bench.copy("qwen35"), contradict))
+
+
+@broken("QC046")
+def _one_layer_by_the_text_only_name(bench: Bench) -> Repo:
+    old = "model.language_model.layers.1."
+    return Repo(renamed(bench.copy("qwen35"), old, "model.layers.1."))
+
+
+@broken("QC048", severity="warning")
+def _a_text_only_class_with_multi_modal_names(bench: Bench) -> Repo:
+    folder = bench.copy("qwen35_text_tied")
+    for part in ("layers.", "embed_tokens.", "norm."):
+        renamed(folder, f"model.{part}", f"model.language_model.{part}")
+    return Repo(folder)
+
+
 # --- Two forms of one thing ----------------------------------------------------------------------
 
 
@@ -410,6 +467,42 @@ def _embeddings_shorter_than_the_vocabulary(bench: Bench) -> Repo:
     return Repo(edit_config(bench.copy("moe_bf16"), lambda config: config.update(vocab_size=12)))
 
 
+@broken("QC026")
+def _another_number_of_heads(bench: Bench) -> Repo:
+    def more(config: dict[str, Any]) -> None:
+        config.update(num_attention_heads=8, num_key_value_heads=2, head_dim=2)
+
+    return Repo(edit_config(bench.copy("moe_bf16"), more))
+
+
+@broken("QC026")
+def _queries_without_their_gate(bench: Bench) -> Repo:
+    """Qwen3.5's q_proj holds two rows for each of a query."""
+
+    def heads(config: dict[str, Any]) -> None:
+        config["text_config"].update(
+            num_attention_heads=2, num_key_value_heads=2, head_dim=gdn_models.HIDDEN // 2
+        )
+
+    return Repo(edit_config(bench.copy("qwen35"), heads))
+
+
+@broken("QC047")
+def _linear_attention_without_its_sizes(bench: Bench) -> Repo:
+    def forget(config: dict[str, Any]) -> None:
+        del config["text_config"]["linear_value_head_dim"]
+
+    return Repo(edit_config(bench.copy("qwen35"), forget))
+
+
+@broken("QC047")
+def _linear_attention_with_no_heads(bench: Bench) -> Repo:
+    def forget(config: dict[str, Any]) -> None:
+        config["linear_num_key_heads"] = 0
+
+    return Repo(edit_config(bench.copy("qwen3_next"), forget))
+
+
 @broken("QC027", "omlx#2159")
 def _exponents_without_a_word(bench: Bench) -> Repo:
     """Multiplied as the numbers they are not, they are off by orders of magnitude."""
@@ -509,6 +602,13 @@ def _remote_code_was_left_out(bench: Bench) -> Repo:
 def _front_matter_that_is_no_yaml(bench: Bench) -> Repo:
     folder = bench.copy("moe_bf16")
     (folder / "README.md").write_text("---\nlicense: [mit\n---\n# A model\n")
+    return Repo(folder)
+
+
+@broken("QC059")
+def _front_matter_with_a_date_that_is_none(bench: Bench) -> Repo:
+    folder = bench.copy("moe_bf16")
+    (folder / "README.md").write_text("---\ndate: 2020-13-45\n---\n# A model\n")
     return Repo(folder)
 
 
@@ -753,6 +853,35 @@ def _interleaved_under_qwen3_5(bench: Bench) -> Repo:
 def _contiguous_under_qwen3_next(bench: Bench) -> Repo:
     folder = bench.copy("as_qwen3_next")
     return Repo(edit_manifest(folder, lambda manifest: manifest.update(gdn_groups=1)))
+
+
+@broken("QC052")
+def _split_under_qwen3_next(bench: Bench) -> Repo:
+    """Split, and the class was left: no loader of it knows the names."""
+    folder = bench.copy("as_qwen35")
+
+    def rename(config: dict[str, Any]) -> None:
+        config.update(model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"])
+
+    return Repo(edit_config(folder, rename))
+
+
+@broken("QC052")
+def _split_under_qwen3_next_without_a_manifest(bench: Bench) -> Repo:
+    folder = bench.scratch / "split"
+    convert("unfuse", bench.sound("qwen3_next"), folder)
+    for file in (MANIFEST, "qconvert.receipt.jsonl"):
+        (folder / file).unlink()
+    return Repo(folder)
+
+
+@broken("QC052", severity="warning")
+def _fused_and_no_word_in_which_order(bench: Bench) -> Repo:
+    """Only sglang takes it, and only if it is contiguous."""
+    folder = bench.copy("fused_for_sglang")
+    for file in (MANIFEST, "qconvert.receipt.jsonl"):
+        (folder / file).unlink()
+    return Repo(folder)
 
 
 @broken("QC053")

@@ -472,6 +472,39 @@ def a_flipped_sign(out: Path) -> None:
     overwrite(out, f"{DOWN}.weight", bytes([256 - data[at]]), at)
 
 
+def all_coarse(out: Path) -> None:
+    """Every weight lies within half of a step that is a hundred times too large."""
+    size = len(read(out, f"{UP}.weight"))
+    scales = np.frombuffer(read(out, f"{UP}.scale"), np.float32)
+    overwrite(out, f"{UP}.weight", bytes(size))
+    overwrite(out, f"{UP}.scale", (100 * scales).tobytes())
+
+
+@alone
+@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("method", METHODS)
+def test_qc042_steps_that_round_everything_away(
+    method: str, rounding: str, source: Path, tmp_path: Path
+) -> None:
+    out = made(source, tmp_path / "out", method, "--rounding", rounding)
+    all_coarse(out)
+    (finding,) = found_in(out, source)
+    assert finding.rule == "QC042"
+    assert "row 0: a step of" in finding.message
+
+
+@alone
+@pytest.mark.parametrize("method", METHODS)
+def test_qc042_steps_so_small_that_all_is_cut_off(
+    method: str, source: Path, tmp_path: Path
+) -> None:
+    """Where steps are searched for, the largest code stands for what lies beyond it: not for all."""
+    out = made(source, tmp_path / "out", method, "--rounding", "search")
+    scales = np.frombuffer(read(out, f"{UP}.scale"), np.float32)
+    overwrite(out, f"{UP}.scale", (scales / 100).tobytes())
+    assert {finding.rule for finding in found_in(out, source)} == {"QC042"}
+
+
 CHANGES = [
     swapped_experts, swapped_projections, every_gate_for_up, swapped_layers, a_changed_scale,
     swapped_rows, a_flipped_sign,

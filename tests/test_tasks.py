@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,16 @@ class Die(Count):
 
     def run(self, room: Room) -> Iterator[Result]:
         os.kill(os.getpid(), signal.SIGKILL)
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep(Count):
+    """Says that it has begun, and takes its time; used by tests/test_validate_cli.py."""
+
+    def run(self, room: Room) -> Iterator[Result]:
+        Path(os.environ["QCONVERT_TEST_ROOM"], f"asleep-{os.getpid()}").touch()
+        time.sleep(2)
         yield from ()
 
 

@@ -34,6 +34,10 @@ _NEAREST = 0.5 + 7.5 * 2.0**-8
 _DENORMAL = 2.0**-130  # scales that bf16 holds as denormals are as coarse as 2^-134, times 8
 _FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
 _FP8_SLACK = 1 + 2.0**-7
+# A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
+_FP8_RMS = 2.0**-4
+# Of the largest weight of a group: codes reach -8 to 7, and the scale is rounded to bf16.
+_STEP = (1 + 2.0**-7) / 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,16 @@ class Compare:
             if not misfit:
                 fits = self._fits(room, (start, stop), expected, found)
                 misfit = "" if fits is None else _say(fits, start, expected, found)
+            if not misfit and self.how == "nearest" and self.mine.format == "w4a16":
+                misfit = self._coarse(room, (start, stop), expected)
             sums.add(*_finite(expected, found))
-        yield self._measure(sums)
+        measure = self._measure(sums)
+        yield measure
+        if not misfit and self._is_fp8_anew and measure.rms > _FP8_RMS:
+            misfit = (
+                f"off by {measure.rms:.3g} of its norm, expected at most {_FP8_RMS}: its scales "
+            )
+            misfit += "are coarser than its weights need"
         if misfit:
             message = described(self.mine, misfit + self._kind())
             yield Finding("QC060", "error", self.mine.tensor, message)
@@ -87,6 +99,10 @@ class Compare:
     def _from_codes(self) -> bool:
         """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
         return self.how != "equal" and self.yours.format in ("fp8", "w4a16")
+
+    @property
+    def _is_fp8_anew(self) -> bool:
+        return self.how == "nearest" and self.mine.format == "fp8"
 
     @property
     def _is_exact(self) -> bool:
@@ -172,6 +188,29 @@ class Compare:
                 return None
             fits |= np.isnan(expected) & np.isnan(found)
         return None if fits.all() else fits
+
+    def _coarse(self, room: Room, tile: tuple[int, int], expected: Floats) -> str:
+        """What is wrong with a group's step: weights within half of it say little where it is larger
+        than the group's largest weight asks for."""
+        import numpy as np
+
+        grid = self.mine.form.grid
+        assert grid is not None
+        step = np.abs(scales(room.output, self.mine, *tile))
+        wide = grid.block[1]
+        with np.errstate(all="ignore"):
+            begins = range(0, expected.shape[1], wide)
+            largest = np.maximum.reduceat(np.abs(expected), list(begins), axis=1)
+            most = largest * np.float32(_STEP) + np.float32(_DENORMAL)
+            wrong = (step > most) & (largest > 0)
+        if not wrong.any():
+            return ""
+        row, group = divmod(int(np.argmax(wrong)), wrong.shape[1])
+        return (
+            f"row {tile[0] + row}, columns from {group * wide}: expected a step of at most "
+            f"{most[row, group]:.6g}, as the largest weight there leads to, found "
+            f"{step[row, group]:.6g}"
+        )
 
     def _kind(self) -> str:
         """How close it had to be."""

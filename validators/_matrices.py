@@ -111,7 +111,7 @@ def gdn_groups(checkpoint: Checkpoint) -> int | None:
     """In how many groups fused linear attention is, by the manifest or else the family's convention;
     None where neither says or the number cannot be."""
     dims = checkpoint.census.dims
-    if dims.gdn is None:
+    if dims.gdn is None or dims.gdn[0] < 1:
         return None
     stated = (checkpoint.manifest or {}).get(GROUPS_FACT)
     if not stated:  # 0: split, so nothing is fused
@@ -121,8 +121,10 @@ def gdn_groups(checkpoint: Checkpoint) -> int | None:
 
 
 def segment_rows(dims: Dims) -> dict[str, int]:
-    """Rows of each segment of linear attention's projections."""
-    assert dims.gdn is not None
+    """Rows of each segment of linear attention's projections. Raises Unread where the config does not
+    say how many heads there are, or how wide."""
+    if dims.gdn is None or min(dims.gdn) < 1:
+        raise Unread("the config's numbers of linear attention's heads are missing or no sizes")
     nk, nv, dk, dv = dims.gdn
     return {"q": nk * dk, "k": nk * dk, "v": nv * dv, "z": nv * dv, "b": nv, "a": nv}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qconvert.findings import Finding, Rule, Table
+from qconvert.findings import Rule
 from qconvert.formats.amx import STEP
 from qconvert.run.reader import Reader
 from qconvert.validation import Folder, Need, NotChecked
@@ -23,7 +23,7 @@ from qconvert.validators._amx import (
     sound_block,
     source_weights,
 )
-from qconvert.validators.kernels import NO_DATA, Case, device, head, read, said
+from qconvert.validators.kernels import NO_DATA, Case, Said, device, head, read, said
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,14 +56,14 @@ class AmxTiles:
     )
     needs: frozenset[Need] = frozenset({"kernels"})
 
-    def random(self) -> Iterator[Finding | Table]:
+    def random(self) -> Iterator[Said]:
         """On random weights, without a folder."""
         where = device()
         from qconvert.validators.kernels import amx
 
         yield from said(self.name, "QC072", where, amx.random_cases(where), (), "")
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Table]:
+    def __call__(self, folder: Folder) -> Iterator[Said]:
         where = device()
         work, note = _work(folder)
         from qconvert.validators.kernels import amx

@@ -50,6 +50,8 @@ _LARGEST = {"int4": 7, "int8": 127}
 _BOUND = {("int4", "peer"): 8.5 / 16}
 # In steps: multiplying by the inverse of a step and back is exact to some 2^-22 of the largest code.
 _SLACK = 2.0**-12
+# float32 roundings of the largest weight times the inverse of the largest code.
+_STEP_SLACK = 2.0**-20
 # Rows so small that their step would be denormal become zeros: they are at most 127 * 2^-126.
 _FLUSHED = 2.0**-119
 
@@ -130,16 +132,28 @@ class MatrixTask:
                 at = _misfit(self.block, wanted, found, step)
                 if at is not None:
                     row, column = top + rows.start + at[0], columns.start + at[1]
-                    yield Finding(
-                        "QC042", "error", f"{base}.weight",
-                        f"expert {self.expert}, row {row}, column {column}: expected "
-                        f"{wanted[at]:g}, as in the source, within the rounding of a step of "
-                        f"{step[at[0]]:g}; found {found[at]:g}",
-                    )  # fmt: skip
+                    yield self._finding(
+                        base,
+                        f"row {row}, column {column}: expected {wanted[at]:g}, as in the source, "
+                        f"within the rounding of a step of {step[at[0]]:g}; found {found[at]:g}",
+                    )
+                    return
+                odd = _odd_step(self.block, wanted, found, step)
+                if odd is not None:
+                    largest = float(abs(wanted[odd]).max())
+                    yield self._finding(
+                        base,
+                        f"row {top + rows.start + odd}: a step of {step[odd]:g} is not what its "
+                        f"largest weight, {largest:g}, leads to: expected about "
+                        f"{largest / _LARGEST[self.block.method]:g}",
+                    )
                     return
         yield sums.measure(
             self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}"
         )
+
+    def _finding(self, base: str, text: str) -> Finding:
+        return Finding("QC042", "error", f"{base}.weight", f"expert {self.expert}, {text}")
 
     def _shards(self, top: int) -> Iterator[tuple[str, slice, slice, int]]:
         """Shards that hold a part of the stretch from row `top` on: name, which rows and columns of
@@ -173,6 +187,29 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
         return None
     row, column = divmod(int(np.argmin(fits)), expected.shape[1])
     return row, column
+
+
+def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> int | None:
+    """The first row whose step is not the one its largest weight leads to; or, where steps are searched
+    for, is so large that the largest code goes unused, or leaves a larger error than that one could."""
+    import numpy as np
+
+    top = _LARGEST[block.method]
+    with np.errstate(all="ignore"):
+        largest = np.abs(expected).max(axis=1)
+        plain = largest / np.float32(top)
+        if block.rounding == "search":
+            # A row's error is what a search makes least, so it is below that of the plain step: half
+            # of it for each weight, or 8.5 / 16 where kt-kernel rounds twice.
+            half = np.float32(_BOUND.get((block.method, "peer"), 0.5) + _SLACK)
+            off = (expected - found) / plain[:, None]
+            wrong = (step > plain * (top / (top - 0.5) + _SLACK)) | (
+                (off**2).mean(axis=1) > half**2
+            )
+        else:
+            wrong = np.abs(step - plain) > plain * _STEP_SLACK
+        wrong &= largest > _FLUSHED
+    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 VALIDATOR = AmxWeights()

@@ -27,7 +27,9 @@ RULES = (
         "QC031",
         "the source given is not what the folder was made from",
         "Another release or fine-tune of the same model, or its files changed since.",
-        "Give the source that the conversion read, or convert again from this one.",
+        "Give the source that the conversion read, or convert again from this one. A joined folder was "
+        "made from its stages, so name the folder of those; what was made from a converted folder has "
+        "that one as its source, not the one further back.",
     ),
     Rule(
         "QC032",

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.errors import PlanError
-from qconvert.findings import Finding, Rule, Table
+from qconvert.findings import Rule
 from qconvert.graph import Output
 from qconvert.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.spec import ceil_div
 from qconvert.validation import Folder, Need
-from qconvert.validators.kernels import NO_DATA, Case, chosen, device, head, read, said
+from qconvert.validators.kernels import NO_DATA, Case, Said, chosen, device, head, read, said
 from qconvert.weights import fp8_reading, fp8_scale_name, fp8_scheme_of
 
 RULES = (
@@ -53,14 +53,14 @@ class Fp8Dequant:
     )
     needs: frozenset[Need] = frozenset({"kernels"})
 
-    def random(self) -> Iterator[Finding | Table]:
+    def random(self) -> Iterator[Said]:
         """On random weights, without a folder."""
         where = device()
         from qconvert.validators.kernels import fp8
 
         yield from said(self.name, "QC071", where, fp8.random_cases(where), (), "")
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Table]:
+    def __call__(self, folder: Folder) -> Iterator[Said]:
         where = device()
         matrices, note = _matrices(folder)
         from qconvert.validators.kernels import fp8

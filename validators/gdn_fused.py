@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
-from qconvert.findings import Finding, Rule, Table
+from qconvert.findings import Rule
 from qconvert.layout import Layout
 from qconvert.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._amx import source_weights
 from qconvert.validators._matrices import gdn_groups
-from qconvert.validators.kernels import NO_DATA, device, said
+from qconvert.validators.kernels import NO_DATA, Said, device, said
 from qconvert.weights import read_matrix
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class GdnFused:
     proves: str = "Triton's fused linear-attention projections compute what the separate ones do"
     needs: frozenset[Need] = frozenset({"kernels"})
 
-    def random(self) -> Iterator[Finding | Table]:
+    def random(self) -> Iterator[Said]:
         """On random weights, without a folder."""
         where = device()
         from qconvert.validators.kernels import gdn
 
         yield from said(self.name, "QC070", where, gdn.random_cases(where), (), "")
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Table]:
+    def __call__(self, folder: Folder) -> Iterator[Said]:
         where = device()
         layers, note = _layers(folder)
         from qconvert.validators.kernels import gdn

@@ -1,13 +1,11 @@
 """qconvert.json against the tensors and config beside it: what it says must be so.
 
 QC051 it says that linear attention is fused (or split) in an order that the tensors cannot be in.
-QC052 linear attention is fused in an order that the model's class does not take.
 QC053 it says something else of the model than tensors or config do.
 QC054 what it says of a pipeline stage is not what lies in the folder.
 QC055 a tensor that it says was dropped is there.
 
-Orders have the same shape, so QC052 is all that headers tell: a wrong one loads in silence. Which order
-the rows really are in is told from the source, by content.
+Whether the model's class takes the form and order that is stated is QC052's, in projections.
 """
 
 from __future__ import annotations
@@ -33,14 +31,6 @@ RULES = (
         "Shards or manifest are of another conversion, or another tool fused or split the projections "
         "afterwards. What is made from this folder next would take rows for others.",
         "Convert again from the source; never copy a qconvert.json.",
-    ),
-    Rule(
-        "QC052",
-        "linear attention is fused in an order that the model's class does not take",
-        "The rows were fused for one class (interleaved for Qwen3-Next, contiguous for sglang's "
-        "Qwen3.5) and the config names the other. Shapes are equal, so every loader takes it and the "
-        "model babbles.",
-        "Convert again with `fuse: {consumer: ...}` for the runtime in use, or `unfuse`.",
     ),
     Rule(
         "QC053",
@@ -89,8 +79,7 @@ class ManifestClaims:
 
 
 def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
-    census = checkpoint.census
-    gdn = census.dims.gdn
+    gdn = checkpoint.census.dims.gdn
     fused = split = None
     for where, present in forms_in(checkpoint).items():
         if where.forms is LINEAR_ATTENTION:
@@ -108,23 +97,6 @@ def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[F
         yield Finding("QC051", "error", split, message)
     elif not groups and fused is not None and split is None:
         yield Finding("QC051", "error", fused, f"is fused, and {MANIFEST} says split")
-    elif fused is not None:
-        yield from _order_of_class(fused, groups, gdn[0], census.family.name)
-
-
-def _order_of_class(fused: str, groups: int, heads: int, family: str) -> Iterator[Finding]:
-    """Loaders of sglang 0.5.23, vLLM 0.33, transformers 5.17: where Qwen3.5's take a fused tensor it is
-    contiguous, Qwen3-Next's are interleaved by key head."""
-    wanted = {"qwen3_5": 1, "qwen3_next": heads}.get(family)
-    if wanted is None or groups == wanted:
-        return
-    names = {1: "contiguous", heads: f"interleaved by {heads} key heads"}
-    message = (
-        f"is fused in {groups} groups ({names.get(groups, 'an order of one rank size only')}), and "
-        f"the {family} class takes {wanted} ({names[wanted]})"
-    )
-    # Other orders are for files of single ranks, which are made on purpose.
-    yield Finding("QC052", "error" if groups in names else "warning", fused, message)
 
 
 # --- Stages --------------------------------------------------------------------------------------

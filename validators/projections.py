@@ -3,6 +3,10 @@
 QC016 both forms of one layer's matrices are there.
 QC017 one layer has them fused and another split.
 QC018 a layer has half a set: a gate without an up, experts in no form at all.
+QC052 linear attention is in a form or order that the model's class does not take.
+
+Orders have the same shape, so what qconvert.json states is all that headers tell of them: a wrong one
+loads in silence. Which order the rows really are in is told from the source, by content.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint import MANIFEST, Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Role
 from qconvert.findings import Finding, Rule
 from qconvert.validation import Folder, Need
+from qconvert.validators._matrices import GROUPS_FACT, gdn_groups
 from qconvert.validators._model import (
     EXPERTS,
     LINEAR_ATTENTION,
@@ -49,6 +54,16 @@ RULES = (
         "A pattern dropped or renamed one kind of matrix in every layer, so no layer stands out.",
         "Convert again from the source, and look at what the plan says it drops.",
     ),
+    Rule(
+        "QC052",
+        "linear attention is in a form or order that the model's class does not take",
+        "The rows were fused for one class (interleaved for Qwen3-Next, contiguous for sglang's "
+        "Qwen3.5) and the config names the other; shapes are equal, so every loader takes it and the "
+        "model babbles. Or they were split and the config still names Qwen3-Next, whose loaders find "
+        "no such name (`unfuse` alone leaves such a folder: it is a step, not an end).",
+        "Convert again with `fuse: {consumer: ...}` for the runtime in use; or `unfuse`, and for "
+        "Qwen3-Next `as_class: {to: qwen3_5_text}` in the same run.",
+    ),
 )
 
 
@@ -57,7 +72,9 @@ class Projections:
     """One form, whole, in all layers."""
 
     name: str = "projections"
-    proves: str = "fused and split projections are not mixed, and each set is whole"
+    proves: str = (
+        "projections are fused or split, not mixed, each set whole, as the class takes them"
+    )
     needs: frozenset[Need] = frozenset({"model"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -66,6 +83,7 @@ class Projections:
         yield from _side_by_side(found)
         yield from _layers_disagree(found)
         yield from _half_sets(checkpoint)
+        yield from _form_of_class(folder, found)
 
 
 def _own(forms: TwoForms, side: Side) -> frozenset[str]:
@@ -137,6 +155,49 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = f"{forms.what}: {', '.join(lacking)} in none of {len(layers_of)} layers"
         have = ", ".join(sorted(there[side]))
         yield Finding("QC018", "error", where, f"{message}, beside {have}" if have else message)
+
+
+def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Finding]:
+    """Loaders of sglang 0.5.23, vLLM 0.33, transformers 5.17: Qwen3-Next's take tensors fused and
+    interleaved by key head, Qwen3.5's split ones, and sglang's also those that are fused in one group.
+    What has both forms is QC016's."""
+    checkpoint = folder.checkpoint
+    family, gdn = checkpoint.family.name, checkpoint.census.dims.gdn
+    here = [present for where, present in found.items() if where.forms is LINEAR_ATTENTION]
+    fused = [next(iter(one.fused.values())) for one in here if one.fused and not one.split]
+    split = [next(iter(one.split.values())) for one in here if one.split and not one.fused]
+    if family == "qwen3_next" and split and not fused:
+        message = (
+            f"is split, as in {len(split)} layers, and no loader of qwen3_next takes it: their "
+            "projections are in_proj_qkvz and in_proj_ba, interleaved by key head"
+        )
+        yield Finding("QC052", "error", split[0], message)
+    if family not in ("qwen3_5", "qwen3_next") or not fused:
+        return
+    groups = gdn_groups(checkpoint)
+    if family == "qwen3_5" and (checkpoint.manifest or {}).get(GROUPS_FACT) is None:
+        # With tensor data of the source, rows are compared. A mixture of forms is QC017's.
+        if not split and (folder.source is None or folder.request.level == "headers"):
+            message = (
+                f"is fused, and no {MANIFEST} states in which order: good for sglang's qwen3_5 "
+                "alone, and if contiguous; vLLM and transformers take split ones"
+            )
+            yield Finding("QC052", "warning", fused[0], message)
+    elif groups is not None and gdn is not None:
+        yield from _order_of_class(fused[0], groups, gdn[0], family)
+
+
+def _order_of_class(fused: str, groups: int, heads: int, family: str) -> Iterator[Finding]:
+    wanted = 1 if family == "qwen3_5" else heads
+    if groups == wanted:
+        return
+    names = {1: "contiguous", heads: f"interleaved by {heads} key heads"}
+    message = (
+        f"is fused in {groups} groups ({names.get(groups, 'an order of one rank size only')}), and "
+        f"the {family} class takes {wanted} ({names[wanted]})"
+    )
+    # Other orders are for files of single ranks, which are made on purpose.
+    yield Finding("QC052", "error" if groups in names else "warning", fused, message)
 
 
 VALIDATOR = Projections()

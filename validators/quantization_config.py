@@ -112,10 +112,11 @@ class QuantizationConfig:
         yield from _left_out(taken, listed, quantized)
         if checkpoint.census.family.name == "generic":
             return  # which of its modules are linear layers is not known
+        named = None if _all_linear(taken) else targets(taken)
         plain = [m for m in _plain_linears(checkpoint) if m not in quantized]
-        yield from _uncovered(checkpoint, listed, plain)
+        yield from _uncovered(checkpoint, listed, named, plain)
         if taken.method == "compressed-tensors":
-            yield from _draft_names(checkpoint, listed, plain)
+            yield from _draft_names(checkpoint, listed, named, plain)
 
 
 def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
@@ -142,14 +143,18 @@ def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
+def _all_linear(config: QuantConfig) -> bool:
+    """linear_fp8_config holds for all linear layers, without looking at targets."""
+    return isinstance(config.block.get("linear_fp8_config"), dict)
+
+
 def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) -> Iterator[Finding]:
     named = targets(config)
-    linear = isinstance(config.block.get("linear_fp8_config"), dict)
+    linear = _all_linear(config)
     for module, weight in quantized.items():
         if listed.names(module):
             message = f"is quantized, and {config.where} lists {module!r} as left out"
             yield Finding("QC034", "error", weight, message)
-        # linear_fp8_config holds for all linear layers, without looking at targets.
         elif (
             named is not None
             and not (linear and weight.endswith(".weight"))
@@ -159,14 +164,21 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
             yield Finding("QC034", "error", weight, message)
 
 
-def _uncovered(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> Iterator[Finding]:
+def _uncovered(
+    checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
+) -> Iterator[Finding]:
+    """`named` are the modules that targets name, None for all linear layers."""
     every_name = checkpoint.census.family.name == "qwen3_5"
     for module in plain:
         stem, _, last = module.rpartition(".")
         asked = [module]
         members = next((names for names in _SETS if last in names), ()) if every_name else ()
         asked += [name for member in members if (name := f"{stem}.{member}") != module]
-        lacking = [name for name in asked if not listed.names(name)]
+        lacking = [
+            name
+            for name in asked
+            if not listed.names(name) and (named is None or named.names(name))
+        ]
         if not lacking:
             continue
         # Who asks for the parts does not find them in a fused name. A fused name that is not listed
@@ -176,7 +188,9 @@ def _uncovered(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> Iter
         yield Finding("QC035", "warning" if whole else "error", f"{module}.weight", message)
 
 
-def _draft_names(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> Iterator[Finding]:
+def _draft_names(
+    checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
+) -> Iterator[Finding]:
     """Draft layers that are numbered on from the model's own (DeepSeek, GLM)."""
     census = checkpoint.census
     for module in plain:
@@ -186,6 +200,8 @@ def _draft_names(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> It
         if not census.family.is_mtp(f"{module}.weight", census.dims):
             continue
         draft = f"{_DRAFT}.{rest.partition('.')[2]}"
+        if named is not None and not named.names(draft):
+            continue
         # QC035 speaks of those that no entry names.
         if listed.names(module) and not (listed.literal(module) or listed.names(draft)):
             message = f"of a draft layer, listed by a pattern that does not fit {draft!r}"

@@ -3,6 +3,7 @@
 QC026 a tensor has another shape than the config leads to.
 QC027 a quantized weight, or what belongs to it, has a type or shape that its format has not.
 QC038 packed weights have a scale for another number of columns than the config states.
+QC047 there is linear attention, and the config does not state its sizes.
 
 Packed INT4 is compressed-tensors' (0.19, `compressors/pack_quantized/base.py`): `weight_packed` I32
 [N, K / 8], `weight_scale` [N, K / group], `weight_shape` [2]. Linear attention: transformers 5.17,
@@ -46,8 +47,19 @@ RULES = (
         "another repo. Each scale is then used for columns of its neighbours.",
         "State the group size that the scales have: columns / scale columns.",
     ),
+    Rule(
+        "QC047",
+        "there is linear attention, and the config does not state its sizes",
+        "config.json is of another class, or a tool wrote only the keys it knows. Runtimes take their "
+        "class's default, which is one model's; which rows are whose cannot be said, so nothing else "
+        "of linear attention is checked.",
+        "Take the named linear_* keys from the source's config.json.",
+    ),
 )
 
+_GDN_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
 # A size that nothing is said about.
 _ANY = -1
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -68,6 +80,7 @@ class Shapes:
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         checkpoint = folder.checkpoint
         ints = packed_ints(checkpoint.quantization_configs)
+        yield from _sizes(checkpoint)
         yield from _roles(checkpoint, ints)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint, ints)
@@ -76,9 +89,20 @@ class Shapes:
 # --- What the config leads to --------------------------------------------------------------------
 
 
+def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
+    census = checkpoint.census
+    roles = (place.role.name for place in census.places.values())
+    if census.dims.gdn is not None or not any(role.startswith("gdn.") for role in roles):
+        return
+    text = text_config(checkpoint.config)
+    stated = [f"{key} is {text.get(key)!r}" for key in _GDN_SIZES if not first_int(text, key)]
+    message = f"expected the sizes of linear attention, which is there; {', '.join(stated)}"
+    yield Finding("QC047", "error", "config.json", message)
+
+
 def _roles(checkpoint: Checkpoint, ints: Ints | None) -> Iterator[Finding]:
     census = checkpoint.census
-    wanted = expected_shapes(checkpoint.config, census.dims)
+    wanted = expected_shapes(checkpoint.config, census.dims, census.family.name)
     either = census.family.stacked_transposed
     for name, place in census.places.items():
         shape = wanted.get(place.role.name.removeprefix("mtp."))
@@ -105,7 +129,7 @@ def _fits(found: Shape, wanted: Shape) -> bool:
     )
 
 
-def expected_shapes(config: Config, dims: Dims) -> dict[str, Shape]:
+def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]:
     """The shape of each role's weight, -1 for a size that the config does not state. Roles of draft
     layers have those of the model's layers, and roles nothing is known of are left out."""
     text = text_config(config)
@@ -127,17 +151,14 @@ def expected_shapes(config: Config, dims: Dims) -> dict[str, Shape]:
         "shared_expert_gate": (1, hidden),
         "stacked_experts.gate_up_proj": (experts, _times(2, each), hidden),
         "stacked_experts.down_proj": (experts, hidden, each),
-        "attn.o_proj": (hidden, _ANY),
-        "attn.q_proj": (_ANY, hidden),
     }
     for prefix, rows in (
         ("mlp.", dense), ("experts.", each), ("shared_expert.", shared), ("shared_experts.", several),
     ):  # fmt: skip
         found |= {f"{prefix}{name}": (rows, hidden) for name in ("gate_proj", "up_proj")}
         found[f"{prefix}down_proj"] = (hidden, rows)
-    keys = _times(size("num_key_value_heads"), size("head_dim"))
-    found |= dict.fromkeys(("attn.k_proj", "attn.v_proj"), (keys, hidden))
-    return found | _latent(text, hidden) | _linear_attention(dims, hidden, size)
+    attention = _latent(text, hidden) or _grouped(hidden, size, _gates(text, family))
+    return found | attention | _linear_attention(dims, hidden, size)
 
 
 _NORMS = (
@@ -148,6 +169,26 @@ _NORMS = (
 
 def _times(one: int, other: int) -> int:
     return one * other if one > 0 and other > 0 else _ANY
+
+
+def _gates(text: Config, family: str) -> int:
+    """How many rows of q_proj there are for one of a query: with an output gate beside them two."""
+    if family not in ("qwen3_5", "qwen3_next"):
+        return 1
+    # transformers 5.17 has the gate whatever the flag says, other runtimes go by the flag.
+    return _ANY if text.get("attn_output_gate") is False else 2
+
+
+def _grouped(hidden: int, size: Sizes, gates: int) -> dict[str, Shape]:
+    """Grouped-query attention (transformers 5.17, models/qwen3_moe/, glm4_moe/, qwen3_next/)."""
+    each, heads = size("head_dim"), size("num_attention_heads")
+    queries, keys = _times(heads, each), _times(size("num_key_value_heads"), each)
+    return {
+        "attn.q_proj": (_times(gates, queries), hidden),
+        **dict.fromkeys(("attn.k_proj", "attn.v_proj"), (keys, hidden)),
+        "attn.o_proj": (hidden, queries),
+        **dict.fromkeys(("attn.q_norm", "attn.k_norm"), (each,)),
+    }
 
 
 def _latent(text: Config, hidden: int) -> dict[str, Shape]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any
 
 from qconvert.checkpoint import RECEIPT, Checkpoint
@@ -34,6 +35,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _RELATIONS = ("adapter", "merge", "quantized", "finetune")
 _TEXTS = ("library_name", "license", "license_name", "pipeline_tag", "base_model_relation")
 _MOST_README = 1 << 20
+# What PyYAML lets through of values that are none (dates in month 13, `!!int x`) and of deep nesting.
+_OF_VALUES = (ValueError, OverflowError, LookupError, AttributeError, RecursionError)
+# Front matter may say one thing many times over, by aliases.
+_BRIEF = Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 120
 
 RULES = (
     Rule(
@@ -165,8 +171,9 @@ def _readme(checkpoint: Checkpoint) -> Iterator[Finding]:
 
     try:
         found = yaml.safe_load("\n".join(lines[1:end]))
-    except yaml.YAMLError as error:
-        message = f"its front matter is not valid YAML: {' '.join(str(error).split())}"
+    except (yaml.YAMLError, *_OF_VALUES) as error:
+        said = " ".join(str(error).split())
+        message = f"its front matter is not valid YAML: {said or type(error).__name__}"
         yield Finding("QC059", "error", README, message)
         return
     if found is None:
@@ -184,17 +191,17 @@ def _front_matter(found: dict[Any, Any], *, quantized: bool) -> Iterator[str]:
     for key in _TEXTS:
         value = found.get(key)
         if value is not None and not (isinstance(value, str) or (key == "license" and value)):
-            yield f"{key} is {value!r}, expected a text"
+            yield f"{key} is {_BRIEF.repr(value)}, expected a text"
     base = found.get("base_model")
     ids = base if isinstance(base, list) else [] if base is None else [base]
     for one in ids:
         if not isinstance(one, str) or one.count("/") != 1 or " " in one or one.startswith("http"):
-            yield f"base_model names {one!r}, expected a repo's id (OWNER/NAME)"
+            yield f"base_model names {_BRIEF.repr(one)}, expected a repo's id (OWNER/NAME)"
     relation = found.get("base_model_relation")
     if relation is None:
         return
     if isinstance(relation, str) and relation not in _RELATIONS:
-        yield f"base_model_relation is {relation!r}, expected one of {', '.join(_RELATIONS)}"
+        yield f"base_model_relation is {_BRIEF.repr(relation)}, expected one of {', '.join(_RELATIONS)}"
     if not ids:
         yield "base_model_relation without base_model: the Hub links it to nothing"
     if relation == "quantized" and not quantized:

@@ -6,11 +6,14 @@ QC012 a quantization block is stated and no tensor is quantized (or FP8 and no b
 QC013 a tensor that the family requires is missing.
 QC014 embeddings are tied by the config and differ in type.
 QC015 a block-scale grid is not ceil(shape / block).
+QC044 config.json says of embeddings that they are tied, and that they are not.
+QC046 the model's tensors go by two prefixes.
+QC048 a text-only class's tensors go by the names of the multi-modal one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint import INDEX, Checkpoint
@@ -21,10 +24,13 @@ from qconvert.quantization import grid_fault
 from qconvert.spec import TensorType
 from qconvert.validation import Folder, Need
 from qconvert.validators._model import FP8, forms_in, other, stage_of, where_of
-from qconvert.validators._quantization import KNOWN_METHODS, fp8_blocks
+from qconvert.validators._quantization import HF_QUANT_CONFIG, KNOWN_METHODS, fp8_blocks, judged
 
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks")
+_TIE = "tie_word_embeddings"
+# Qwen3.5's: of what the multi-modal class has, a text-only one lacks a component in its names.
+_LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
 
 RULES = (
     Rule(
@@ -38,7 +44,8 @@ RULES = (
         "QC011",
         "a quantized weight and what belongs to it are not together",
         "A conversion dropped or renamed scales, packed weights or their shapes, or a shard is from "
-        "another conversion. Loaders read codes as numbers, or keep a scale of 1.",
+        "another conversion. Loaders read codes as numbers, or keep a scale of 1. Block scales go by "
+        "weight_scale_inv for quant_method fp8, by weight_scale for compressed-tensors.",
         "Convert again from the source; a weight and its scales leave or stay together.",
     ),
     Rule(
@@ -69,6 +76,29 @@ RULES = (
         "blocks of 128), or rows were cut or permuted and their scales were not.",
         "Convert again with the block size that the config states: ceil(rows / block) scale rows.",
     ),
+    Rule(
+        "QC044",
+        "config.json says both that embeddings are tied and that they are not",
+        "The root and text_config each have a flag, and a tool (or a class's default, on saving) set "
+        "one of them. transformers goes by the root's; runtimes that go by text_config's take the "
+        "embeddings for the head.",
+        "Set tie_word_embeddings in text_config to what the root says.",
+    ),
+    Rule(
+        "QC046",
+        "the model's tensors go by two prefixes",
+        "A renaming matched a part of the layers, or shards of a text-only and a multi-modal "
+        "conversion lie in one folder. Loaders map one prefix: layers of the other keep the weights "
+        "they were made with.",
+        "Convert again from the source, or rename the tensors that the finding names.",
+    ),
+    Rule(
+        "QC048",
+        "a text-only class's tensors go by the names of the multi-modal one",
+        "config.json was made text-only and the names stayed model.language_model.*. transformers "
+        "takes the part out on loading; sglang's text-only class drops such tensors with a warning.",
+        "Rename model.language_model.* to model.*, or keep the multi-modal config.",
+    ),
 )
 
 
@@ -84,10 +114,13 @@ class Structure:
         checkpoint = folder.checkpoint
         yield from _total_size(checkpoint)
         yield from _unpaired(checkpoint)
+        yield from _scale_names(checkpoint)
         yield from _grids(checkpoint)
         yield from _quantization(checkpoint)
         yield from _missing(checkpoint)
         yield from _tied(checkpoint)
+        yield from _tied_and_not(checkpoint)
+        yield from _prefixes(checkpoint)
 
 
 def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -116,6 +149,27 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
             packed = f"{name.removesuffix('shape')}packed"
             if packed not in checkpoint:
                 yield Finding("QC011", "error", name, f"the shape of no weight ({packed})")
+
+
+def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Scales under the other dialect's name. sglang 0.5.23 and vLLM 0.33 make a parameter of one name:
+    fp8.py's weight_scale_inv where blocks are stated, compressed-tensors' weight_scale."""
+    configs = checkpoint.quantization_configs
+    taken = judged(configs)
+    methods = {config.method for config in configs if config.where != HF_QUANT_CONFIG}
+    if taken is None or len(methods) > 1 or "linear_fp8_config" in taken.block:
+        return  # which linear layers are of which dialect is not said; QC037 for contradictions
+    if taken.method == "fp8" and fp8_blocks([taken]):
+        asked, found = ".weight_scale_inv", ".weight_scale"
+    elif taken.method == "compressed-tensors":
+        asked, found = ".weight_scale", ".weight_scale_inv"
+    else:
+        return
+    for name in checkpoint:
+        weight = checkpoint.sources.get(f"{name.removesuffix(found)}.weight")
+        if name.endswith(found) and weight is not None and weight.type.dtype in FP8:
+            message = f"runtimes of {taken.where} ({taken.method}) ask for *{asked}"
+            yield Finding("QC011", "error", name, message)
 
 
 def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -207,6 +261,39 @@ def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
         names = [n for role in census.family.tied if (n := census.named(role)) is not None]
         if len({checkpoint[name].type for name in names}) > 1:
             yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
+
+
+def _tied_and_not(checkpoint: Checkpoint) -> Iterator[Finding]:
+    root, nested = checkpoint.config, checkpoint.config.get("text_config")
+    flags = [root.get(_TIE), nested.get(_TIE) if isinstance(nested, Mapping) else None]
+    if None not in flags and bool(flags[0]) != bool(flags[1]):
+        message = f"{_TIE} is {flags[0]!r}, text_config's is {flags[1]!r}"
+        yield Finding("QC044", "warning", "config.json", message)
+
+
+def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Of tensors that may go by several; a finding for the first of each layer that stands out."""
+    census = checkpoint.census
+    longest = sorted(census.family.prefixes, key=len, reverse=True)
+    found: dict[str, list[tuple[int | None, str]]] = {}
+    for name, place in census.places.items():
+        if place.role.module.startswith("@"):
+            prefix = next(prefix for prefix in longest if name.startswith(prefix))
+            found.setdefault(prefix, []).append((place.layer, name))
+    if not found:
+        return
+    usual = max(found, key=lambda prefix: len(found[prefix]))
+    for prefix, named in found.items():
+        first = dict(reversed(named)) if prefix != usual else {}
+        for name in reversed(first.values()):
+            others = f"{len(found[usual])} others by {usual!r}"
+            yield Finding("QC046", "error", name, f"goes by the prefix {prefix!r}, {others}")
+    if usual == _LANGUAGE and checkpoint.config.get("model_type") in _TEXT_ONLY:
+        message = (
+            f"{checkpoint.config['model_type']} has its layers as model.layers.*; with this name "
+            "transformers loads it, and sglang drops it with a warning"
+        )
+        yield Finding("QC048", "warning", found[usual][0][1], message)
 
 
 VALIDATOR = Structure()

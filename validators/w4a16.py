@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.errors import PlanError
-from qconvert.findings import Finding, Rule, Table
+from qconvert.findings import Rule
 from qconvert.ops.int4 import DequantInt4
 from qconvert.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation import Folder, Need
-from qconvert.validators.kernels import NO_DATA, Case, chosen, device, head, read, said
+from qconvert.validators.kernels import NO_DATA, Case, Said, chosen, device, head, read, said
 from qconvert.weights import Stored, read_matrix
 
 RULES = (
@@ -43,14 +43,14 @@ class W4a16:
     )
     needs: frozenset[Need] = frozenset({"kernels"})
 
-    def random(self) -> Iterator[Finding | Table]:
+    def random(self) -> Iterator[Said]:
         """On random weights, without a folder."""
         where = device()
         from qconvert.validators.kernels import w4a16
 
         yield from said(self.name, "QC073", where, w4a16.random_cases(where), (), "")
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Table]:
+    def __call__(self, folder: Folder) -> Iterator[Said]:
         where = device()
         matrices, note = _matrices(folder)
         from qconvert.validators.kernels import w4a16

@@ -41,8 +41,8 @@ RULES = (
     Rule(
         "QC062",
         "a tensor of the source is not in the folder",
-        "A tool left it out, a draft (MTP) layer or a vision tower most often; there is no receipt "
-        "or rule that would say so.",
+        "A tool left it out, a draft (MTP) layer or a vision tower most often, or a head because the "
+        "config was set to tie it; there is no receipt or rule that would say so.",
         "Convert again with a tool that keeps it, or with one that states what it drops.",
     ),
 )
@@ -110,11 +110,13 @@ def _missing(
     if folder.receipt is not None or "stage" in manifest:
         return
     dropped = {name for names in manifest.get("dropped", {}).values() for name in names}
-    dims = folder.checkpoint.census.dims
+    assert folder.source is not None
+    # A head that is not the embeddings cannot be left out, whatever the folder's config says.
+    tied = folder.checkpoint.census.dims.tied and folder.source.census.dims.tied
     gone: dict[str, str] = {}
     for key, matrix in theirs.items():
-        tied = dims.tied and key[0] == "lm_head"
-        if key not in ours and matrix.tensor not in dropped and not tied:
+        spare = tied and key[0] == "lm_head"
+        if key not in ours and matrix.tensor not in dropped and not spare:
             gone.setdefault(
                 matrix.tensor, described(matrix, "is missing here, and no rule drops it")
             )

@@ -14,6 +14,7 @@ from qconvert.commands.options import SOURCE, Folder, Size
 from qconvert.commands.progress import Bar
 
 _FINDINGS = 3
+_MOST_LAYERS = 65_536
 
 
 @click.command()
@@ -96,7 +97,10 @@ class Layers(click.ParamType[tuple[int, ...]]):
             first, dash, last = part.strip().partition("-")
             if not first.isdecimal() or (dash and not last.isdecimal()):
                 self.fail(f"{part!r} is no layer number or range; write 0,3,58-60", param, ctx)
-            numbers.update(range(int(first), int(last or first) + 1))
+            begin, end = int(first), int(last or first)
+            if end < begin or end > _MOST_LAYERS:
+                self.fail(f"{part!r} is no range of layers from first to last", param, ctx)
+            numbers.update(range(begin, end + 1))
         return tuple(sorted(numbers))
 
 
@@ -197,7 +201,14 @@ def validate(
         raise click.UsageError(
             "--logits and --attribute compare with the source: give --against SRC"
         )
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json is --format json; --format {form} is another")
+    if out is None and (against or pair or logits or attribute or layers or level != "headers"):
+        raise click.UsageError("name the folder to check")
     forms = [suffix_format(file) for file in files]  # before hours of work
+    for file in files:
+        if not file.absolute().parent.is_dir():
+            raise QConvertError(f"{file}: there is no folder {file.parent} to write it to")
     request = Request(level, layers, kernels, logits or 0, attribute, jobs, memory)
     with Bar() as bar:
         if out is not None:
@@ -206,10 +217,13 @@ def validate(
             report = validate_kernels()
         else:
             raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
-    for file, kind in zip(files, forms, strict=True):
-        file.write_text(render(report, kind), encoding="utf-8")
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
     form = "json" if as_json else form or ("github" if in_actions else "text")
     click.echo(render(report, form, terminal=sys.stdout.isatty()))
-    append_step_summary(report)
+    for file, kind in zip(files, forms, strict=True):
+        file.write_text(render(report, kind), encoding="utf-8")
+    try:
+        append_step_summary(report)
+    except OSError as error:  # says nothing of the folder
+        click.echo(f"qconvert: the job's summary was not written: {error}", err=True)
     return _FINDINGS if report.errors else 0

@@ -101,7 +101,7 @@ class ProgressMeter:
         self._bytes = 0
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies; macOS has no such call, there the
     closed pipe ends it at the next unit."""
     if sys.platform == "linux":
@@ -170,5 +170,5 @@ def main(descriptor: int) -> None:
     connection: Connection[Message, Batch | None] = Connection(descriptor)
     setup = Connection.recv(connection)
     assert isinstance(setup, Setup)
-    _die_with(setup.parent)
+    die_with(setup.parent)
     serve(connection, setup)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 from typing import TYPE_CHECKING
 
-from qconvert.findings import Finding, Table
+from qconvert.findings import Finding, Proved, Skipped, Table
 from qconvert.graph import Output
 from qconvert.names import parse
 from qconvert.validators._amx import read_bytes
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 if not __name__.startswith("qconvert."):
     # Imported by its folder name it would be a second module whose classes equal none of ours.
     raise ImportError("import qconvert.validators.kernels, not kernels")
+
+Said = Finding | Proved | Skipped | Table
 
 INTERPRETER = "Triton's interpreter"
 NO_DATA = "no tensor of the folder was looked at: give --level sample"
@@ -139,7 +141,7 @@ def said(
     random: Iterable[Case],
     real: Iterable[tuple[str, Case]],
     note: str,
-) -> Iterator[Finding | Table]:
+) -> Iterator[Said]:
     """What a validator says of its cases: a finding for each that does not fit, and a table with the
     worst of the random ones and all of real tensors, which stand beside their names."""
     where = place(device)
@@ -156,6 +158,9 @@ def said(
             yield Finding(rule, "error", tensor, _complaint(case, where))
     columns = ("case", "difference", "bound", "device")
     yield Table(f"kernel {kernel}", columns, tuple(rows), note)
+    yield Proved(f"kernel {kernel} gives what its references give, on {where}")
+    if note:
+        yield Skipped(f"kernel {kernel} on this folder ({note})")
 
 
 def _spell(bound: float) -> str:

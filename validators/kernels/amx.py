@@ -168,6 +168,18 @@ def random_cases(device: str) -> Iterator[Case]:
                 yield from compared(f"{tails} {shape}", method, packed, scales, found)
         packed, scales = drawn(method, 128, 128, "any bytes", generator)
         yield _strided(method, packed, scales)
+    if device != "cpu":
+        yield _far_apart(device, generator)
+
+
+def _far_apart(device: str, generator: torch.Generator) -> Case:
+    """Rows of the result whose offsets do not fit 32 bits: some columns of a buffer of 9.8 GB."""
+    rows, columns, stride = 3072, 128, 800_000
+    packed, scales = drawn("int4", rows, columns, "student", generator)
+    room = torch.zeros(rows * stride, dtype=torch.float32, device=device).view(rows, stride)
+    found = unpacked("int4", packed, scales, columns, room[:, :columns])
+    wanted = reference("int4", packed, scales, columns)
+    return bitwise(f"rows {stride} elements apart, int4 {rows}x{columns}", found, wanted)
 
 
 def _strided(method: Method, packed: torch.Tensor, scales: torch.Tensor) -> Case:

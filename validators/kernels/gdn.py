@@ -282,10 +282,24 @@ def random_cases(device: str) -> Iterator[Case]:
                             name, heads, hidden, tokens, dtype, groups, padding, device
                         )
     if real:
+        yield _far_apart(device)
         for hidden, heads in ((2048, HEADS_35B), (4096, HEADS_397B), (5120, HEADS_27B)):
             for groups in (1, heads.keys):
                 name = f"{heads}, H={hidden} G={groups}"
                 yield from _random(name, heads, hidden, 129, torch.bfloat16, groups, 0, device)
+
+
+def _far_apart(device: str) -> Case:
+    """Rows whose offsets do not fit 32 bits: some columns of a buffer of 4.8 GB."""
+    heads, tokens, stride = Heads(4, 12, 32, 32), 3000, 800_000
+    room = torch.zeros(tokens * stride, dtype=torch.bfloat16, device=device).view(tokens, stride)
+    columns = sum(heads.segments)
+    mixed = room[:, : columns + 2 * heads.values]
+    mixed.copy_(torch.randn(tokens, mixed.shape[1], device=device))
+    parts = mixed[:, :columns], mixed[:, columns:]
+    found, wanted = split(*parts, heads, 4), split_reference(*parts, heads, 4)
+    name = f"rows {stride} elements apart, T={tokens}"
+    return bitwise(name, *(torch.cat([m.qkv, m.z, m.b, m.a], 1) for m in (found, wanted)))
 
 
 def _random(
@@ -295,10 +309,13 @@ def _random(
     random = torch.Generator(device="cpu").manual_seed(tokens * 31 + heads.values)
 
     def values(rows: int) -> torch.Tensor:
-        return torch.randn(rows, hidden, generator=random).to(dtype).to(device)
+        return _strided(torch.randn(rows, hidden, generator=random).to(dtype).to(device), padding)
 
     apart = [values(rows) for rows in (*heads.segments, heads.values, heads.values)]
-    fused = fuse_rows(apart[:4], groups), fuse_rows(apart[4:], groups)
+    fused = (
+        _strided(fuse_rows(apart[:4], groups), padding),
+        _strided(fuse_rows(apart[4:], groups), padding),
+    )
     yield from agree(name, values(tokens), apart, fused, heads, groups, padding=padding)
 
 
