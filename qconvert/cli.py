@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         click.echo(
-            "qconvert: interrupted; a conversion keeps its finished work, the same command goes on",
+            "qconvert: interrupted; of a conversion finished work is kept, the same command goes on",
             err=True,
         )
         sys.exit(INTERRUPTED)

@@ -18,6 +18,7 @@ from broken_repos import (
     Repo,
     broken,
     change,
+    edit_config,
     edit_manifest,
     home,
     overwrite,
@@ -184,6 +185,14 @@ def _a_draft_layer_was_left_out(bench: Bench) -> Repo:
             del tensors[name]
 
     return Repo(change(bench.copy("qwen35"), drop), bench.sound("qwen35"))
+
+
+@broken("QC062", level="sample", beside=["QC083"])
+def _a_head_left_out_under_a_flag_that_ties_it(bench: Bench) -> Repo:
+    """The config was edited with the weights, and agrees with them."""
+    folder = change(bench.copy("moe_bf16"), lambda tensors: tensors.pop(HEAD))
+    edit_config(folder, lambda config: config.update(tie_word_embeddings=True))
+    return Repo(folder, bench.sound("moe_bf16"))
 
 
 # --- Linear attention ----------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from broken_repos import (
     gdn_model,
     home,
     packed_moe,
+    recipe,
     resized,
 )
 from checkpoints import (
     INDEX,
     Tensor,
-    convert,
     edit_header,
     edit_json,
     fp8_moe,
@@ -470,7 +470,7 @@ def _embeddings_shorter_than_the_vocabulary(bench: Bench) -> Repo:
 @broken("QC026")
 def _another_number_of_heads(bench: Bench) -> Repo:
     def more(config: dict[str, Any]) -> None:
-        config.update(num_attention_heads=8, num_key_value_heads=2, head_dim=2)
+        config.update(num_attention_heads=8, num_key_value_heads=4, head_dim=2)
 
     return Repo(edit_config(bench.copy("moe_bf16"), more))
 
@@ -869,7 +869,7 @@ def _split_under_qwen3_next(bench: Bench) -> Repo:
 @broken("QC052")
 def _split_under_qwen3_next_without_a_manifest(bench: Bench) -> Repo:
     folder = bench.scratch / "split"
-    convert("unfuse", bench.sound("qwen3_next"), folder)
+    recipe(bench, "- unfuse\n", "qwen3_next", folder)
     for file in (MANIFEST, "qconvert.receipt.jsonl"):
         (folder / file).unlink()
     return Repo(folder)

@@ -473,11 +473,11 @@ def a_flipped_sign(out: Path) -> None:
 
 
 def all_coarse(out: Path) -> None:
-    """Every weight lies within half of a step that is a hundred times too large."""
+    """Every weight lies within half of a step that is thousands of times too large."""
     size = len(read(out, f"{UP}.weight"))
     scales = np.frombuffer(read(out, f"{UP}.scale"), np.float32)
     overwrite(out, f"{UP}.weight", bytes(size))
-    overwrite(out, f"{UP}.scale", (100 * scales).tobytes())
+    overwrite(out, f"{UP}.scale", (5000 * scales).tobytes())
 
 
 @alone

@@ -12,16 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gdn_models
 import headers
 import pytest
 from checkpoints import bf16_moe, edit_json, fp8_moe, run_cli, tensor, without
 from headers import HeaderSet
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
+from qconvert.errors import CheckpointError
+from qconvert.family import vision_config
 from qconvert.findings import Finding
 from qconvert.names import parse
 from qconvert.spec import TensorType
-from qconvert.validation import Folder, NotChecked, validate_folder
+from qconvert.validation import Folder, Level, NotChecked, Request, validate_folder
 from qconvert.validators import (
     counts,
     manifest_claims,
@@ -149,12 +152,13 @@ def test_a_draft_layer_lacks_nothing_that_the_model_has(
 
 _JUDGED = [
     "deepseek-v3",
+    "glm-4.5-air",
     "kimi-k2-thinking",
+    "qwen3-30b-a3b-fp8",
     "qwen3-next-80b-a3b",
     "qwen3.5-27b-fp8",
     "qwen3.5-35b-a3b",
 ]
-_FREE = ("vision.", "attn.q_norm", "attn.k_norm", "mtp.attn.q_norm", "mtp.attn.k_norm")
 
 
 @pytest.mark.parametrize("model", _JUDGED)
@@ -172,12 +176,37 @@ def test_every_weight_is_held_to_the_config(
         kind = whole[name].type
         wider[name] = TensorType(kind.dtype, (*kind.shape[:-1], kind.shape[-1] + 1))
     found = findings(changed(whole, **wider), [shapes])
-    known = {first[role] for role in first if not role.startswith(_FREE)}
-    missed = known - {f.where for f in found if f.rule == "QC026"}
-    # Its columns are heads of a size that Qwen's configs state, with an output gate in some families.
-    assert {whole.census.places[name].role.name.removeprefix("mtp.") for name in missed} <= {
-        "attn.o_proj"
+    known = {first[role] for role in first if not role.startswith("vision.")}
+    assert known - {f.where for f in found if f.rule == "QC026"} == set()
+
+
+@pytest.mark.parametrize("model", headers.names())
+def test_attention_is_held_to_the_config_s_heads(
+    model: str, published: Mapping[str, Checkpoint]
+) -> None:
+    """Another number of heads: all that has a row or column for each is found, and nothing is where
+    the config does not say how large a head is."""
+    whole = published[model]
+    latent = "kv_lora_rank" in whole.config
+    nested = "text_config" in whole.config
+    text = dict(whole.config["text_config"] if nested else whole.config)
+
+    def with_text(text: Mapping[str, Any]) -> Checkpoint:
+        config = {**whole.config, "text_config": text} if nested else text
+        return replace(whole, config=config)
+
+    text["num_attention_heads"] *= 2
+    text["num_key_value_heads"] *= 2
+    at = {
+        parse(f.where).template.partition("self_attn.")[2]
+        for f in findings(with_text(text), [shapes])
     }
+    heads = {"q_b_proj", "kv_b_proj"} if latent else {"q_proj", "k_proj", "v_proj"}
+    biases = {f"{name}.bias" for name in heads} if model == "glm-4.5-air" else set()
+    assert at == {f"{name}.weight" for name in heads | {"o_proj"}} | biases
+    for size in ("head_dim", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
+        text.pop(size, None)
+    assert findings(with_text(text), [shapes]) == []
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -345,6 +374,140 @@ def test_qwen3_next_needs_the_stored_name_only(published: Mapping[str, Checkpoin
     assert "in_proj_b" not in names
 
 
+def test_what_no_target_names_need_not_be_listed(published: Mapping[str, Checkpoint]) -> None:
+    """compressed-tensors builds layers that no target names as they are."""
+    whole = published["kimi-k2-thinking"]
+    block = whole.config["quantization_config"]
+    (group,) = block["config_groups"].values()
+
+    def targeting(*named: str) -> list[Finding]:
+        groups = {"group_0": {**group, "targets": list(named)}}
+        changed_block = {**block, "config_groups": groups, "ignore": ["lm_head"]}
+        return findings(configured(whole, quantization_config=changed_block), [quantization_config])
+
+    experts = r"re:.*mlp\.experts\..*_proj$"
+    assert targeting(experts) == []
+    assert {f.rule for f in targeting("Linear")} == {"QC035"}
+    some = targeting(experts, r"re:.*layers\.1\.self_attn\.o_proj$")
+    assert [(f.rule, f.where) for f in some] == [
+        ("QC035", "model.layers.1.self_attn.o_proj.weight")
+    ]
+
+
+def test_scale_names_by_method(published: Mapping[str, Checkpoint]) -> None:
+    """One block of each dialect, and both under one roof: then nothing is said."""
+    whole = published["qwen3.5-27b-fp8"]
+    own = whole.config["quantization_config"]
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    group = {"targets": ["Linear"], "weights": weights}
+    other = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+    def rules(block: Mapping[str, Any]) -> set[str]:
+        return {f.rule for f in findings(configured(whole, quantization_config=block), [structure])}
+
+    assert rules(own) == set()
+    assert rules(other) == {"QC011"}
+    assert rules({**other, "linear_fp8_config": own}) == set()
+
+
+# --- Prefixes, ties, counts ----------------------------------------------------------------------
+
+
+def test_the_rarer_prefix_stands_out_once_a_layer(published: Mapping[str, Checkpoint]) -> None:
+    whole = published["qwen3.5-0.8b"]
+    old, new = "model.language_model.layers.", "model.layers."
+    sources = {
+        name.replace(old, new) if name.startswith((f"{old}1.", f"{old}3.")) else name: source
+        for name, source in whole.sources.items()
+    }
+    found = findings(replace(whole, sources=sources), [structure])
+    assert {f.rule for f in found} == {"QC046"}
+    assert sorted(parse(f.where).layer or 0 for f in found) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("root", "nested", "tied", "rules"),
+    [
+        (False, True, False, {"QC044"}),
+        (True, False, True, {"QC044"}),
+        (None, True, True, set()),
+        (True, None, True, set()),
+        (None, None, False, set()),
+    ],
+)
+def test_the_root_s_flag_ties(
+    root: bool | None,
+    nested: bool | None,
+    tied: bool,
+    rules: set[str],
+    published: Mapping[str, Checkpoint],
+) -> None:
+    """transformers 5.17 loads so what it saved of Qwen3-VL, whose text_config ties by default."""
+    for model in ("qwen3-vl-30b-a3b", "qwen3.5-35b-a3b"):
+        whole = published[model]
+        text = {k: v for k, v in whole.config["text_config"].items() if k != "tie_word_embeddings"}
+        text |= {} if nested is None else {"tie_word_embeddings": nested}
+        config = {k: v for k, v in whole.config.items() if k != "tie_word_embeddings"}
+        config |= {} if root is None else {"tie_word_embeddings": root}
+        now = replace(whole, config={**config, "text_config": text})
+        assert now.census.dims.tied is tied
+        assert {f.rule for f in findings(now, [structure])} == rules
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ("vision_config", "depth"),
+        ("text_config", "num_hidden_layers"),
+        ("text_config", "mtp_num_hidden_layers"),
+    ],
+)
+@pytest.mark.parametrize("count", [65_537, 2**63, 10**30])
+def test_counts_of_no_model(
+    block: str, key: str, count: int, published: Mapping[str, Checkpoint], tmp_path: Path
+) -> None:
+    """One finding, before a layer is listed."""
+    config = dict(published["qwen3.5-0.8b"].config)
+    config[block] = {**config[block], key: count}
+    headers.write_sparse(replace(headers.load("qwen3.5-0.8b"), config=config), tmp_path)
+    (found,) = validate_folder(tmp_path).findings
+    assert (found.rule, found.severity) == ("QC001", "error")
+    assert key in found.message
+    assert "65536 of anything is taken for a mistake" in found.message
+
+
+def test_counts_of_no_tower() -> None:
+    """Kimi's, by the key that its published configs have."""
+    with pytest.raises(
+        CheckpointError, match="vt_num_hidden_layers is 9223372036854775808; more than"
+    ):
+        vision_config({"vision_config": {"vt_num_hidden_layers": 2**63}})
+
+
+# --- Linear attention ----------------------------------------------------------------------------
+
+
+def test_fused_without_a_manifest_is_proved_by_the_source(tmp_path: Path) -> None:
+    """Nothing but the source says in which order; headers alone cannot hold it against it."""
+    source = gdn_models.model()
+    source.side_files["preprocessor_config.json"] = b"{}"
+    out = tmp_path / "out"
+    made = run_cli("fuse", source.write(tmp_path / "in"), out, "--for", "sglang", "--jobs", "1")
+    assert made.code == 0, made.err
+    for file in ("qconvert.json", "qconvert.receipt.jsonl"):
+        (out / file).unlink()
+
+    def said(against: Path | None, level: Level) -> list[tuple[str, str]]:
+        report = validate_folder(
+            out, None if against is None else str(against), request=Request(level, jobs=1)
+        )
+        return [(f.rule, f.severity) for f in report.findings if f.rule == "QC052"]
+
+    assert said(None, "full") == [("QC052", "warning")]
+    assert said(tmp_path / "in", "headers") == [("QC052", "warning")]
+    assert said(tmp_path / "in", "sample") == []
+
+
 # --- Side files ----------------------------------------------------------------------------------
 
 
@@ -360,6 +523,10 @@ def test_qwen3_next_needs_the_stored_name_only(published: Mapping[str, Checkpoin
         ("---\nlicense: mit\n", "error"),
         ("---\n- a list\n---\n", "error"),
         ("---\na: b: c\n---\n", "error"),
+        ("---\ndate: 2020-13-45\n---\n", "error"),
+        ("---\na: !!int x\n---\n", "error"),
+        ("---\na: !!timestamp x\n---\n", "error"),
+        ("---\na: " + "[" * 3000 + "\n---\n", "error"),
         ("---\nbase_model: Qwen3\n---\n", "warning"),
         ("---\nbase_model: https://huggingface.co/a/b\n---\n", "warning"),
         ("---\nbase_model: a/b\nbase_model_relation: converted\n---\n", "warning"),
@@ -372,6 +539,17 @@ def test_front_matter(text: str, severity: str | None, tmp_path: Path) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
     found = [(f.rule, f.severity, f.where) for f in validate_folder(folder).findings]
     assert found == ([] if severity is None else [("QC059", severity, "README.md")])
+
+
+def test_front_matter_that_repeats_itself_is_said_in_brief(tmp_path: Path) -> None:
+    """Aliases of aliases: 8 ** 8 texts, spelled in a few lines."""
+    folder = fp8_moe().write(tmp_path / "x")
+    lines = ["a0: &a0 x"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 9)]
+    (folder / "README.md").write_text("\n".join(["---", *lines, "library_name: *a8", "---"]))
+    (found,) = validate_folder(folder).findings
+    assert (found.rule, found.severity) == ("QC059", "warning")
+    assert len(found.message) < 2**16
 
 
 def test_quantized_is_said_of_quantized_repos(tmp_path: Path) -> None:

@@ -103,9 +103,7 @@ def test_what_had_nothing_to_look_at_proves_nothing(pair: tuple[Path, Path]) -> 
     """Its head is not tied, and its weights have no global scales."""
     report = validate_folder(pair[1], str(pair[0]), request=Request("full"))
     for claim in ("tied head", "one global scale"):
-        assert not [text for text in report.proved if claim in text]
-        (said,) = [text for text in report.not_checked if claim in text]
-        assert "nothing of the kind" in said
+        assert not [text for text in [*report.proved, *report.not_checked] if claim in text]
 
 
 _SLEEPERS = """

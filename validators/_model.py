@@ -14,10 +14,18 @@ from typing import Any, Literal, NamedTuple
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
 from qconvert.names import parse, split_parameter
+from qconvert.validation import NotChecked
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 # Parameters that are a matrix itself, not what goes with one.
 _MATRICES = ("", "weight", "weight_packed", "qweight")
+
+
+def known_family(checkpoint: Checkpoint) -> None:
+    """Raises NotChecked for a model that no family describes: of it only what every model has in common
+    was looked at."""
+    if checkpoint.family.name == "generic":
+        raise NotChecked(f"model_type {checkpoint.config.get('model_type')!r} is not known here")
 
 
 # --- Pipeline stages -----------------------------------------------------------------------------

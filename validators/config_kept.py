@@ -19,7 +19,7 @@ from qconvert.checkpoint import Checkpoint, without_quantization
 from qconvert.family import text_config
 from qconvert.findings import Finding, Rule
 from qconvert.names import scale_candidates, weight_candidates
-from qconvert.validation import Folder, Need
+from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._model import FP8
 
 CONFIG = "config.json"
@@ -95,11 +95,14 @@ class ConfigKept:
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         here, source = folder.checkpoint, folder.source
         assert source is not None
+        identity = (here.manifest or {}).get("identity", {})
+        if folder.receipt is not None and identity.get("source") != source.header_digest:
+            raise NotChecked("QC031: the source given is not what the folder was made from")
         kind, theirs = here.config.get("model_type"), source.config.get("model_type")
         families = {here.family.name, source.family.name}
         if kind == theirs:
             ours, wanted = settings(here.config), settings(source.config)
-        elif len(families) == 1 and "generic" not in families or families == _SAME_MODEL:
+        elif (len(families) == 1 and "generic" not in families) or families == _SAME_MODEL:
             ours, wanted = _of_text(here), _of_text(source)
         else:
             message = f"model_type is {kind!r}, the source's is {theirs!r}: another model"
@@ -114,21 +117,14 @@ class ConfigKept:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Every setting by its dotted path, quantization blocks apart. Of a rope only one spelling is left:
-    `rope_theta`, `partial_rotary_factor` and `rope_parameters.*`; what contradicts it stays beside it."""
+    """Every setting by its dotted path, quantization blocks apart. A rope is left in one
+    spelling: `rope_theta`, `partial_rotary_factor`, `rope_parameters.*`; what contradicts it stays."""
     return _flat(without_quantization(config), "")
 
 
 def _flat(block: Mapping[str, Any], at: str) -> Settings:
     found: Settings = {}
-    for key, value in block.items():
-        if key in _NOT_COMPARED or key == _TIED or key in _ROPE:
-            continue
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{at}{key}.")
-        else:
-            found[at + key] = _plain_names(value)
-    for key in _ROPE:
+    for key in _ROPE:  # the newer one first: it counts where both are there
         rope = block.get(key)
         for inner, value in _flat(rope, "").items() if isinstance(rope, Mapping) else ():
             inner = "rope_type" if inner == "type" else inner
@@ -137,6 +133,13 @@ def _flat(block: Mapping[str, Any], at: str) -> Settings:
             name = at + (inner if inner in _OF_ROPE else f"rope_parameters.{inner}")
             if found.setdefault(name, value) != value:
                 found[f"{at}{key}.{inner}"] = value
+    for key, value in block.items():
+        if key in _NOT_COMPARED or key == _TIED or key in _ROPE:
+            continue
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{at}{key}.")
+        elif found.setdefault(at + key, _plain_names(value)) != _plain_names(value):
+            found[f"{at}{key} beside rope_parameters"] = value
     return found
 
 
@@ -200,14 +203,19 @@ def _has_drafts(here: Checkpoint, source: Checkpoint) -> bool:
 
 def _tied(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
     """A stage has a head of its own instead of the embeddings; a head of the source's own must stay."""
-    blocks = [here.config, here.config.get("text_config")]
-    ties = any(isinstance(block, Mapping) and block.get(_TIED) is True for block in blocks)
-    if ties and not source.census.dims.tied:
+    known = source.census.dims.tied or _states_tied(source)
+    if _states_tied(here) and not known:
         message = f"{_TIED} is true, the source has a head of its own"
         yield Finding("QC083", "error", CONFIG, message)
     if source.census.dims.tied and not here.census.dims.tied and not _may_be_untied(here):
         message = f"{_TIED} is not true as the source's is, and no head is stored"
         yield Finding("QC083", "error", CONFIG, message)
+
+
+def _states_tied(checkpoint: Checkpoint) -> bool:
+    """Whether any block does: loaders do not agree on which one counts."""
+    blocks = [checkpoint.config, checkpoint.config.get("text_config")]
+    return any(isinstance(block, Mapping) and block.get(_TIED) is True for block in blocks)
 
 
 def _may_be_untied(here: Checkpoint) -> bool:

@@ -17,7 +17,7 @@ from qconvert.errors import PlanError
 from qconvert.family import Census, Config, Role, first_int, text_config, vision_config
 from qconvert.findings import Finding, Rule
 from qconvert.validation import Folder, Need
-from qconvert.validators._model import EXPERTS, member_of, stage_of
+from qconvert.validators._model import EXPERTS, known_family, member_of, stage_of
 
 # Draft layers that may take these from the model itself.
 _SHARED = ("mtp.embed_tokens", "mtp.shared_head.head")
@@ -69,6 +69,7 @@ class Counts:
             return  # QC054: which layers this stage must have cannot be said
         if stage is None or stage.last:
             yield from _drafts(checkpoint)
+        known_family(checkpoint)
 
 
 def _superfluous(checkpoint: Checkpoint) -> Iterator[Finding]:

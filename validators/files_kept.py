@@ -3,8 +3,8 @@
 QC085 a side file is not the source's.
 
 Compared byte by byte, and JSON by what it says: tools write it anew. What the source has and the folder
-lacks is QC032, which of a folder with a receipt is asked elsewhere: there it is an error, and here, where
-another tool may have had its reasons, a warning. Files that conversions make themselves are left out.
+lacks is QC032: asked here of folders without a receipt, as a warning, for another tool may have had its
+reasons. Files that conversions make themselves are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Finding, Rule
+from qconvert.findings import Finding, Rule, Severity
 from qconvert.validation import Folder, Need
 
 RULES = (
@@ -55,9 +55,9 @@ class FilesKept:
         ours = set(here.side_files)
         wanted = [file for file in source.side_files if file not in _MADE]
         for file in wanted:
-            if file in ours and not _same(here.root / file, source.root / file):
-                message = "is not the source's file of this name"
-                severity = "error" if is_loaded(file) else "warning"
+            message = _difference(here.root / file, source.root / file) if file in ours else ""
+            if message:
+                severity: Severity = "error" if is_loaded(file) else "warning"
                 yield Finding("QC085", severity, file, message)
         if folder.receipt is None:
             yield from _missing(here, source, [file for file in wanted if file not in ours])
@@ -83,10 +83,15 @@ def _missing(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[
         yield Finding("QC032", "warning", others[0], message)
 
 
-def _same(one: Path, other: Path) -> bool:
-    if one.stat().st_size == other.stat().st_size and _same_bytes(one, other):
-        return True
-    return one.suffix == ".json" and _same_json(one, other)
+def _difference(one: Path, other: Path) -> str:
+    """What to say of two files, "" where they say the same."""
+    try:
+        if one.stat().st_size == other.stat().st_size and _same_bytes(one, other):
+            return ""
+        same = one.suffix == ".json" and _same_json(one, other)
+    except OSError as error:  # a link to nothing, above all
+        return f"cannot be compared with the source's: {error.filename}: {error.strerror}"
+    return "" if same else "is not the source's file of this name"
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

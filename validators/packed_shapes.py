@@ -67,7 +67,7 @@ class PackedShapes:
     """A task a shape: 16 bytes."""
 
     name: str = "packed_shapes"
-    proves: str = "packed weights have the shapes that are stored beside them"
+    proves: str = "what is packed has the shape that is stored beside it"
     needs: frozenset[Need] = frozenset({"model", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[ReadShape]:

@@ -29,6 +29,7 @@ from qconvert.validators._model import (
     Where,
     forms_in,
     holds,
+    known_family,
     member_of,
     stage_of,
 )
@@ -84,6 +85,7 @@ class Projections:
         yield from _layers_disagree(found)
         yield from _half_sets(checkpoint)
         yield from _form_of_class(folder, found)
+        known_family(checkpoint)
 
 
 def _own(forms: TwoForms, side: Side) -> frozenset[str]:

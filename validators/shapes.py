@@ -21,7 +21,7 @@ from qconvert.findings import Finding, Rule
 from qconvert.names import scale_candidates, weight_candidates
 from qconvert.spec import TensorType, ceil_div
 from qconvert.validation import Folder, Need
-from qconvert.validators._model import FP8
+from qconvert.validators._model import FP8, known_family
 from qconvert.validators._quantization import Ints, packed_ints, states_ue8m0
 
 RULES = (
@@ -84,6 +84,7 @@ class Shapes:
         yield from _roles(checkpoint, ints)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint, ints)
+        known_family(checkpoint)
 
 
 # --- What the config leads to --------------------------------------------------------------------

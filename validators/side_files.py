@@ -21,7 +21,7 @@ from typing import Any
 
 from qconvert.checkpoint import RECEIPT, Checkpoint
 from qconvert.family import vision_config
-from qconvert.findings import Finding, Rule
+from qconvert.findings import Finding, OnlyRead, Proved, Rule
 from qconvert.validation import Folder, Need
 
 README = "README.md"
@@ -40,6 +40,7 @@ _OF_VALUES = (ValueError, OverflowError, LookupError, AttributeError, RecursionE
 # Front matter may say one thing many times over, by aliases.
 _BRIEF = Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 120
+_BRIEF.maxlevel = 2
 
 RULES = (
     Rule(
@@ -93,11 +94,15 @@ class SideFiles:
     proves: str = "tokenizer, processor and code are there, and no stale weights"
     needs: frozenset[Need] = frozenset()
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
+    def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
         checkpoint = folder.checkpoint
         if not (checkpoint.root / RECEIPT).is_file():
             yield from _missing(checkpoint)
             yield from _stale(checkpoint)
+        elif any(_missing(checkpoint)):
+            # The source may never have had them: the receipt accounts for all that it had.
+            yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
+            yield Proved("shard metadata and README front matter are in order")
         if checkpoint.metadata.get("format") is None:
             name = checkpoint.shards[0].path.name
             message = "its metadata, and any other shard's, lacks format: pt"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint import INDEX, Checkpoint
 from qconvert.errors import PlanError
-from qconvert.findings import Finding, Rule
+from qconvert.findings import Finding, Proved, Rule, Skipped
 from qconvert.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.quantization import grid_fault
 from qconvert.spec import TensorType
@@ -110,7 +110,7 @@ class Structure:
     proves: str = "scales are paired, config and tensors agree, no required tensor is missing"
     needs: frozenset[Need] = frozenset()
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
+    def __call__(self, folder: Folder) -> Iterator[Finding | Proved | Skipped]:
         checkpoint = folder.checkpoint
         yield from _total_size(checkpoint)
         yield from _unpaired(checkpoint)
@@ -121,6 +121,12 @@ class Structure:
         yield from _tied(checkpoint)
         yield from _tied_and_not(checkpoint)
         yield from _prefixes(checkpoint)
+        if checkpoint.family.name == "generic":
+            kind = checkpoint.config.get("model_type")
+            yield Proved("scales are paired, quantization blocks and tensors agree")
+            yield Skipped(
+                f"whether a required tensor is missing (model_type {kind!r} is not known)"
+            )
 
 
 def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:

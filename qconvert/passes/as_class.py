@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from qconvert.errors import PlanError
+from qconvert.family import is_tied
 from qconvert.graph import Output, Source
 from qconvert.ignore import renamed_modules
 from qconvert.passes.fuse import FACT
@@ -99,6 +100,8 @@ def _to_next(config: Mapping[str, Any]) -> dict[str, Any]:
     dense = not merged.get("num_experts")
     layers = int(merged["num_hidden_layers"])
     merged["norm_topk_prob"] = True
+    if "tie_word_embeddings" in merged:
+        merged["tie_word_embeddings"] = is_tied(config)  # of two flags the root's counts
     merged["decoder_sparse_step"] = 1
     merged["mlp_only_layers"] = list(range(layers)) if dense else []
     merged["num_experts"] = 0 if dense else merged["num_experts"]
