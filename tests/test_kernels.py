@@ -351,7 +351,7 @@ def runs(folder: str) -> dict[str, Any]:
         return {
             "findings": [asdict(finding) for finding in report.findings],
             "tables": {table.title: asdict(table) for table in report.tables},
-            "proved": [text.split()[1] for text in report.proved if text.startswith("kernel ")],
+            "proved": [text.split()[1] for text in report.proved if text.split()[1] in OURS],
         }
 
     found = {}
