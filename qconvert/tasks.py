@@ -42,11 +42,12 @@ Result = Finding | Measure | OnlyRead
 
 
 class Room:
-    """What a task works with: both folders' tensors, and a buffer that tasks share in turn."""
+    """What a task works with: both folders' tensors, and a buffer for each that tasks share in turn."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._held: tuple[Reader, Source, int, int] | None = None
+        self._buffers: dict[Reader, memoryview] = {}
+        self._held: dict[Reader, tuple[Source, int, int]] = {}
 
     @cached_property
     def output(self) -> Reader:
@@ -55,10 +56,6 @@ class Room:
     @cached_property
     def source(self) -> Reader:
         return Reader(self._shards[1])
-
-    @cached_property
-    def buffer(self) -> memoryview:
-        return memoryview(bytearray(CHUNK))
 
     def chunks(
         self, reader: Reader, tensor: Source, start: int = 0, stop: int | None = None
@@ -69,11 +66,14 @@ class Room:
         stop = tensor.type.nbytes if stop is None else stop
         for at in range(start, stop, CHUNK):
             size = min(CHUNK, stop - at)
-            if self._held != (reader, tensor, at, size):
-                self._held = None  # should reading fail
-                reader.read(tensor, at, self.buffer[:size])
-                self._held = (reader, tensor, at, size)
-            yield at, self.buffer[:size].toreadonly()
+            buffer = self._buffers.get(reader)
+            if buffer is None:
+                buffer = self._buffers[reader] = memoryview(bytearray(CHUNK))
+            if self._held.get(reader) != (tensor, at, size):
+                self._held.pop(reader, None)  # should reading fail
+                reader.read(tensor, at, buffer[:size])
+                self._held[reader] = tensor, at, size
+            yield at, buffer[:size].toreadonly()
 
     def close(self) -> None:
         for name in ("output", "source"):
@@ -164,7 +164,7 @@ def _workers(
 ) -> int:
     """How many processes. `memory` is for all of them, this one and what it holds included."""
     largest = max(tasks, key=lambda task: task[1].scratch)[1]
-    work = CHUNK + largest.scratch
+    work = 2 * CHUNK + largest.scratch
     count = jobs or max(1, min(len(os.sched_getaffinity(0)), total // _WORTH_A_WORKER))
     if memory is None:
         return int(count)
