@@ -448,7 +448,13 @@ def _caught(
             time.sleep(0.0005)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGSTOP)
-            while _state(process.pid) not in ("T", "Z", ""):
+            while (state := _state(process.pid)) not in ("T", "Z", ""):
+                if state == "D":
+                    # It waits for a worker it has just forked to become another program, which
+                    # stopped it never would: let both go on a little.
+                    os.killpg(process.pid, signal.SIGCONT)
+                    time.sleep(0.0005)
+                    os.killpg(process.pid, signal.SIGSTOP)
                 time.sleep(0.0005)
         workers = _children(process.pid) if _state(process.pid) == "T" else []
         if _state(process.pid) == "T" and wanted() and len(workers) in counts:
