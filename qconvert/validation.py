@@ -22,14 +22,14 @@ from qconvert.errors import CheckpointError
 from qconvert.family import discover
 from qconvert.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.stages import open_source
-from qconvert.tasks import Progress, Task, run_tasks
+from qconvert.tasks import AnyTask, Progress, run_tasks
 
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
     "attribute", "model",
 ]  # fmt: skip
-Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | Task
+Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
 
 _MISSING: Mapping[str, str] = {
     "source": "give --against SRC",
@@ -285,7 +285,7 @@ class _Run:
     validator: Validator
     findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[AnyTask] = field(default_factory=list)
     stopped: str = ""
 
     def keep(self, item: Yield, report: Report) -> None:

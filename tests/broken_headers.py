@@ -642,6 +642,23 @@ def _experts_that_no_target_names(bench: Bench) -> Repo:
     return Repo(edit_config(bench.copy("moe_int4"), narrow))
 
 
+@broken("QC034")
+def _an_entry_that_is_no_regular_expression(bench: Bench) -> Repo:
+    def spoil(config: dict[str, Any]) -> None:
+        config["quantization_config"]["ignore"].append("re:model[.layers.*")
+
+    return Repo(edit_config(bench.copy("moe_int4"), spoil))
+
+
+@broken("QC034")
+def _a_target_that_is_no_regular_expression(bench: Bench) -> Repo:
+    def spoil(config: dict[str, Any]) -> None:
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        group["targets"] = [*group["targets"], "re:*proj"]
+
+    return Repo(edit_config(bench.copy("moe_int4"), spoil))
+
+
 def relist(config: dict[str, Any], old: str, new: str | None) -> None:
     block = config["quantization_config"]
     listed = block["modules_to_not_convert"]

@@ -24,7 +24,7 @@ from checkpoints import tensor as any_tensor
 import qconvert.tasks
 from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding
-from qconvert.validation import Folder, Report, Request, validate_folder
+from qconvert.validation import Folder, NotChecked, Report, Request, validate_folder
 from qconvert.validators import amx_client, amx_weights
 from qconvert.validators._amx import matching_source, read_block
 
@@ -654,6 +654,24 @@ def test_a_client_that_cannot_run_here_is_no_finding(child: Child, out: Path, so
     report = validate_folder(out, str(source), request=Request("full"))
     assert found_in(out, source) == []
     assert any("kt-kernel cannot run here: no AVX512 on this CPU" in t for t in report.not_checked)
+
+
+def test_a_client_is_not_asked_beyond_the_memory(child: Child, out: Path, source: Path) -> None:
+    """At a mebibyte less than it says it needs it does not run; with that it does."""
+    child.runs("sys.exit('it ran')")
+
+    def asked(memory: int) -> list[Finding]:
+        request = Request("full", memory=memory)
+        folder = Folder(Checkpoint.open(out), Checkpoint.open(source), None, request)
+        return list(amx_client.VALIDATOR(folder))
+
+    with pytest.raises(NotChecked, match=r"give --memory \d+MiB") as refused:
+        asked(100 << 20)
+    need = int(re.findall(r"--memory (\d+)MiB", str(refused.value))[0])
+    assert need == 513  # layers here are small
+    with pytest.raises(NotChecked):
+        asked((need - 1) << 20)
+    assert rules(asked(need << 20)) == [("QC045", "blk.0"), ("QC045", "blk.1")]
 
 
 @pytest.mark.parametrize(

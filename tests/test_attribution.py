@@ -3,6 +3,7 @@ and with no other."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from math import sqrt
@@ -309,6 +310,15 @@ def test_what_cannot_be_looked_at_is_said(source: Path, tmp_path: Path) -> None:
         write_json(out / "config.json", {**moe().config, **config})
         with pytest.raises(NotChecked, match=said):
             attributed(out, source, **request)
+
+
+def test_the_memory_that_is_asked_for_is_enough(source: Path) -> None:
+    with pytest.raises(NotChecked, match="torch included") as refused:
+        attributed(source, source, memory=1000)
+    need = int(re.findall(r"--memory (\d+)MiB", str(refused.value))[0])
+    assert attributed(source, source, memory=need << 20)[0]
+    with pytest.raises(NotChecked, match="give --memory"):
+        attributed(source, source, memory=(need - 1) << 20)
 
 
 @pytest.mark.peer

@@ -8,9 +8,12 @@ from pathlib import Path
 import gdn_models
 import numpy as np
 import pytest
-from checkpoints import copied, run_cli
+from checkpoints import copied, edit_json, fp8_moe, run_cli
 from data_folders import CONVERSIONS, OURS, Made, lines, maker, rules, store, validated
 
+from qconvert.checkpoint import Checkpoint
+from qconvert.graph import Source
+from qconvert.run.reader import Reader
 from qconvert.validation import Request, validate_folder
 
 SCALE = "model.language_model.layers.0.mlp.experts.1.up_proj.weight_scale"
@@ -94,3 +97,48 @@ def test_workers_find_the_same(made: Made, tmp_path: Path) -> None:
     ]
     assert reports[0].findings == reports[1].findings != []
     assert repr(reports[0].measures) == repr(reports[1].measures)
+
+
+def test_a_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix that is compared, hashed here and there, and asked for its numbers."""
+    source = fp8_moe().write(tmp_path / "source")
+    out = tmp_path / "out"
+    assert run_cli("dequant", source, out, "--jobs", "1").code == 0
+    read = Reader.read
+    found: dict[tuple[Path, str], int] = {}
+
+    def counted(self: Reader, tensor: Source, start: int, into: memoryview) -> None:
+        key = self._shards[tensor.shard].path.parent, tensor.name
+        found[key] = found.get(key, 0) + into.nbytes
+        read(self, tensor, start, into)
+
+    monkeypatch.setattr(Reader, "read", counted)
+    report = validated(out, source)
+    assert report.findings == []
+    phrases = " ".join(report.proved)
+    for phrase in ("every byte has the hash", "the source's bytes are", "every weight is", "NaN"):
+        assert phrase in phrases
+    for folder in (out, source):
+        for name, tensor in Checkpoint.open(folder).items():
+            assert found.pop((folder.resolve(), name)) == tensor.type.nbytes, name
+    assert found == {}
+
+
+def test_the_order_of_rows_that_cannot_be_read_is_not_checked(made: Made, tmp_path: Path) -> None:
+    """Of the source or of the folder; what is BF16 still is looked at."""
+    source, out = made("fuse")
+
+    def other_blocks(folder: Path) -> Path:
+        wrong = copied(folder, tmp_path / folder.name)
+        block = {"weight_block_size": [7, 7]}
+        edit_json(wrong / "config.json", lambda c: c["quantization_config"].update(block))
+        return wrong
+
+    for ours, theirs, of in (
+        (other_blocks(out), source, ""), (out, other_blocks(source), " of the source"),
+    ):  # fmt: skip
+        report = validated(ours, theirs)
+        (said,) = [text for text in report.not_checked if "order of linear attention's" in text]
+        assert f"{of}: a scale" in said
+        assert "in_proj_qkv" in said
+        assert "and 2 more" in said

@@ -9,9 +9,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from qconvert.graph import Source
+from qconvert.ops.fp8 import DequantFp8
+from qconvert.spec import TensorType
+from qconvert.validators._amx import source_weights
 from qconvert.validators._decode import (
     as_bf16,
     floats,
@@ -22,6 +26,10 @@ from qconvert.validators._decode import (
     rounded,
     scale_floats,
 )
+from qconvert.validators._forms import Form, Grid
+from qconvert.validators._matrices import Matrix
+from qconvert.validators._results import Results, bf16_results, is_worth
+from qconvert.weights import Stored
 
 FLOAT32 = st.integers(0, 2**32 - 1)
 CODES = st.lists(st.integers(0, 255), max_size=70)
@@ -138,3 +146,98 @@ def test_other_roundings() -> None:
     values = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, 70000.0], np.float32)
     assert rounded(values, "F16").tolist() == [1.0, 1 + 2.0**-9, math.inf]
     assert rounded(values, "F32") is values
+
+
+# --- Results of codes under a scale --------------------------------------------------------------
+
+
+class Memory:
+    """Tensors that are read from memory."""
+
+    def __init__(self, **tensors: bytes) -> None:
+        self.tensors = tensors
+
+    def read(self, tensor: Source, start: int, into: memoryview, /) -> None:
+        into[:] = self.tensors[tensor.name][start : start + into.nbytes]
+
+
+@given(scale=FLOAT32, dtype=st.sampled_from(["F8_E4M3", "F8_E5M2"]))
+def test_every_result_of_a_scale(scale: int, dtype: str) -> None:
+    """Codes times a scale in float32, rounded to bf16: by whole numbers, and by is_rounded."""
+    values = np.array([scale], np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        exact = np.array([fp8_value(code, dtype) for code in range(256)], np.float32) * values
+    found = bf16_results(values, dtype)
+    wanted = [nearest_bf16(int(bits)) for bits in exact.view(np.uint32)]
+    number = ~np.isnan(exact)
+    assert found[number].tolist() == np.array(wanted, np.uint16)[number].tolist()
+    assert is_rounded(exact, found.view(np.uint8))
+
+
+GRIDS = {"blocks": (128, 128), "ragged": (96, 80), "rows": (1, 200), "whole": (300, 200)}
+
+
+@pytest.mark.parametrize("block", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("runs", [((0, 300),), ((130, 300), (7, 100))], ids=["all", "moved"])
+@example(seed=1_009_083_139)  # more rows at a time than 16 bits have numbers for
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_are_what_their_codes_and_scales_come_to(
+    block: tuple[int, int], runs: tuple[tuple[int, int], ...], seed: int
+) -> None:
+    """One weight after another; and any other bits of any weight are told from them."""
+    random = np.random.default_rng(seed)
+    high, wide = block
+    shape = -(-300 // high), -(-200 // wide)
+    codes = random.integers(0, 256, (300, 200), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 1
+    scale = random.uniform(1e-4, 1e-3, shape).astype(np.float32)
+    memory = Memory(w=codes.tobytes(), s=scale.tobytes())
+    grid = Grid(Source("s", TensorType("F32", shape), 0, 0), 0, *shape, block)
+    form = Form("fp8", Source("w", TensorType("F8_E4M3", (300, 200)), 0, 0), 0, 300, 200, grid)
+    matrix = Matrix(("m", None, None, ""), "w", "m", None, None, form, runs)
+    over = np.repeat(np.repeat(scale, high, 0), wide, 1)[:300, :200]
+    exact = np.array([fp8_value(code, "F8_E4M3") for code in range(256)], np.float32)[codes] * over
+    bits = as_bf16(exact).view(np.uint32) >> 16
+    rows = np.concatenate([bits[a:b] for a, b in runs]).astype("<u2")
+    start, stop = sorted(random.integers(0, len(rows) + 1, 2).tolist())
+    results = Results(memory, matrix)
+    stored = rows[start:stop].copy()
+    assert results.same(stored.reshape(-1).view(np.uint8), start, stop)
+    if start < stop:
+        row, column = int(random.integers(stop - start)), int(random.integers(200))
+        stored[row, column] ^= 1 << int(random.integers(16))
+        assert not results.same(stored.reshape(-1).view(np.uint8), start, stop)
+
+
+def test_results_are_worth_it_where_scales_stand_for_much() -> None:
+    weight = Source("w", TensorType("F8_E4M3", (64, 4096)), 0, 0)
+    for columns, worth in ((1, True), (4, True), (32, False)):
+        scale = Source("s", TensorType("F32", (64, columns)), 0, 0)
+        grid = Grid(scale, 0, 64, columns, (1, 4096 // columns))
+        form = Form("fp8", weight, 0, 64, 4096, grid)
+        matrix = Matrix(("m", None, None, ""), "w", "m", None, None, form, ((0, 64),))
+        assert is_worth(matrix) is worth
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+@pytest.mark.parametrize("block", [*GRIDS.values(), (1, 8)], ids=[*GRIDS, "groups"])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_source_s_matrix_for_amx(block: tuple[int, int], dtype: str, seed: int) -> None:
+    """Any rows of it, weight by weight; a cut inside a block too."""
+    random = np.random.default_rng(seed)
+    high, wide = block
+    shape = -(-300 // high), -(-200 // wide)
+    codes = random.integers(0, 256, (300, 200), np.uint8)
+    scale = random.uniform(1e-4, 1e-3, shape).astype(np.float32)
+    memory = Memory(w=codes.tobytes(), s=scale.tobytes())
+    weight = Source("w", TensorType(dtype, (300, 200)), 0, 0)
+    grid = Source("s", TensorType("F32", shape), 0, 0)
+    stored = Stored(DequantFp8(block), (weight.output, grid.output), 300, 200)
+    over = np.repeat(np.repeat(scale, high, 0), wide, 1)[:300, :200]
+    table = np.array([fp8_value(code, dtype) for code in range(256)], np.float32)
+    with np.errstate(all="ignore"):
+        exact = as_bf16(table[codes] * over)
+    step = int(random.choice([10, 75, 100, 300]))
+    for start in range(0, 300, step):
+        found = source_weights(memory, stored.cut(start, start + step))
+        np.testing.assert_array_equal(found, exact[start : start + step])

@@ -6,6 +6,7 @@ Those marked `peer` run models of transformers' own classes: `pytest -m peer tes
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Table
 from qconvert.sample import write_sample
 from qconvert.validation import Folder, NotChecked, Request
-from qconvert.validators import _plain
+from qconvert.validators import _plain, logits
 from qconvert.validators._runs import PARTS, Block, Digest, Run, blocks_of, compare
 from qconvert.validators._served import output_model, reading
 from qconvert.validators.logits import Logits
@@ -140,6 +141,24 @@ def test_the_config_is_cut_with_the_layers(tmp_path: Path) -> None:
         "model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "vocab_size": 10,
         "layer_types": ["linear_attention"] * 2, "mtp_num_hidden_layers": 0,
     }  # fmt: skip
+
+
+def test_models_are_not_loaded_beyond_the_memory(
+    sample: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said to be needed is enough to begin, and less is not."""
+
+    def begun(*arguments: Any) -> Any:
+        raise NotChecked("begun")
+
+    monkeypatch.setattr(logits, "run", begun)
+    with pytest.raises(NotChecked, match="transformers included") as refused:
+        checked(sample, sample, memory=1000)
+    need = int(re.findall(r"--memory (\d+)MiB", str(refused.value))[0])
+    with pytest.raises(NotChecked, match="begun"):
+        checked(sample, sample, memory=need << 20)
+    with pytest.raises(NotChecked, match="give --memory"):
+        checked(sample, sample, memory=(need - 1) << 20)
 
 
 def test_what_cannot_be_run_is_said(sample: Path, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def test_stages_of_a_tied_model_and_joined_again(tmp_path: Path) -> None:
     # It was made from the stages, and its identity says so; so it is compared no further.
     report = validated(joined, source)
     assert {f.rule for f in report.findings} == {"QC031"}
+    assert "a joined folder was read from its stages" in report.findings[0].message
+    assert "every weight is the source's within its format's rounding" in report.proved
     assert any("QC031" in text and "config.json" in text for text in report.not_checked)
 
 

@@ -10,15 +10,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from checkpoints import Tensor, write_json, write_shard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import RunError
 from qconvert.findings import Finding
 from qconvert.graph import Source
-from qconvert.tasks import CHUNK, Result, Room, run_tasks
+from qconvert.run.reader import Reader
+from qconvert.tasks import CHUNK, Numbered, Result, Room, Watch, run_tasks
 
 LAYERS = 12
 
@@ -29,6 +33,7 @@ class Count:
 
     tensor: Source
     scratch: int = 0
+    step: int = CHUNK
 
     @property
     def where(self) -> str:
@@ -39,11 +44,47 @@ class Count:
         return self.tensor.type.nbytes
 
     def run(self, room: Room) -> Iterator[Result]:
-        total = size = 0
-        for start, chunk in room.chunks(room.output, self.tensor):
-            assert start == size
-            total, size = total + sum(chunk), size + len(chunk)
-        yield Finding("QC000", "warning", self.where, f"{size} bytes, sum {total}")
+        total = 0
+        for start in range(0, self.nbytes, self.step):
+            data = memoryview(bytearray(min(self.step, self.nbytes - start)))
+            room.output.read(self.tensor, start, data)
+            total += sum(data)
+        yield Finding("QC000", "warning", self.where, f"{self.nbytes} bytes, sum {total}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class See(Watch):
+    """Says which bytes it was shown, one after another, and in which stretches."""
+
+    scratch: ClassVar[int] = 0
+
+    def look(self) -> Seen:
+        return Seen(self)
+
+
+class Seen:
+    def __init__(self, task: See) -> None:
+        self.task, self.data, self.places = task, b"", list[int]()
+
+    def take(self, at: int, data: memoryview) -> None:
+        assert data.readonly
+        self.data += bytes(data)
+        self.places.append(at)
+
+    def end(self, room: Room) -> Iterator[Result]:
+        yield Finding("QC001", "warning", self.task.where, f"{self.places} {self.data.hex()}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAt(Count):
+    """Reads some stretches of a tensor, in this order."""
+
+    stretches: tuple[tuple[int, int], ...] = ()
+
+    def run(self, room: Room) -> Iterator[Result]:
+        for start, stop in self.stretches:
+            room.output.read(self.tensor, start, memoryview(bytearray(stop - start)))
+        yield from ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +190,139 @@ def test_a_worker_that_dies_is_an_error(folder: Checkpoint) -> None:
     tasks.append((0, Die(folder["model.layers.7.a"])))
     with pytest.raises(RunError, match=r"a worker process died.*--memory"):
         list(run_tasks(tasks, (folder.shards, ()), jobs=2))
+
+
+# --- Watches -------------------------------------------------------------------------------------
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def one_tensor(folder: Path, size: int, name: str = "x.weight") -> tuple[Checkpoint, bytes]:
+    data = bytes(i * 37 % 251 for i in range(size))
+    write_shard(folder / "model.safetensors", {name: Tensor("U8", (size,), data)})
+    write_json(folder / "config.json", {})
+    return Checkpoint.open(folder), data
+
+
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes read of each tensor from now on."""
+    found: dict[str, int] = {}
+    read = Reader.read
+
+    def counted(self: Reader, source: Source, start: int, into: memoryview) -> None:
+        found[source.name] = found.get(source.name, 0) + into.nbytes
+        read(self, source, start, into)
+
+    monkeypatch.setattr(Reader, "read", counted)
+    return found
+
+
+def test_what_a_task_reads_is_shown_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * CHUNK + 5
+    folder, data = one_tensor(tmp_path, size)
+    tensor = folder["x.weight"]
+    counted = read_bytes(monkeypatch)
+    tasks: list[Numbered] = [
+        (0, See(tensor=tensor)),
+        (1, Count(tensor, step=1000)),
+        (2, See(tensor=tensor)),
+    ]
+    found = dict(run_tasks(tasks, (folder.shards, ()), jobs=1))
+    assert counted == {"x.weight": size}
+    for number in (0, 2):
+        item = found[number]
+        assert isinstance(item, Finding)
+        assert item.message.endswith(f" {data.hex()}")
+        assert item.message.startswith("[0, 1000, 2000,")
+
+
+def test_a_source_is_watched_beside_what_was_made_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another name, and the same name in both folders is two tensors."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    ours, _ = one_tensor(tmp_path / "a", 50, "model.layers.3.fused.weight")
+    theirs, data = one_tensor(tmp_path / "b", 70, "model.layers.3.z.weight")
+
+    @dataclass(frozen=True, slots=True)
+    class Both(Count):
+        def run(self, room: Room) -> Iterator[Result]:
+            room.output.read(self.tensor, 0, memoryview(bytearray(50)))
+            room.source.read(theirs["model.layers.3.z.weight"], 0, memoryview(bytearray(70)))
+            yield from ()
+
+    fused = ours["model.layers.3.fused.weight"]
+    there = See(
+        tensor=theirs["model.layers.3.z.weight"], side="source", spans=((10, 60),),
+        beside=fused.name,
+    )  # fmt: skip
+    counted = read_bytes(monkeypatch)
+    tasks: list[Numbered] = [(0, there), (1, Both(fused)), (2, See(tensor=fused))]
+    found = dict(run_tasks(tasks, (ours.shards, theirs.shards), jobs=1))
+    assert counted == {fused.name: 50, "model.layers.3.z.weight": 70}
+    item = found[0]
+    assert isinstance(item, Finding)
+    assert item.message == f"[10] {data[10:60].hex()}"
+
+
+STRETCH = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda p: (min(p), max(p)))
+
+
+@given(st.lists(STRETCH, max_size=8), st.sets(st.integers(0, 60), max_size=6))
+def test_a_watch_sees_its_spans_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, reads: list[tuple[int, int]], cuts: set[int]
+) -> None:
+    """Whatever others read, backwards, twice or with gaps."""
+    folder, data = one_tensor(tmp_path_factory.mktemp("spans"), 60)
+    edges = sorted(cuts)
+    spans = tuple(zip(edges[::2], edges[1::2], strict=False))
+    tensor = folder["x.weight"]
+    tasks: list[Numbered] = [
+        (0, See(tensor=tensor, spans=spans)),
+        (1, ReadAt(tensor, stretches=tuple(reads))),
+    ]
+    ((_, item),) = run_tasks(tasks, (folder.shards, ()), jobs=1)
+    assert isinstance(item, Finding)
+    expected = b"".join(data[start:stop] for start, stop in spans)
+    assert item.message.rpartition(" ")[2] == expected.hex()
+
+
+def test_scales_and_shards_for_numa_nodes_are_read_with_their_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same batch, whatever comes between by name."""
+    names = [f"blk.3.ffn_up_exps.{e}.numa.{n}.{p}" for e in (2, 10) for n in (0, 1)
+             for p in ("weight", "scale")]  # fmt: skip
+    write_shard(tmp_path / "model.safetensors", {n: Tensor("U8", (1,), b"a") for n in names})
+    write_json(tmp_path / "config.json", {})
+    folder = Checkpoint.open(tmp_path)
+    watches = [(n, See(tensor=folder[name])) for n, name in enumerate(names[::-1])]
+    first = folder["blk.3.ffn_up_exps.2.numa.1.weight"]
+
+    @dataclass(frozen=True, slots=True)
+    class Matrix(Count):
+        def run(self, room: Room) -> Iterator[Result]:
+            for name in names[:4]:
+                room.output.read(folder[name], 0, memoryview(bytearray(1)))
+            yield from ()
+
+    counted = read_bytes(monkeypatch)
+    order = [
+        item.where
+        for _, item in run_tasks([*watches, (99, Matrix(first))], (folder.shards, ()), jobs=1)
+        if isinstance(item, Finding)
+    ]
+    assert set(order[:4]) == set(names[:4])
+    assert counted == dict.fromkeys(names, 1)
+
+
+def test_memory_that_was_held_before_counts_no_more(folder: Checkpoint) -> None:
+    """A model that was loaded for its logits and is gone leaves a peak behind."""
+    held = bytearray(b"x") * (400 << 20)
+    del held
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    tasks = [(0, Count(tensor)) for tensor in folder.values()]
+    assert list(run_tasks(tasks, (folder.shards, ()), jobs=1, memory=now + (100 << 20)))

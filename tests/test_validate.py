@@ -449,6 +449,19 @@ def test_qc031_the_same_headers_with_other_weights(out: Path, source: Path, tmp_
     assert found_in(out, other) == ["QC031"]
 
 
+def test_qc031_speaks_of_other_files_only_where_all_tensors_are_there(
+    out: Path, tmp_path: Path
+) -> None:
+    model = fp8_moe()
+    other = model.write(tmp_path / "resharded", 1)
+    (finding,) = validate_folder(out, str(other)).findings
+    assert (finding.rule, "in other files" in finding.message) == ("QC031", True)
+    del model.tensors[HEAD]
+    less = model.write(tmp_path / "less", 1)
+    (finding, *_) = [f for f in validate_folder(out, str(less)).findings if f.rule == "QC031"]
+    assert "in other files" not in finding.message
+
+
 def test_qc033_a_source_that_changed_where_no_sample_fell(
     out: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

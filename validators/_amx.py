@@ -16,10 +16,12 @@ from qconvert.experts import Experts, routed_experts
 from qconvert.formats.amx import BITS, RUNTIME_NAME, Method, Rounding, check_dims, inverse
 from qconvert.graph import Buffer, Output, Source
 from qconvert.ops.buffers import array
+from qconvert.ops.fp8 import DequantFp8
 from qconvert.plan import Plan
-from qconvert.run.reader import Reader
 from qconvert.spec import TensorType
+from qconvert.tasks import Reads
 from qconvert.validation import Folder, NotChecked
+from qconvert.validators._decode import as_bf16, fp8_floats, fp8_results, scale_floats
 from qconvert.weights import Stored
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _METHODS: Mapping[Any, Method] = {"AMXINT4": "int4", "AMXINT8": "int8"}
 _ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+# Codes that a scale must stand for, that looking up what they come to is quicker than working it out.
+_WORTH = 1024
 _COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
 
 
@@ -174,7 +178,7 @@ def matching_source(block: Block, folder: Folder) -> Sources:
 
 
 def shard_weights(
-    block: Block, tensors: Mapping[str, Source], reader: Reader, base: str, kind: Kind,
+    block: Block, tensors: Mapping[str, Source], reader: Reads, base: str, kind: Kind,
     start: int = 0, stop: int | None = None,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Rows [start, stop) of one NUMA shard (all): the weights [rows, columns] that the consumer
@@ -198,7 +202,7 @@ def shard_weights(
 
 
 def weights(
-    block: Block, tensors: Mapping[str, Source], reader: Reader, layer: int, kind: Kind, expert: int
+    block: Block, tensors: Mapping[str, Source], reader: Reads, layer: int, kind: Kind, expert: int
 ) -> tuple[Floats, float]:
     """A matrix put together over its NUMA shards, and what rounding evenly to its steps adds up to:
     the expected sum of squared errors, a twelfth of a squared step for each weight."""
@@ -211,10 +215,12 @@ def weights(
     return np.concatenate([s[0] for s in shards], axis=1 if kind == "down" else 0), noise
 
 
-def source_weights(reader: Reader, stored: Stored) -> Floats:
+def source_weights(reader: Reads, stored: Stored) -> Floats:
     """A matrix of the source, decoded to BF16, as float32 [rows, columns]."""
     import numpy as np
 
+    if isinstance(stored.decoder, DequantFp8):
+        return _fp8_weights(reader, stored, stored.decoder.block)
     ins = [Buffer(arg.type, read_bytes(reader, arg)) for arg in stored.args]
     data = ins[0].data
     if stored.decoder is not None:
@@ -227,6 +233,29 @@ def source_weights(reader: Reader, stored: Stored) -> Floats:
     return (bits << 16).view(np.float32)
 
 
+def _fp8_weights(reader: Reads, stored: Stored, block: tuple[int, int]) -> Floats:
+    """FP8 codes times their scales, rounded to bf16: looked up where scales stand for many codes."""
+    import numpy as np
+
+    codes, grid = stored.args
+    raw = np.frombuffer(read_bytes(reader, codes), np.uint8).reshape(stored.rows, stored.columns)
+    lines = scale_floats(np.frombuffer(read_bytes(reader, grid), np.uint8), grid.type.dtype)
+    lines = lines.reshape(grid.type.shape)
+    dtype = codes.type.dtype
+    out = np.empty(raw.shape, np.float32)
+    across = np.arange(stored.columns) // block[1]
+    for number, line in enumerate(lines):
+        rows = slice(number * block[0], (number + 1) * block[0])
+        if raw[rows].size < _WORTH * line.size:
+            with np.errstate(all="ignore"):
+                values = fp8_floats(raw[rows].reshape(-1), dtype).reshape(-1, stored.columns)
+                out[rows] = as_bf16(values * line[across])
+        else:
+            numbers = raw[rows] + (across * 256).astype(np.uint16 if line.size <= 256 else np.intp)
+            fp8_results(line, dtype).take(numbers, out=out[rows], mode="clip")
+    return out
+
+
 def _output(tensors: Mapping[str, Source], name: str) -> Output:
     if name not in tensors:
         raise PlanError(f"{name!r} is missing")
@@ -234,7 +263,7 @@ def _output(tensors: Mapping[str, Source], name: str) -> Output:
 
 
 def read_bytes(
-    reader: Reader, output: Output, first: int = 0, last: int | None = None
+    reader: Reads, output: Output, first: int = 0, last: int | None = None
 ) -> memoryview:
     """Bytes [first, last) of something that is computed from nothing: of ranges of tensors."""
     last = output.type.nbytes if last is None else last

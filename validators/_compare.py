@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from qconvert.findings import Finding, Measure
 from qconvert.tasks import Room
-from qconvert.validators._decode import as_bf16, is_rounded, rounded
+from qconvert.validators._decode import alike, as_bf16, is_rounded, rounded
 from qconvert.validators._forms import RAW
 from qconvert.validators._matrices import Matrix
+from qconvert.validators._results import Results, is_worth
 from qconvert.validators._rows import row_bytes, rows, scales, scratch, spread, tile_rows
 from qconvert.validators._sums import Sums
 
@@ -55,10 +56,10 @@ class Compare:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            (stop - start) * (self.mine.form.row_nbytes + self.yours.form.row_nbytes)
-            for start, stop in self._tiles()
-        )
+        line = self.mine.form.row_nbytes + self.yours.form.row_nbytes
+        if self.whole:
+            return self.mine.rows * line
+        return sum((stop - start) * line for start, stop in self._tiles())
 
     @property
     def scratch(self) -> int:
@@ -66,9 +67,10 @@ class Compare:
 
     def run(self, room: Room) -> Iterator[Finding | Measure]:
         tiles = list(self._tiles())
-        if self._is_exact and all(self._same(room, *tile) for tile in tiles):
+        zero = self._is_zero(room, tiles) if self._is_exact else None
+        if zero is not None:
             if self.mine.format != RAW:
-                yield self._equal(room, tiles)
+                yield self._equal(tiles, zero)
             return
         if self.mine.format == RAW:
             yield self._first_byte(room, tiles)
@@ -118,21 +120,32 @@ class Compare:
         for number in chosen:
             yield number * height, min((number + 1) * height, self.mine.rows)
 
-    def _same(self, room: Room, start: int, stop: int) -> bool:
-        """Whether rows are just what they must be."""
-        if self.how == "equal":
-            return self._same_bytes(room, start, stop)
-        source = rows(room.source, self.yours, start, stop).reshape(-1)
-        return is_rounded(source, row_bytes(room.output, self.mine, start, stop))
+    def _is_zero(self, room: Room, tiles: list[tuple[int, int]]) -> bool | None:
+        """Of rows that are just what they must be, whether all their bytes are zero; None of others."""
+        zero = True
+        results = None
+        if self.how != "equal" and is_worth(self.yours):
+            results = Results(room.source, self.yours)
+        for start, stop in tiles:
+            mine = row_bytes(room.output, self.mine, start, stop)
+            if self.how == "equal":
+                same = self._same_bytes(room, mine, start, stop)
+            elif results is not None:
+                same = results.same(mine, start, stop)
+            else:
+                same = is_rounded(rows(room.source, self.yours, start, stop).reshape(-1), mine)
+            if not same:
+                return None
+            zero = zero and not mine.any()
+        return zero
 
-    def _same_bytes(self, room: Room, start: int, stop: int) -> bool:
+    def _same_bytes(self, room: Room, mine: Bytes, start: int, stop: int) -> bool:
         """Whether codes and scales are the same, so that nothing has to be decoded."""
         import numpy as np
 
         if self.mine.form.weight.type.dtype != self.yours.form.weight.type.dtype:
             return False
-        mine = row_bytes(room.output, self.mine, start, stop)
-        if not _alike(mine, row_bytes(room.source, self.yours, start, stop)):
+        if not alike(mine, row_bytes(room.source, self.yours, start, stop)):
             return False
         grids = self.mine.form.grid, self.yours.form.grid
         if grids[0] is None or grids[1] is None:
@@ -145,10 +158,9 @@ class Compare:
         )
         return np.array_equal(here, there, equal_nan=True)
 
-    def _equal(self, room: Room, tiles: list[tuple[int, int]]) -> Measure:
+    def _equal(self, tiles: list[tuple[int, int]], zero: bool) -> Measure:
         """The measure of what is the same, whose sums nobody needs to add up."""
         count = sum(stop - start for start, stop in tiles) * self.mine.form.columns
-        zero = not any(row_bytes(room.output, self.mine, *tile).any() for tile in tiles)
         cosine = float("nan") if zero else 1.0
         m = self.mine
         return Measure(m.tensor, m.role, m.layer, m.expert, m.format, count, 0.0, 0.0, cosine)
@@ -233,15 +245,6 @@ class Compare:
                 )
                 return Finding("QC060", "error", self.mine.tensor, message)
         raise AssertionError("bytes differ where none does")
-
-
-def _alike(mine: Bytes, yours: Bytes) -> bool:
-    """Whether bytes are the same; eight at a time where they can be."""
-    import numpy as np
-
-    if mine.size % 8 or yours.size != mine.size:
-        return np.array_equal(mine, yours)
-    return bool((mine.view(np.uint64) == yours.view(np.uint64)).all())
 
 
 def _say(fits: Bools, start: int, expected: Floats, found: Floats) -> str:

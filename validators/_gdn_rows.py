@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from qconvert.findings import Finding, OnlyRead
-from qconvert.run.reader import Reader
-from qconvert.tasks import Room
+from qconvert.tasks import Reads, Room
 from qconvert.validators._decode import bf16_bits
 from qconvert.validators._matrices import Matrix, segment_runs
 from qconvert.validators._rows import row_bytes, rows, scales, scratch, tile_rows
@@ -166,7 +165,7 @@ def _swapped(sizes: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
     return order, (second, first, *sizes[2:])
 
 
-def _row_ids(reader: Reader, matrix: Matrix, ids: dict[bytes, int], codes: bool) -> Ids:
+def _row_ids(reader: Reads, matrix: Matrix, ids: dict[bytes, int], codes: bool) -> Ids:
     """A number for each row, equal where rows are: of its codes, or else of its weights as bf16."""
     import numpy as np
 
@@ -182,7 +181,7 @@ def _row_ids(reader: Reader, matrix: Matrix, ids: dict[bytes, int], codes: bool)
     return np.array(found, np.int64)
 
 
-def _scale_ids(reader: Reader, matrix: Matrix, ids: dict[bytes, int], step: int) -> Ids:
+def _scale_ids(reader: Reads, matrix: Matrix, ids: dict[bytes, int], step: int) -> Ids:
     """The same for rows of scales, one for each block of rows."""
     import numpy as np
 

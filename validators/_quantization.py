@@ -120,19 +120,32 @@ class Listed:
         return frozenset(entry.rpartition(".")[2] for entry in self._plain)
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
-        if self.method == "modelopt":
-            parts = [translate(entry) for entry in self.entries if not entry.startswith("re:")]
-        else:
-            parts = [entry[3:] for entry in self.entries if entry.startswith("re:")]
-        try:
-            return re.compile("|".join(f"(?:{part})" for part in parts)) if parts else None
-        except re.error:
-            return None
+    def _patterns(self) -> tuple[re.Pattern[str] | None, dict[str, str]]:
+        """All patterns as one, and those that are none, with what is wrong with each."""
+        good: list[str] = []
+        broken: dict[str, str] = {}
+        for entry in self.entries:
+            is_shell = self.method == "modelopt"
+            if entry.startswith("re:") == is_shell:
+                continue
+            part = translate(entry) if is_shell else entry[3:]
+            try:
+                re.compile(part)
+                good.append(part)
+            except re.error as error:
+                broken[entry] = str(error)
+        whole = re.compile("|".join(f"(?:{part})" for part in good)) if good else None
+        return whole, broken
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Entries that are no regular expressions, and why. They name nothing here; loaders fail."""
+        return self._patterns[1]
 
     def pattern_names(self, module: str) -> bool:
         """Whether a pattern fits."""
-        return self._pattern is not None and self._pattern.match(module) is not None
+        pattern = self._patterns[0]
+        return pattern is not None and pattern.match(module) is not None
 
     def literal(self, module: str) -> bool:
         """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
@@ -164,17 +177,22 @@ def ignored(config: QuantConfig) -> Listed:
     return Listed(config.method, ())
 
 
-def targets(config: QuantConfig) -> Listed | None:
-    """The modules that compressed-tensors' groups name, None where every linear layer is one (or the
-    method has no targets)."""
-    if config.method != "compressed-tensors":
-        return None
+def named_targets(config: QuantConfig) -> Listed:
+    """All that compressed-tensors' groups name, modules and classes; nothing of other methods."""
     found: list[str] = []
-    groups = config.block.get("config_groups")
+    groups = config.block.get("config_groups") if config.method == "compressed-tensors" else None
     for group in groups.values() if isinstance(groups, Mapping) else ():
         named = group.get("targets") if isinstance(group, Mapping) else None
         found += [n for n in named if isinstance(n, str)] if isinstance(named, list) else []
-    return None if "Linear" in found else Listed(config.method, tuple(found))
+    return Listed(config.method, tuple(found))
+
+
+def targets(config: QuantConfig) -> Listed | None:
+    """The modules that compressed-tensors' groups name, None where every linear layer is one (or the
+    method has no targets)."""
+    listed = named_targets(config)
+    every = config.method != "compressed-tensors" or "Linear" in listed.entries
+    return None if every else listed
 
 
 def judged(configs: Sequence[QuantConfig]) -> QuantConfig | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.run.reader import Reader
 from qconvert.spec import DTYPE_BITS
+from qconvert.tasks import Reads
 from qconvert.validators._decode import floats, fp8_floats, int4_floats, scale_floats, warm
 from qconvert.validators._forms import Form, Grid
 from qconvert.validators._matrices import Matrix
@@ -34,7 +34,7 @@ def scratch(matrix: Matrix) -> int:
     return _TABLES + _EACH * tile_rows(matrix) * matrix.form.columns
 
 
-def row_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Bytes:
+def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
     """Rows [start, stop) as they are stored, scales apart: uint8 [rows * bytes of a row]."""
     import numpy as np
 
@@ -52,7 +52,7 @@ def row_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Bytes:
     return data
 
 
-def _turned_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Bytes:
+def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
     """Columns of what is stored: a short read for each stored row."""
     import numpy as np
 
@@ -69,7 +69,7 @@ def _turned_bytes(reader: Reader, matrix: Matrix, start: int, stop: int) -> Byte
     return np.concatenate(parts)
 
 
-def rows(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
+def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, not rounded."""
     import numpy as np
 
@@ -92,7 +92,7 @@ def rows(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
     return values
 
 
-def scales(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
+def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     """The scales of rows [start, stop), float32 [rows, columns of the grid]."""
     import numpy as np
 
@@ -100,7 +100,7 @@ def scales(reader: Reader, matrix: Matrix, start: int, stop: int) -> Floats:
     assert grid is not None
     parts = []
     for first, last in matrix.spans(start, stop):
-        lines = _lines(reader, grid, first // grid.block[0], -(-last // grid.block[0]))
+        lines = grid_lines(reader, grid, first // grid.block[0], -(-last // grid.block[0]))
         at = np.arange(first, last) // grid.block[0] - first // grid.block[0]
         parts.append(lines[at])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -117,14 +117,14 @@ def spread(scale: Floats, form: Form) -> Floats:
     return np.repeat(scale, wide, axis=1)[:, : form.columns]
 
 
-def _scale(reader: Reader, grid: Grid, values: Floats, first: int) -> None:
+def _scale(reader: Reads, grid: Grid, values: Floats, first: int) -> None:
     """Multiply stored rows from `first` on by their scales."""
     import numpy as np
 
     high, wide = grid.block
     count, columns = values.shape
     begin = first // high
-    lines = _lines(reader, grid, begin, -(-(first + count) // high))
+    lines = grid_lines(reader, grid, begin, -(-(first + count) // high))
     if high == 1:
         if columns % wide == 0:
             shaped = values.reshape(count, columns // wide, wide)
@@ -139,8 +139,8 @@ def _scale(reader: Reader, grid: Grid, values: Floats, first: int) -> None:
         np.multiply(part, over[number], out=part)
 
 
-def _lines(reader: Reader, grid: Grid, first: int, last: int) -> Floats:
-    """Rows [first, last) of a grid, float32."""
+def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
+    """Rows [first, last) of a grid of scales, float32."""
     import numpy as np
 
     kind = grid.scale.type

@@ -59,6 +59,8 @@ _BY_ACTIVATIONS, _MARGIN = 0.03, 1.5
 _TOKENS, _CHOICES = 8, 8
 # A layer of the largest models is some 20 GB to read.
 _PATIENCE_S = 1800.0
+# torch and kt-kernel in a process of their own, numpy and torch in this one: measured, 460 MiB.
+_BESIDE = 512 << 20
 _TAIL = 200  # characters of what a dead process said last
 
 
@@ -79,6 +81,7 @@ class AmxClient:
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         block, sources, layers = _prepare(folder)
+        _check_memory(folder, block)
         for layer in layers:
             where = f"blk.{layer}"
             try:
@@ -131,6 +134,19 @@ def _prepare(folder: Folder) -> tuple[Block, Sources, list[int]]:
     if not served:
         raise NotChecked("it holds draft layers only, which kt-kernel does not serve")
     return block, sources, sorted({served[0], served[-1]})
+
+
+def _check_memory(folder: Folder, block: Block) -> None:
+    """Raises NotChecked where a layer takes more than is granted. kt-kernel reads its files while it
+    holds what it made of them."""
+    memory = folder.request.memory
+    layer = sum(kind.nbytes for _, kind in block.tensors()) // len(block.layers)
+    need = _BESIDE + layer * 3 // 2
+    if memory is not None and need > memory:
+        raise NotChecked(
+            f"a layer in kt-kernel takes {need >> 20} MiB, torch included, more than the memory "
+            f"granted; give --memory {-(-need >> 20)}MiB"
+        )
 
 
 def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) -> Errors:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.findings import Finding, Rule
 from qconvert.formats.amx import Method
-from qconvert.graph import Source
-from qconvert.tasks import CHUNK, Room, Task
+from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need
 from qconvert.validators._amx import sound_block
 
@@ -40,63 +39,61 @@ class AmxCodes:
     proves: str = "every code is in the format's range, every scale a finite number of 0 or more"
     needs: frozenset[Need] = frozenset({"amx", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Task]:
+    def __call__(self, folder: Folder) -> Iterator[CodesTask]:
         block = sound_block(folder.checkpoint)
         for name, kind in folder.some(list(block.tensors())):
             method = None if kind.dtype == "F32" else block.method
-            yield CodesTask(folder.checkpoint[name], method)
+            yield CodesTask(tensor=folder.checkpoint[name], method=method)
 
 
-@dataclass(frozen=True, slots=True)
-class CodesTask:
+@dataclass(frozen=True, kw_only=True)
+class CodesTask(Watch):
     """One tensor: codes of `method`, or (None) scales."""
 
-    tensor: Source
     method: Method | None
     scratch: ClassVar[int] = 4 * CHUNK
 
-    @property
-    def where(self) -> str:
-        return self.tensor.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.type.nbytes
-
-    def run(self, room: Room) -> Iterator[Finding]:
-        chunks = room.chunks(room.output, self.tensor)
-        fault = _scale_fault(chunks) if self.method is None else _code_fault(chunks, self.method)
-        if fault is not None:
-            yield Finding("QC041", "error", self.where, fault)
+    def look(self) -> _Looking:
+        return _Looking(self)
 
 
-Chunks = Iterable[tuple[int, memoryview]]
+class _Looking:
+    def __init__(self, task: CodesTask) -> None:
+        self._task, self._fault = task, ""
+
+    def take(self, at: int, data: memoryview) -> None:
+        if not self._fault:
+            method = self._task.method
+            found = _scale_fault(at, data) if method is None else _code_fault(at, data, method)
+            self._fault = found or ""
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        if self._fault:
+            yield Finding("QC041", "error", self._task.where, self._fault)
 
 
-def _scale_fault(chunks: Chunks) -> str | None:
+def _scale_fault(start: int, data: memoryview) -> str | None:
     import numpy as np
 
-    for start, chunk in chunks:
-        scales = np.frombuffer(chunk, np.float32)
-        wrong = ~((scales >= 0) & (scales < np.inf))
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            return f"row {start // 4 + row}: expected a finite scale >= 0, found {scales[row]:g}"
-    return None
+    scales = np.frombuffer(data, np.float32)
+    wrong = ~((scales >= 0) & (scales < np.inf))
+    if not wrong.any():
+        return None
+    row = int(np.argmax(wrong))
+    return f"row {start // 4 + row}: expected a finite scale >= 0, found {scales[row]:g}"
 
 
-def _code_fault(chunks: Chunks, method: Method) -> str | None:
+def _code_fault(start: int, data: memoryview, method: Method) -> str | None:
     import numpy as np
 
-    for start, chunk in chunks:
-        wrong = _out_of_range(np.frombuffer(chunk, np.uint8), method)
-        if wrong.any():
-            code = _OUT_OF_RANGE[method]
-            return (
-                f"byte {start + int(np.argmax(wrong))}: expected codes from {code + 1} to "
-                f"{-code - 1}, found {code}"
-            )
-    return None
+    wrong = _out_of_range(np.frombuffer(data, np.uint8), method)
+    if not wrong.any():
+        return None
+    code = _OUT_OF_RANGE[method]
+    return (
+        f"byte {start + int(np.argmax(wrong))}: expected codes from {code + 1} to {-code - 1}, "
+        f"found {code}"
+    )
 
 
 def _out_of_range(data: Bytes, method: Method) -> Bools:

@@ -27,6 +27,7 @@ from qconvert.validators._amx import (
     sound_block,
     source_weights,
 )
+from qconvert.validators._decode import warm
 from qconvert.validators._sums import Sums
 from qconvert.weights import Stored
 
@@ -107,8 +108,8 @@ class MatrixTask:
     @property
     def scratch(self) -> int:
         """A stretch of rows in float32 from both sides, its difference, and what it takes to judge
-        it, beside what was read: some eight times float32."""
-        return 32 * self._height * self.source.columns
+        it, beside what was read: some twelve times float32."""
+        return 48 * self._height * self.source.columns
 
     @property
     def _height(self) -> int:
@@ -118,6 +119,7 @@ class MatrixTask:
         return self.source.rows if whole else STEP[self.block.method]
 
     def run(self, room: Room) -> Iterator[Finding | Measure]:
+        warm()
         sums = Sums()
         for top in range(0, self.source.rows, self._height):
             stored = self.source.cut(top, top + self._height)

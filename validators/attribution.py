@@ -42,6 +42,7 @@ RULES = (
 # Other weights altogether are off by 1.4, none by 1. Four bits have been seen at 0.7 for weights with
 # far outliers, and are at 0.15 to 0.5 for others.
 _UNRELATED = 0.9
+_BESIDE = 320 << 20  # torch, and products of a few tokens
 _AT_ONCE = 24  # bytes an element of the largest matrix: twice as float32, and what decoding takes
 _SAID = 0.001  # what is not worth a word
 
@@ -135,9 +136,12 @@ def _check_memory(folder: Folder, served: Model) -> None:
     types = [o.type for o in served.plan.tensors.values() if len(o.type.shape) == 2]
     dims = served.plan.census.dims
     largest = max([dims.hidden_size * dims.moe_intermediate_size, *(t.numel for t in types)])
-    need, memory = _AT_ONCE * largest, folder.request.memory
+    need, memory = _BESIDE + _AT_ONCE * largest, folder.request.memory
     if memory is not None and need > memory:
-        raise NotChecked(f"its largest matrix takes {need >> 20} MiB to look at; give --memory")
+        raise NotChecked(
+            f"its largest matrix takes {need >> 20} MiB to look at, torch included, more than the "
+            f"memory granted; give --memory {-(-need >> 20)}MiB"
+        )
 
 
 def _lines(source: Model, served: Model, layers: Sequence[int]) -> Iterator[Line]:

@@ -28,8 +28,10 @@ RULES = (
         "the source given is not what the folder was made from",
         "Another release or fine-tune of the same model, or its files changed since.",
         "Give the source that the conversion read, or convert again from this one. A joined folder was "
-        "made from its stages, so name the folder of those; what was made from a converted folder has "
-        "that one as its source, not the one further back.",
+        "made from its stages, so name the folder of those; where they are gone, --level full compares "
+        "every byte with the source they came from all the same (QC033, QC060), and this finding alone "
+        "remains. What was made from a converted folder has that one as its source, not the one "
+        "further back.",
     ),
     Rule(
         "QC032",
@@ -37,6 +39,13 @@ RULES = (
         "Tokenizer, processor or code files were deleted, or not copied on.",
         "Copy the named file from the source.",
     ),
+)
+
+
+_OTHER_FILES = (
+    ", and it holds tensors of the same names and sizes as were read. Where they are the same, in other "
+    "files (pipeline stages, another shard size): a joined folder was read from its stages, give "
+    "--against the folder they stand in; QC033 at --level full tells whether any byte is another"
 )
 
 
@@ -59,12 +68,11 @@ class Conservation:
             if identity.get(key) != here:
                 where = str(source.root)
                 message = f"is not what this folder was made from: its {what} are others"
+                if what == "headers" and _has_all_read(folder):
+                    message += _OTHER_FILES
                 yield Finding("QC031", "error", where, message)
                 return
-        used: dict[str, list[tuple[int, int]]] = {}
-        for line in folder.receipt or ():
-            for part in line.get("sources", ()):
-                used.setdefault(part["name"], []).append((part["start"], part["stop"]))
+        used = _used(folder)
         dropped = {name for names in _rules(manifest).values() for name in names}
         # A pipeline stage is made from part of the source on purpose: `split` proves the union.
         stage = "stage" in manifest
@@ -86,6 +94,25 @@ class Conservation:
         for file in source.side_files:
             if file not in gone and not (folder.checkpoint.root / file).is_file():
                 yield Finding("QC032", "error", file, "a side file of the source is missing here")
+
+
+def _used(folder: Folder) -> dict[str, list[tuple[int, int]]]:
+    """Bytes of the source that the receipt names, by tensor."""
+    used: dict[str, list[tuple[int, int]]] = {}
+    for line in folder.receipt or ():
+        for part in line.get("sources", ()):
+            used.setdefault(part["name"], []).append((part["start"], part["stop"]))
+    return used
+
+
+def _has_all_read(folder: Folder) -> bool:
+    """Whether the source has every tensor that was read, of the same size."""
+    assert folder.source is not None
+    used = _used(folder)
+    return bool(used) and all(
+        name in folder.source and max(stop for _, stop in ranges) == folder.source[name].type.nbytes
+        for name, ranges in used.items()
+    )
 
 
 def _rules(manifest: dict[str, Any]) -> dict[str, list[str]]:

@@ -13,11 +13,11 @@ as if they were one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Rule
+from qconvert.findings import Rule, Skipped
 from qconvert.validation import Folder, Need, NotChecked, Yield
 from qconvert.validators._forms import Unread
 from qconvert.validators._gdn_rows import Order
@@ -26,6 +26,7 @@ from qconvert.validators._matrices import (
     FUSED,
     GROUPS_FACT,
     QKVZ,
+    Key,
     Matrix,
     gdn_groups,
     matrices,
@@ -59,6 +60,11 @@ RULES = (
 )
 
 _LAYERS = 4  # at level sample
+# Of segments, the module that holds all, and those that hold some.
+_MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    QKVZ: (FUSED[0], "in_proj_qkv", "in_proj_z"),
+    BA: (FUSED[1], "in_proj_b", "in_proj_a"),
+}
 
 
 @dataclass(frozen=True)
@@ -76,20 +82,29 @@ class GdnOrder:
             raise NotChecked("the source has linear attention of other sizes, or none")
         theirs = matrices(source)
         layers = []
+        unread: list[str] = []
         for layer, modules in sorted(_modules(checkpoint).items()):
             tasks = []
             for segments in (QKVZ, BA):
-                task = _task(checkpoint, layer, modules, segments)
-                parts = [theirs.get((f"gdn.{s}", layer, None, "weight")) for s in segments]
-                sources = tuple(part for part in parts if part is not None)
-                if task is not None and len(sources) == len(segments):
-                    tasks.append(Order(*task, sources, _cuts(source)))
+                try:
+                    task = _task(checkpoint, modules, segments)
+                    parts = _parts(theirs, layer, segments)
+                except Unread as why:
+                    unread.append(str(why))
+                    continue
+                if task is not None and parts:
+                    tasks.append(Order(*task, parts, _cuts(source)))
             if tasks:
                 layers.append(tasks)
         if not layers:
             raise NotChecked(
-                "there is no layer whose projections both the folder and its source hold"
+                unread[0]
+                if unread
+                else "there is no layer whose projections both the folder and its source hold"
             )
+        if unread:
+            more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""
+            yield Skipped(f"the order of linear attention's rows: {unread[0]}{more}")
         for tasks in folder.some(layers, _LAYERS):
             yield from tasks
 
@@ -117,13 +132,27 @@ def _modules(checkpoint: Checkpoint) -> dict[int, dict[str, str]]:
     return found
 
 
+def _parts(
+    theirs: Mapping[Key, Matrix], layer: int, segments: tuple[str, ...]
+) -> tuple[Matrix, ...]:
+    """The source's segments, () where it has none. Raises Unread where it has some, and not as rows."""
+    found = [theirs.get((f"gdn.{s}", layer, None, "weight")) for s in segments]
+    parts = tuple(part for part in found if part is not None)
+    if len(parts) == len(segments):
+        return parts
+    for module in _MODULES[segments]:
+        bare = theirs.get((f"gdn.{module}", layer, None, "weight"))
+        if bare is not None and bare.note:
+            raise Unread(f"{bare.tensor} of the source: {bare.note}")
+    return ()
+
+
 def _task(
-    checkpoint: Checkpoint, layer: int, modules: dict[str, str], segments: tuple[str, ...]
+    checkpoint: Checkpoint, modules: dict[str, str], segments: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[Matrix, ...], tuple[int, ...], int, int, str] | None:
-    """What `Order` takes of the folder, None where the layer is in another stage, or incomplete."""
-    fused, *split = {
-        QKVZ: (FUSED[0], "in_proj_qkv", "in_proj_z"), BA: (FUSED[1], "in_proj_b", "in_proj_a"),
-    }[segments]  # fmt: skip
+    """What `Order` takes of the folder, None where the layer is in another stage, or incomplete.
+    Raises Unread, naming the tensor, where its rows cannot be told."""
+    fused, *split = _MODULES[segments]
     if fused in modules:
         names, (groups, who) = [modules[fused]], said(checkpoint, fused=True)
     elif all(part in modules for part in split):
@@ -133,13 +162,19 @@ def _task(
     dims = checkpoint.census.dims
     assert dims.gdn is not None
     sizes = segment_rows(dims)
-    try:
-        stored = tuple(whole(checkpoint, name) for name in names)
-    except Unread:
-        return None
-    if groups is None or sum(m.rows for m in stored) != sum(sizes[s] for s in segments):
-        return None
+    stored = tuple(_whole(checkpoint, name) for name in names)
+    if groups is None:
+        raise Unread(f"{names[0]}: in how many groups its rows are fused cannot be told")
+    if sum(m.rows for m in stored) != sum(sizes[s] for s in segments):
+        return None  # QC014
     return segments, stored, tuple(sizes[s] for s in segments), dims.gdn[0], groups, who
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> Matrix:
+    try:
+        return whole(checkpoint, name)
+    except Unread as why:
+        raise Unread(f"{name}: {why}") from why
 
 
 def _cuts(source: Checkpoint) -> int:

@@ -10,8 +10,7 @@ from typing import ClassVar
 import xxhash
 
 from qconvert.findings import Finding, Rule
-from qconvert.graph import Source
-from qconvert.tasks import Room, Task
+from qconvert.tasks import Room, Watch
 from qconvert.validation import Folder, Need
 
 RULES = (
@@ -32,12 +31,12 @@ class Hashes:
     proves: str = "every byte has the hash it was written with"
     needs: frozenset[Need] = frozenset({"receipt", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Task]:
+    def __call__(self, folder: Folder) -> Iterator[Finding | HashTask]:
         checkpoint = folder.checkpoint
         lines = folder.receipt or ()
         tensors = [line for line in lines if line.get("name") in checkpoint]
         for line in folder.some(tensors):
-            yield HashTask("QC022", "output", checkpoint[line["name"]], 0, line["xxh3"])
+            yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
         for line in lines:
             file = checkpoint.root / line["file"]
             # A shard has no hash of its own, its tensors do; a missing file is QC020.
@@ -55,34 +54,28 @@ def _changed(rule: str, where: str) -> Finding:
     return Finding(rule, "error", where, f"its bytes are not those {verb}")
 
 
-@dataclass(frozen=True, slots=True)
-class HashTask:
-    """xxh3-128 of a tensor's bytes from `start` on (to `stop`, or its end), in the folder or its
-    source, against the receipt's."""
+@dataclass(frozen=True, kw_only=True)
+class HashTask(Watch):
+    """xxh3-128 of some of a tensor's bytes, in the folder or its source, against the receipt's."""
 
     rule: str
-    side: str
-    tensor: Source
-    start: int
     expected: str
-    stop: int | None = None
     scratch: ClassVar[int] = 0
 
-    @property
-    def where(self) -> str:
-        return self.tensor.name
+    def look(self) -> _Hashing:
+        return _Hashing(self)
 
-    @property
-    def nbytes(self) -> int:
-        return (self.tensor.type.nbytes if self.stop is None else self.stop) - self.start
 
-    def run(self, room: Room) -> Iterator[Finding]:
-        reader = room.output if self.side == "output" else room.source
-        digest = xxhash.xxh3_128()
-        for _, chunk in room.chunks(reader, self.tensor, self.start, self.stop):
-            digest.update(chunk)
-        if digest.hexdigest() != self.expected:
-            yield _changed(self.rule, self.where)
+class _Hashing:
+    def __init__(self, task: HashTask) -> None:
+        self._task, self._hash = task, xxhash.xxh3_128()
+
+    def take(self, at: int, data: memoryview) -> None:
+        self._hash.update(data)
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        if self._hash.hexdigest() != self._task.expected:
+            yield _changed(self._task.rule, self._task.where)
 
 
 VALIDATOR = Hashes()

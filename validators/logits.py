@@ -61,6 +61,9 @@ RULES = (
 _TOKENS, _SEED = 32, 20
 _FILE = "model.safetensors"
 _MISSING, _SUPERFLUOUS = "is missing", "is not a tensor of this class"
+# torch and transformers, hidden states, hooks and logits: 460 MiB are there before any tensor.
+_BESIDE = 512 << 20
+_DECODED = 16  # bytes an element while a matrix is decoded: codes, float32 twice, BF16 twice
 _SPARE = 1.05  # a file system takes some of its own
 
 
@@ -79,7 +82,8 @@ class Logits:
             theirs, ours = _prepared(source, count), _prepared(output, count)
         except PlanError as error:
             raise NotChecked(str(error)) from error
-        _check_memory(folder, max(nbytes(theirs), nbytes(ours)))
+        for tensors in (theirs, ours):
+            _check_memory(folder, tensors)
         tokens = _tokens(source)
         expected, faults = run(source, theirs, count, tokens)
         if expected is None:
@@ -111,12 +115,21 @@ def _prepared(model: Model, layers: int) -> list[Plain]:
     return list(plain_tensors(model, layers))
 
 
-def _check_memory(folder: Folder, need: int) -> None:
+def _check_memory(folder: Folder, tensors: Sequence[Plain]) -> None:
+    """Raises NotChecked where one model takes more than is granted."""
     memory = folder.request.memory
+    largest = max((plain.type.numel for plain in tensors), default=0)
+    # A layer's experts are there twice while transformers puts gate and up of all into one tensor.
+    merged: dict[int, int] = {}
+    for plain in tensors:
+        if plain.expert is not None and plain.expert[1] != "down_proj":
+            layer = plain.expert[0]
+            merged[layer] = merged.get(layer, 0) + 2 * plain.type.numel
+    need = _BESIDE + nbytes(tensors) + max(merged.values(), default=0) + _DECODED * largest
     if memory is not None and need > memory:
         raise NotChecked(
-            f"so many layers take {need >> 20} MiB in BF16, more than the memory granted; give --memory "
-            f"{(need >> 20) + 1024}MiB, or ask for fewer layers"
+            f"so many layers take {need >> 20} MiB in BF16, transformers included, more than the memory "
+            f"granted; give --memory {-(-need >> 20)}MiB, or ask for fewer layers"
         )
 
 

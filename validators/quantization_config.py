@@ -1,6 +1,6 @@
 """Every quantization block against the actual tensors, in the names runtimes look for.
 
-QC034 a quantized module is listed as left out, or no target names it.
+QC034 a quantized module is listed as left out, or no target names it; or an entry cannot be read.
 QC035 an unquantized linear layer is not listed as left out, under a name that its runtime asks for.
 QC036 unquantized draft layers are listed by patterns that do not fit the draft model's names.
 QC037 quantization blocks contradict each other.
@@ -27,6 +27,7 @@ from qconvert.validators._quantization import (
     Listed,
     ignored,
     judged,
+    named_targets,
     scheme,
     targets,
 )
@@ -34,10 +35,11 @@ from qconvert.validators._quantization import (
 RULES = (
     Rule(
         "QC034",
-        "a quantized module is one that the config leaves out",
+        "a quantized module is one that the config leaves out, or an entry of its lists cannot be read",
         "The ignore list is another release's, or entries are shorter than meant and name more "
-        "modules. Runtimes make the layer unquantized and read codes as weights.",
-        "Take the module's name out of the list (or let a target name it).",
+        "modules. Runtimes make the layer unquantized and read codes as weights; of an entry behind "
+        "`re:` that is no regular expression, they fail.",
+        "Take the module's name out of the list (or let a target name it); correct the expression.",
     ),
     Rule(
         "QC035",
@@ -109,6 +111,7 @@ class QuantizationConfig:
         if taken is None or any(found.severity == "error" for found in contradictions):
             return  # which block is meant cannot be said
         listed = ignored(taken)
+        yield from _broken(taken, listed)
         yield from _left_out(taken, listed, quantized)
         if checkpoint.census.family.name == "generic":
             return  # which of its modules are linear layers is not known
@@ -146,6 +149,12 @@ def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
 def _all_linear(config: QuantConfig) -> bool:
     """linear_fp8_config holds for all linear layers, without looking at targets."""
     return isinstance(config.block.get("linear_fp8_config"), dict)
+
+
+def _broken(config: QuantConfig, listed: Listed) -> Iterator[Finding]:
+    for entry, why in (listed.broken | named_targets(config).broken).items():
+        message = f"expected a regular expression behind `re:`, found {entry!r}: {why}"
+        yield Finding("QC034", "error", config.where, message)
 
 
 def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) -> Iterator[Finding]:

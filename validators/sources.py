@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.findings import Rule
-from qconvert.tasks import Task
 from qconvert.validation import Folder, Need
 from qconvert.validators.hashes import HashTask
 
@@ -29,18 +28,21 @@ class SourceHashes:
     proves: str = "the source's bytes are those the output was made from"
     needs: frozenset[Need] = frozenset({"source", "receipt", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Task]:
+    def __call__(self, folder: Folder) -> Iterator[HashTask]:
         source = folder.source
         assert source is not None
         ranges = {
-            (part["name"], part["start"], part["stop"]): part["xxh3"]
+            (part["name"], part["start"], part["stop"]): (part["xxh3"], line["name"])
             for line in folder.receipt or ()
             for part in line.get("sources", ())
         }
-        for (name, start, stop), expected in folder.some(list(ranges.items())):
+        for (name, start, stop), (expected, made) in folder.some(list(ranges.items())):
             # A tensor that is gone or smaller: QC031 and QC030 speak of it.
             if name in source and stop <= source[name].type.nbytes:
-                yield HashTask("QC033", "source", source[name], start, expected, stop)
+                yield HashTask(
+                    tensor=source[name], side="source", spans=((start, stop),), beside=made,
+                    rule="QC033", expected=expected,
+                )  # fmt: skip
 
 
 VALIDATOR = SourceHashes()

@@ -41,15 +41,17 @@ class CompareTied:
 
     @property
     def scratch(self) -> int:
-        return 2 * CHUNK
+        return 4 * CHUNK
 
     def run(self, room: Room) -> Iterator[Finding]:
-        buffer = memoryview(bytearray(CHUNK))
         tied = self.embeddings.name
-        for at, chunk in room.chunks(room.output, self.head):
-            other = buffer[: len(chunk)]
+        ours, other = (memoryview(bytearray(CHUNK)) for _ in range(2))
+        size = self.head.type.nbytes
+        for at in range(0, size, CHUNK):
+            ours, other = ours[: size - at], other[: size - at]
+            room.output.read(self.head, at, ours)
             room.output.read(self.embeddings, at, other)
-            if chunk != other:
+            if bytes(ours) != bytes(other):
                 message = f"tied to {tied!r} by the config, and other bytes are stored for it"
                 yield Finding("QC025", "error", self.head.name, message)
                 return

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.findings import Finding, Rule
-from qconvert.graph import Source
-from qconvert.tasks import CHUNK, Room
+from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need, Yield
-from qconvert.validators._decode import FP8, scale_floats, warm
+from qconvert.validators._decode import FP8, scale_floats
 from qconvert.validators._forms import Grid
 from qconvert.validators._matrices import Matrix, matrices
 from qconvert.validators._rows import row_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from qconvert.validators._decode import Bytes, Floats
 
 RULES = (
@@ -48,16 +45,17 @@ RULES = (
     ),
 )
 
-# Per kind of float: numpy's integer, all bits but the sign, the smallest that is no finite number.
-_BITS: Mapping[str, tuple[str, int, int]] = {
-    "BF16": ("<i2", 0x7FFF, 0x7F80),
-    "F16": ("<i2", 0x7FFF, 0x7C00),
-    "F32": ("<i4", 0x7FFFFFFF, 0x7F800000),
-    "F64": ("<i8", (1 << 63) - 1, 0x7FF << 52),
-    "F8_E4M3": ("<i1", 0x7F, 0x7F),
-    "F8_E5M2": ("<i1", 0x7F, 0x7C),
+# Per kind of float: bytes, all bits but the sign, the smallest that is no finite number.
+_BITS: Mapping[str, tuple[int, int, int]] = {
+    "BF16": (2, 0x7FFF, 0x7F80),
+    "F16": (2, 0x7FFF, 0x7C00),
+    "F32": (4, 0x7FFFFFFF, 0x7F800000),
+    "F64": (8, (1 << 63) - 1, 0x7FF << 52),
+    "F8_E4M3": (1, 0x7F, 0x7F),
+    "F8_E5M2": (1, 0x7F, 0x7C),
 }
-_A_FEW, _CHUNKS = 8, 4  # at level sample: tensors of each kind, stretches of each
+_A_FEW = 8  # at level sample: tensors of each kind
+_STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
 # No weight of a trained model is as large, and these are the largest codes.
 _ABSURD = 2.0**15
 _LARGEST = {"fp8": 448.0, "w4a16": 8.0}
@@ -85,7 +83,7 @@ class Values:
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
             if grid is not None:
                 graded.add(grid.scale.name)
-                kinds.setdefault((matrix.key[0], "scale"), []).append(ScalesOf(matrix, grid))
+                kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
         for name, source in checkpoint.items():
             place = checkpoint.census.places.get(name)
             kind = (place.role.name if place else "", source.type.dtype)
@@ -93,172 +91,190 @@ class Values:
             floats = source.type.dtype in _BITS and name not in graded
             if (floats or packed) and source.type.numel:
                 parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
-                kinds.setdefault(kind, []).append(Numbers(source, parts, packed, full))
+                spans = None if full else _stretches(source.type.nbytes)
+                task = Numbers(tensor=source, spans=spans, parts=parts, packed=packed)
+                kinds.setdefault(kind, []).append(task)
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Watch):
     """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero."""
 
-    tensor: Source
     parts: int
     packed: bool
-    whole: bool
+    scratch: ClassVar[int] = 2 * CHUNK
 
-    @property
-    def where(self) -> str:
-        return self.tensor.name
+    def look(self) -> _Numbers:
+        return _Numbers(self)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(stop - start for start, stop in self._stretches())
 
-    @property
-    def scratch(self) -> int:
-        return 2 * CHUNK
-
-    def run(self, room: Room) -> Iterator[Finding]:
+class _Numbers:
+    def __init__(self, task: Numbers) -> None:
         import numpy as np
 
-        warm()
-        kind = self.tensor.type
-        part = kind.nbytes // self.parts
+        shape = task.tensor.type.shape
+        self._task, self._fault = task, list[Finding]()
         # Of a tensor looked at in stretches it cannot be said that it is all zero.
-        zero = np.ones(self.parts, bool) if self._may_be_zero() else None
-        for first, last in self._stretches():
-            for start, chunk in room.chunks(room.output, self.tensor, first, last):
-                data = np.frombuffer(chunk, np.uint8)
-                if self.packed:
-                    largest = 0 if bool((data == _ZEROS).all()) else 1
-                else:
-                    integer, mask, bad = _BITS[kind.dtype]
-                    sizes = data.view(integer) & np.array(mask, integer)
-                    largest = int(sizes.max())
-                    if largest >= bad:
-                        at = start // sizes.itemsize + int(np.argmax(sizes >= bad))
-                        yield self._broken(at, int(np.count_nonzero(sizes >= bad)))
-                        return
-                if zero is not None and largest:
-                    self._note(zero, data, start, part)
-        if zero is not None and zero.any():
-            yield self._zero(int(np.argmax(zero)), int(zero.sum()))
+        whole = task.spans is None and len(shape) > 1 and min(shape[-2:]) > 1
+        self._zero = np.ones(task.parts, bool) if whole else np.zeros(0, bool)
 
-    def _may_be_zero(self) -> bool:
-        shape = self.tensor.type.shape
-        return len(shape) > 1 and min(shape[-2:]) > 1 and len(self._stretches()) == 1
+    def take(self, at: int, data: memoryview) -> None:
+        import numpy as np
 
-    def _note(
-        self,
-        zero: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-        data: Bytes,
-        start: int,
-        part: int,
-    ) -> None:
-        """Which matrices a chunk shows not to be zero."""
-        blank = _ZEROS if self.packed else 0
-        for number in range(start // part, min(self.parts, -(-(start + data.size) // part))):
+        if self._fault:
+            return
+        task, raw = self._task, np.frombuffer(data, np.uint8)
+        if task.packed:
+            some = self._zero.any() and _differs(raw, _ZEROS)
+        else:
+            width, mask, bad = _BITS[task.tensor.type.dtype]
+            largest = _largest(raw, width, mask)
+            if largest >= bad:
+                sizes = raw.view(f"<u{width}") & np.array(mask, f"<u{width}")
+                first = at // width + int(np.argmax(sizes >= bad))
+                self._fault.append(self._broken(first, int(np.count_nonzero(sizes >= bad))))
+            some = largest > 0
+        if some and self._zero.any():
+            self._note(raw, at)
+
+    def _note(self, data: Bytes, start: int) -> None:
+        """Which matrices some bytes show not to be zero, where any is."""
+        if self._task.parts == 1:
+            self._zero[0] = False
+            return
+        blank = _ZEROS if self._task.packed else 0
+        part = self._task.tensor.type.nbytes // self._task.parts
+        for number in range(start // part, min(self._task.parts, -(-(start + data.size) // part))):
             low, high = number * part - start, (number + 1) * part - start
-            if zero[number]:
-                zero[number] = not bool((data[max(0, low) : high] != blank).any())
+            if self._zero[number]:
+                self._zero[number] = not _differs(data[max(0, low) : high], blank)
 
-    def _stretches(self) -> list[tuple[int, int]]:
-        size = self.tensor.type.nbytes
-        count = -(-size // CHUNK)
-        if self.whole or count <= _CHUNKS:
-            return [(0, size)]
-        chosen = [i * (count - 1) // (_CHUNKS - 1) for i in range(_CHUNKS)]
-        return [(number * CHUNK, min((number + 1) * CHUNK, size)) for number in chosen]
+    def end(self, room: Room) -> Iterator[Finding]:
+        import numpy as np
+
+        yield from self._fault
+        if self._zero.any() and not self._fault:
+            yield self._all_zero(int(np.argmax(self._zero)), int(self._zero.sum()))
 
     def _broken(self, at: int, count: int) -> Finding:
-        kind = self.tensor.type
+        kind = self._task.tensor.type
         columns = kind.shape[-1] if kind.shape else 1
         place = f"row {at // columns}, column {at % columns}" if len(kind.shape) > 1 else f"{at}"
         what = "NaN among its FP8 codes" if kind.dtype in FP8 else "NaN or infinity"
         message = (
             f"{what}, first at {place} of {kind}; {count} of them in the chunk it was found in"
         )
-        return Finding("QC066", "error", self.tensor.name, message)
+        return Finding("QC066", "error", self._task.tensor.name, message)
 
-    def _zero(self, first: int, count: int) -> Finding:
-        which = (
-            "it is zero" if self.parts == 1 else f"{count} of its {self.parts} matrices are zero"
-        )
-        more = "" if self.parts == 1 else f", number {first} first"
+    def _all_zero(self, first: int, count: int) -> Finding:
+        parts = self._task.parts
+        which = "it is zero" if parts == 1 else f"{count} of its {parts} matrices are zero"
+        more = "" if parts == 1 else f", number {first} first"
         message = f"{which} in every weight{more}"
-        return Finding("QC067", "warning", self.tensor.name, message)
+        return Finding("QC067", "warning", self._task.tensor.name, message)
 
 
+def _largest(data: Bytes, width: int, mask: int) -> int:
+    """The largest of some numbers' bits, their signs left out: of those without, and of those with one,
+    which are the largest of all where there are any."""
+    return max(int(data.view(f"<i{width}").max()), int(data.view(f"<u{width}").max()) & mask)
+
+
+def _differs(data: Bytes, blank: int) -> bool:
+    """Whether any byte is another."""
+    return bool((data[:_GLANCE] != blank).any() or (data[_GLANCE:] != blank).any())
+
+
+def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
+    """What to look at of a tensor of so many bytes at level sample; None: all of it."""
+    count = -(-size // _STRETCH)
+    if count <= _STRETCHES:
+        return None
+    chosen = [i * (count - 1) // (_STRETCHES - 1) for i in range(_STRETCHES)]
+    return tuple((n * _STRETCH, min((n + 1) * _STRETCH, size)) for n in chosen)
+
+
+_GLANCE = 4096
 _ZEROS = 0x88  # two INT4 codes of zero
 
 
-@dataclass(frozen=True, slots=True)
-class ScalesOf:
+@dataclass(frozen=True, kw_only=True)
+class ScalesOf(Watch):
     """The scales of one matrix."""
 
     matrix: Matrix
     grid: Grid
 
     @property
-    def where(self) -> str:
-        return self.grid.scale.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.grid.scale.type.nbytes * self._count // max(1, self.grid.scale.type.numel)
-
-    @property
-    def _count(self) -> int:
-        return self.grid.rows * self.grid.columns
-
-    @property
     def scratch(self) -> int:
-        return CHUNK + self.matrix.form.row_nbytes * self.grid.block[0]
+        return 4 * CHUNK + self.matrix.form.row_nbytes * self.grid.block[0]
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def look(self) -> _Scales:
+        return _Scales(self)
+
+
+def _scales_of(matrix: Matrix, grid: Grid) -> ScalesOf:
+    kind = grid.scale.type
+    width = kind.nbytes // max(1, kind.numel)
+    span = grid.first * width, (grid.first + grid.rows * grid.columns) * width
+    return ScalesOf(tensor=grid.scale, spans=(span,), matrix=matrix, grid=grid)
+
+
+class _Scales:
+    def __init__(self, task: ScalesOf) -> None:
+        self._task = task
+        self._fault, self._large = list[Finding](), list[Finding]()
+        self._zeros: list[int] = []
+        self._most = _ABSURD / _LARGEST[task.matrix.format]
+
+    def take(self, at: int, data: memoryview) -> None:
         import numpy as np
 
-        warm()
-        kind = self.grid.scale.type
-        width = kind.nbytes // max(1, kind.numel)
-        first, count = self.grid.first, self._count
-        span = first * width, (first + count) * width
-        zeros, large = 0, 0
-        most = _ABSURD / _LARGEST[self.matrix.format]
-        for start, chunk in room.chunks(room.output, self.grid.scale, *span):
-            values = scale_floats(np.frombuffer(chunk, np.uint8), kind.dtype)
-            at = start // width - first
-            fault = _fault(values)
-            if fault is not None:
-                number, message = fault
-                yield self._finding("error", at + number, message)
+        if self._fault:
+            return
+        kind = self._task.grid.scale.type
+        values = scale_floats(np.frombuffer(data, np.uint8), kind.dtype)
+        first = at * kind.numel // kind.nbytes - self._task.grid.first
+        fault = _fault(values)
+        if fault is not None:
+            number, message = fault
+            self._fault.append(self._finding("error", first + number, message))
+            return
+        if len(self._zeros) < _LOOKED_AT and not values.all():
+            found = np.flatnonzero(values == 0)[: _LOOKED_AT - len(self._zeros)]
+            self._zeros += (first + found).tolist()
+        if not self._large and float(values.max()) > self._most:
+            number = int(np.argmax(values > self._most))
+            message = _large(values, number, kind.dtype)
+            self._large.append(self._finding("warning", first + number, message))
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        yield from self._large
+        yield from self._fault
+        for number in () if self._fault else self._zeros:
+            if self._has_codes(room, number):
+                message = "expected a scale above 0 beside codes that are not 0, found 0"
+                yield self._finding("error", number, message)
                 return
-            if not zeros and not values.all():
-                for number in np.flatnonzero(values == 0)[:_LOOKED_AT]:
-                    zeros += 1
-                    if self._has_codes(room, at + int(number)):
-                        message = "expected a scale above 0 beside codes that are not 0, found 0"
-                        yield self._finding("error", at + int(number), message)
-                        return
-            if not large and float(values.max()) > most:
-                large += 1
-                number = int(np.argmax(values > most))
-                yield self._finding("warning", at + number, _large(values, number, kind.dtype))
 
     def _finding(self, severity: str, at: int, message: str) -> Finding:
-        row, column = divmod(at, self.grid.columns)
-        which = "" if self.matrix.expert is None else f"expert {self.matrix.expert}, "
+        row, column = divmod(at, self._task.grid.columns)
+        which = "" if self._task.matrix.expert is None else f"expert {self._task.matrix.expert}, "
         text = f"{which}scale [{row}, {column}]: {message}"
-        return Finding("QC068", "error" if severity == "error" else "warning", self.where, text)
+        return Finding(
+            "QC068", "error" if severity == "error" else "warning", self._task.where, text
+        )
 
     def _has_codes(self, room: Room, at: int) -> bool:
         """Whether a scale's block holds any code but zero."""
         import numpy as np
 
-        form, (high, wide) = self.matrix.form, self.grid.block
-        row, column = divmod(at, self.grid.columns)
-        stored = Matrix(self.matrix.key, "", "", None, None, form, ((0, form.rows),))
+        matrix, (high, wide) = self._task.matrix, self._task.grid.block
+        form = matrix.form
+        row, column = divmod(at, self._task.grid.columns)
+        stored = Matrix(matrix.key, "", "", None, None, form, ((0, form.rows),))
         stop = min((row + 1) * high, form.rows)
         step = max(1, CHUNK // max(1, form.row_nbytes))
         for start in range(row * high, stop, step):
