@@ -17,6 +17,8 @@ Cases:
   sizes    dequant from 0.6 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
   amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, beside kt-kernel's converter
+  w4a16    BF16 experts to packed INT4, groups of 128, beside llm-compressor's model_free_ptq, and that
+           the tensors of both are the same bytes
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
 
@@ -31,6 +33,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from data import Model, bf16_moe, qwen3_5, qwen3_moe, write_checkpoint
 from measure import Sample, cold_read, forget, limit, memcpy_rate, remove, timed, warm
@@ -40,6 +43,15 @@ import sys
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=int(sys.argv[3]),
     converter=FP8BlockDequantizer(targets=["re:.*proj$"], weight_block_size=(128, 128)))
+"""
+_PTQ = """
+import sys
+from compressed_tensors.quantization import QuantizationConfig
+from llmcompressor.entrypoints.model_free import model_free_ptq
+weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+group = {"targets": [r"re:.*\\.mlp\\.experts\\..*"], "weights": weights}
+model_free_ptq(sys.argv[1], sys.argv[2], max_workers=int(sys.argv[3]), device="cpu",
+    config=QuantizationConfig(config_groups={"group_0": group}, format="pack-quantized"))
 """
 # As sitecustomize.py it is imported by every interpreter, workers included.
 _NO_HASH = """
@@ -251,6 +263,54 @@ def _amx(work: Path, options: argparse.Namespace) -> Iterator[Row]:
         yield from _compare(case, source, read, read // divisor, contenders, options.runs, peer)
 
 
+def _w4a16(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = bf16_moe(options.layers)
+    source, read = _made(work, model)
+    out = str(work / "out")
+    ours = _qconvert("w4a16", str(source), out, "--rtn")
+    contenders = [
+        Contender("qconvert", ours),
+        Contender("qconvert --jobs 1", [*ours, "--jobs", "1"]),
+    ]
+    peer = None if options.no_peer else "llm-compressor"
+    if peer:
+        cores = str(len(os.sched_getaffinity(0)))
+        theirs = [sys.executable, "-c", _PTQ, str(source), out, cores]
+        contenders.append(Contender(peer, theirs))
+        other = work / "other"
+        timed(ours)
+        timed([*theirs[:4], str(other), cores])
+        count = _same_tensors(work / "out", other)
+        print(f"w4a16: {count} tensors, all the same bytes in both")
+        remove(work / "out")
+        remove(other)
+    written = read * 33 // 128  # 4 bits a weight, and 16 a group of 128
+    yield from _compare("w4a16", source, read, written, contenders, options.runs, peer)
+
+
+def _same_tensors(first: Path, second: Path) -> int:
+    """How many tensors two folders have, by name, type and content the same. SystemExit where not."""
+    import torch
+    from safetensors import safe_open
+
+    def opened(folder: Path) -> dict[str, Any]:
+        found = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            handle: Any = safe_open(file, framework="pt")
+            found.update(dict.fromkeys(handle.keys(), handle))
+        return found
+
+    ours, theirs = opened(first), opened(second)
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"not the same names: {sorted(ours.keys() ^ theirs.keys())[:4]}")
+    for name, handle in ours.items():
+        a, b = handle.get_tensor(name), theirs[name].get_tensor(name)
+        same = a.dtype == b.dtype and a.shape == b.shape
+        if not same or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            raise SystemExit(f"{name}: not the same in both")
+    return len(ours)
+
+
 def _validate(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     model = qwen3_moe(options.layers)
     source, read = _made(work, model)
@@ -292,6 +352,7 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "sizes": _sizes,
     "jobs": _jobs,
     "amx": _amx,
+    "w4a16": _w4a16,
     "validate": _validate,
 }
 

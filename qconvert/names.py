@@ -28,6 +28,7 @@ PARAMETERS = frozenset(
         "weight_packed",
         "weight_shape",
         "weight_zero_point",
+        "weight_g_idx",
         "input_scale",
         "input_global_scale",
         "k_scale",
@@ -50,6 +51,8 @@ _WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (".scale", (".weight",)),
     ("_proj_scale_inv", ("_proj",)),
     ("_proj_scale", ("_proj",)),
+    (".w13_weight_scale", (".w13_weight", ".w13_weight_packed")),
+    (".w2_weight_scale", (".w2_weight", ".w2_weight_packed")),
 )
 
 

@@ -69,11 +69,30 @@ def fp8_scheme(checkpoint: Checkpoint) -> Fp8Scheme:
     return first
 
 
+def _is_ue8m0(block: Mapping[str, Any]) -> bool:
+    return block.get("scale_fmt") == "ue8m0"
+
+
 def _one_scheme(config: QuantConfig) -> Fp8Scheme:
     block = config.block
-    u8 = block.get("scale_fmt") == "ue8m0"
+    u8 = _is_ue8m0(block)
+    beside = block.get("linear_fp8_config")
+    if isinstance(beside, Mapping):  # of linears beside packed experts; see passes/w4a16.py
+        size = beside.get("weight_block_size")
+        found = None if size is None else _block_size(config, size)
+        return Fp8Scheme(found, f"{config.where}.linear_fp8_config", _is_ue8m0(beside))
     if config.method == "compressed-tensors":
-        sizes = {_compressed_tensors_block(config, group) for group in _groups(config)}
+        sizes = {
+            _compressed_tensors_block(config, weights)
+            for _, weights in config_groups(config)
+            if weights.get("type") != "int"  # of other weights: see integers.py
+        }
+        if not sizes:
+            kinds = {f"{w.get('num_bits')}-bit {w.get('type')}" for _, w in config_groups(config)}
+            said = ", ".join(sorted(kinds)) or "none"
+            raise PlanError(
+                f"{config.where}: expected FP8 weights in its config_groups, found {said}"
+            )
         if len(sizes) != 1:
             raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
         return Fp8Scheme(sizes.pop(), config.where, u8)
@@ -89,50 +108,8 @@ def _one_scheme(config: QuantConfig) -> Fp8Scheme:
     )
 
 
-def int4_group(checkpoint: Checkpoint) -> int:
-    """Group size of compressed-tensors' symmetric packed INT4, which all blocks and groups that state
-    it must agree on. Raises PlanError where none does, or another form is stated."""
-    sizes: set[int] = set()
-    for config in checkpoint.quantization_configs:
-        if config.method != "compressed-tensors":
-            continue
-        for key in ("transform_config", "sparsity_config"):
-            if config.block.get(key):
-                raise PlanError(f"{config.where}: INT4 weights with a {key} are not read here")
-        if config.block.get("format", "pack-quantized") not in (
-            "pack-quantized",
-            "mixed-precision",
-        ):
-            raise PlanError(
-                f"{config.where}: INT4 weights are read in format pack-quantized, found "
-                f"{config.block['format']!r}"
-            )
-        for weights in _groups(config):
-            if (weights.get("type"), weights.get("num_bits")) != ("int", 4):
-                continue
-            if weights.get("strategy") != "group" or weights.get("symmetric") is not True:
-                raise PlanError(
-                    f"{config.where}: INT4 weights are read in symmetric groups, found strategy "
-                    f"{weights.get('strategy')!r}, symmetric {weights.get('symmetric')!r}"
-                )
-            if weights.get("actorder") not in (None, "static", "weight"):
-                raise PlanError(
-                    f"{config.where}: actorder {weights.get('actorder')!r} permutes columns, which "
-                    "is not read here"
-                )
-            size = weights.get("group_size")
-            if type(size) is not int or size < 1:
-                raise PlanError(f"{config.where}: expected a group_size, found {size!r}")
-            sizes.add(size)
-    if len(sizes) != 1:
-        raise PlanError(
-            "there are packed INT4 weights, and the config states "
-            + ("no group size for them" if not sizes else f"the group sizes {sorted(sizes)}")
-        )
-    return sizes.pop()
-
-
-def _groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
+def config_groups(config: QuantConfig) -> Iterator[tuple[list[Any], Mapping[str, Any]]]:
+    """Targets and weights of each of compressed-tensors' groups. Raises PlanError for none."""
     groups = config.block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise PlanError(f"{config.where}: compressed-tensors without config_groups")
@@ -140,7 +117,8 @@ def _groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise PlanError(f"{config.where}: {key} says nothing of weights")
-        yield weights
+        targets = group.get("targets")
+        yield targets if isinstance(targets, list) else [], weights
 
 
 def _compressed_tensors_block(

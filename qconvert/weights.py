@@ -1,5 +1,5 @@
-"""How a stored matrix is read as BF16: as it is, cast, or decoded from FP8 or packed INT4; rows of it
-without reading the others.
+"""How a stored matrix is read as BF16: as it is, cast, or decoded from FP8 or packed integers; rows of
+it without reading the others.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from math import gcd, prod
 
 from qconvert.errors import PlanError
 from qconvert.graph import Output, Value, concat
+from qconvert.integers import gptq_form, packed_scheme
 from qconvert.names import scale_candidates
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.ops.gptq import DequantGptq
 from qconvert.ops.int4 import DequantInt4
+from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
 from qconvert.plan import Plan
-from qconvert.quantization import Fp8Scheme, fp8_scheme, int4_group
+from qconvert.quantization import Fp8Scheme, fp8_scheme
+from qconvert.spec import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,31 @@ class Stored:
         if (start, stop) == (0, self.rows):
             return self
         height = stop - start
-        if isinstance(self.decoder, Columns):
+        if isinstance(self.decoder, Columns | DequantGptq):
             turned = replace(self.decoder, first=self.decoder.first + start, count=height)
             return replace(self, decoder=turned, rows=height)
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
             return replace(self, decoder=DequantFp8(block), args=(first, scale), rows=height)
+        if isinstance(self.decoder, DequantInts):
+            return self._cut_ints(self.decoder, start, stop)
         rest = [arg.rows(start, stop) for arg in self.args[1:]]
         return replace(self, args=(first, *rest), rows=height)
+
+    def _cut_ints(self, decoder: DequantInts, start: int, stop: int) -> Stored:
+        """Zero points are packed along the rows; which group a column is of, all rows share."""
+        args = [arg.rows(start, stop) for arg in self.args[:2]]
+        if not decoder.symmetric:
+            if start % decoder.word:
+                raise PlanError(
+                    f"rows from {start} on are wanted, and zero points are packed in words of "
+                    f"{decoder.word} rows"
+                )
+            args.append(self.args[2].rows(start // decoder.word, -(-stop // decoder.word)))
+        if decoder.g_idx:
+            args.append(self.args[-1])
+        return replace(self, args=tuple(args), rows=stop - start)
 
 
 def _regrid(
@@ -109,9 +129,10 @@ def fp8_reading(
 def read_matrix(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     """A module's weight, and the names of all tensors it takes. Raises PlanError where it is in no
     form that is read here."""
-    packed = f"{module}.weight_packed"
-    if packed in plan.tensors:
-        return _read_int4(plan, module)
+    if f"{module}.weight_packed" in plan.tensors:
+        return _read_packed(plan, module)
+    if f"{module}.qweight" in plan.tensors:
+        return _read_gptq(plan, module)
     name = f"{module}.weight"
     if name not in plan.tensors:
         raise PlanError(f"{name!r} is missing")
@@ -153,8 +174,8 @@ def _plain(name: str, weight: Output) -> Stored:
     if weight.type.dtype in ("F16", "F32"):
         return Stored(ToBf16(), (weight,), rows, columns)
     raise PlanError(
-        f"{name!r}: {weight.type.dtype} weights are not read here; BF16, F16, F32, FP8 and "
-        "compressed-tensors INT4 are"
+        f"{name!r}: {weight.type.dtype} weights are not read here; BF16, F16, F32, FP8, and INT4 and "
+        "INT8 of compressed-tensors or GPTQ are"
     )
 
 
@@ -168,21 +189,57 @@ def _fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> 
     return Stored(decoder, (matrix, grid), rows, columns)
 
 
-def _read_int4(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
+def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     """compressed-tensors' packed form. `weight_shape` repeats the shape and is not read."""
-    names = [f"{module}.{p}" for p in ("weight_packed", "weight_scale", "weight_shape")]
-    for name in names[:2]:
+    scheme = packed_scheme(plan.checkpoint, module)
+    names = [f"{module}.weight_packed", f"{module}.weight_scale"]
+    order, zero = f"{module}.weight_g_idx", f"{module}.weight_zero_point"
+    if not scheme.symmetric:
+        names.append(zero)
+    elif zero in plan.tensors:
+        raise PlanError(f"{zero!r} is there, and the config says symmetric: one of them is wrong")
+    ordered = scheme.actorder == "group"
+    if ordered:
+        names.append(order)
+    elif order in plan.tensors:
+        raise PlanError(f"{order!r} is there, and the config says no actorder group")
+    args = _stored(plan, names)
+    decoder: RowOp
+    if scheme.bits == 4 and scheme.symmetric and scheme.group is not None and not ordered:
+        decoder = DequantInt4(scheme.group)
+    else:
+        decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
+    kind = _decoded(decoder, names, args)
+    shape = f"{module}.weight_shape"
+    taken = (*names, shape) if shape in plan.tensors else tuple(names)
+    return Stored(decoder, args, *kind.shape), taken
+
+
+def _read_gptq(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
+    """GPTQ's own form, turned."""
+    form = gptq_form(plan.checkpoint, module)
+    names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
+    args = _stored(plan, names)
+    scheme, shape = form.scheme, args[0].type.shape
+    rows = shape[1] if len(shape) == 2 else 1
+    decoder = DequantGptq(scheme.bits, scheme.group, form.version, 0, rows)
+    kind = _decoded(decoder, names, args)
+    return Stored(decoder, args, *kind.shape), tuple(names)
+
+
+def _stored(plan: Plan, names: list[str]) -> tuple[Output, ...]:
+    """Tensors as they lie in the source. Raises PlanError for one that is missing or made here."""
+    for name in names:
         if name not in plan.tensors:
             raise PlanError(f"{name!r} is missing")
-    if f"{module}.weight_zero_point" in plan.tensors:
-        raise PlanError(f"{module}: asymmetric INT4 (weight_zero_point) is not read here")
-    packed, scale = plan.tensors[names[0]], plan.tensors[names[1]]
-    if any(isinstance(piece.origin, Value) for piece in packed.pieces):
-        raise PlanError(f"{names[0]!r} was made by an earlier pass; experts are quantized once")
-    decoder = DequantInt4(int4_group(plan.checkpoint))
+    first = plan.tensors[names[0]]
+    if any(isinstance(piece.origin, Value) for piece in first.pieces):
+        raise PlanError(f"{names[0]!r} was made by an earlier pass; weights are quantized once")
+    return tuple(plan.tensors[name] for name in names)
+
+
+def _decoded(decoder: RowOp, names: list[str], args: tuple[Output, ...]) -> TensorType:
     try:
-        (kind,) = decoder.infer(packed.type, scale.type)
+        return decoder.infer(*(arg.type for arg in args))[0]
     except PlanError as error:
         raise PlanError(f"weight {names[0]!r} with {names[1]!r}: {error}") from error
-    taken = tuple(name for name in names if name in plan.tensors)
-    return Stored(decoder, (packed, scale), *kind.shape), taken

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
 from qconvert.errors import PlanError, RunError
-from qconvert.formats.w4a16 import PackInt4, group_config, inverse
+from qconvert.formats.int_config import group_config
+from qconvert.formats.scheme import IntScheme
+from qconvert.formats.w4a16 import PackInt4, inverse
 from qconvert.graph import Op
 from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.rowwise import Recode, RowOp
@@ -482,7 +484,7 @@ def peer_quantized(weight: UInt16s, group: int) -> tuple[Any, dict[str, torch.Te
         initialize_quantized_linear,
     )
 
-    scheme = QuantizationScheme.model_validate(group_config(group, ["Linear"]))
+    scheme = QuantizationScheme.model_validate(group_config(IntScheme(group=group), ["Linear"]))
     scheme.weights.observer = "memoryless_minmax"
     module: Any = initialize_quantized_linear(from_bits(weight), scheme, "cpu")
     calibrate_weight(module)
@@ -539,7 +541,7 @@ def test_compressed_tensors_knows_the_config() -> None:
     """Every field is one of its scheme's (it forbids others), and means what its W4A16 preset means."""
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 
-    config = group_config(128, ["Linear"])
+    config = group_config(IntScheme(), ["Linear"])
     scheme = QuantizationScheme.model_validate(config)
     preset = preset_name_to_scheme("W4A16", ["Linear"])
     preset.format = scheme.format

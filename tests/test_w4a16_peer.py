@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import run_cli
 from safetensors.torch import load_file, save_file
 from test_kt import MODELS, kt
 
@@ -138,8 +139,8 @@ def decompressed(folder: Path) -> Tensors:
         if f"{module}.weight_packed" not in stored:
             found[name] = value
         elif parameter == "weight_packed":
-            parts = ("weight_packed", "weight_scale", "weight_shape")
-            state = {part: stored[f"{module}.{part}"] for part in parts}
+            parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+            state = {p: stored[f"{module}.{p}"] for p in parts if f"{module}.{p}" in stored}
             made = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
             assert made.dtype == torch.bfloat16
             found[f"{module}.weight"] = made
@@ -166,6 +167,33 @@ def test_transformers_computes_what_the_packed_experts_mean(
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".mlp.experts." in name}
     ours = logits(gpu)
+    assert torch.equal(ours, logits(rounded))
+    assert not torch.equal(ours, logits(source))
+
+
+ROUNDED = {
+    "W4 g32": ["--group-size", "32"],
+    "W8 channel": ["--bits", "8", "--group-size", "channel"],
+    "W4 g32 linears": ["--group-size", "32", "--target", "Linear", "--leave-bf16"],
+}
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_transformers_computes_what_packed_weights_mean(
+    make: Callable[[], Any], case: str, tmp_path: Path
+) -> None:
+    source, out = saved(make(), tmp_path / "source"), tmp_path / "out"
+    done = run_cli("w4a16", source, out, "--rtn", *ROUNDED[case], "--jobs", "1")
+    assert done.code == 0, done.err
+    rounded = reference(source, out, tmp_path / "reference")
+    before, after = tensors(source), tensors(rounded)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    experts = {name for name in before if ".mlp.experts." in name}
+    assert experts <= changed
+    assert (changed > experts) is ("linears" in case)
+    ours = logits(out)
     assert torch.equal(ours, logits(rounded))
     assert not torch.equal(ours, logits(source))
 

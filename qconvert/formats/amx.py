@@ -271,6 +271,24 @@ def _sixteenths(codes: Bytes, spare: Bytes) -> None:
     np.bitwise_and(eight, np.uint64(0x0F0F0F0F0F0F0F0F), out=eight)
 
 
+def place_codes(
+    method: Method, codes: np.ndarray[tuple[int, ...], np.dtype[np.int8]], target: Bytes
+) -> None:
+    """Codes [N, K] of one shard, int4 as -7 to 7, -> its packed bytes."""
+    import numpy as np
+
+    rows, columns = codes.shape
+    tall, _ = _tile(rows, columns)
+    lines, spare = np.empty((2, tall, columns), np.uint8)
+    for top in range(0, rows, tall):
+        count = min(top + tall, rows) - top
+        half = lines[:count]
+        np.add(codes[top : top + count], 8 if method == "int4" else 0, out=half.view(np.int8))
+        if method == "int4":
+            half = _pair_up(half, spare[:count])
+        _place(method, half, target, top, rows, columns)
+
+
 def _pair_up(codes: Bytes, spare: Bytes) -> Bytes:
     """Codes plus 8, [r, K] -> bytes [r, K/2]: byte j of a step holds code j in its low half and code
     j + 64 in its high half, as four-bit two's complements."""

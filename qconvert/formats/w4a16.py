@@ -1,4 +1,5 @@
-"""W4A16: symmetric INT4 weights in groups, packed; activations stay bf16.
+"""W4A16 and W8A16: symmetric INT4 or INT8 weights in groups or rows of one scale, packed; activations
+stay bf16.
 
 Format source: compressed-tensors 0.19, `compressors/pack_quantized/base.py` and `helpers.py` (words),
 `quantization/utils/helpers.py` `calculate_qparams` (scales) and
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.errors import PlanError, RowError
 from qconvert.graph import Buffer, Part
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
-_HALF_RANGE = 7.5  # of codes -8 to 7
+_WORD_BITS = 32
 _BF16_INFINITY = 0x7F80
 _EPS_BITS = 0x3C000000  # 2^-7, bf16's epsilon: the scale of a group of zeros
 
 # Below 2^-120 a scale may be a denormal, whose rounding is so coarse that a quotient exceeds 8. From
-# there on a scale is off by 2^-9 of itself at most, and a quotient rounds to -8 to 8.
+# there on a scale is off by 2^-9 of itself at most, and a quotient rounds to -8 to 8, or -128 to 128.
 _COARSE = (127 - 120) << 7
 
 # A float32 from 2^23 to 2^24 counts ones, so adding this rounds to whole numbers, ties to even, and
-# leaves the number + 8, which is how a code is stored, in the lowest bits.
-_ROUNDER = 1.5 * 2.0**23 + 8
+# leaves the number in the lowest bits; with 8 or 128 more, what a code is stored as.
+_ROUNDER = 1.5 * 2.0**23
 
 _BIT_4 = 0x0101010101010101
 
@@ -48,30 +49,36 @@ _SHORT_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
-class PackInt4:
-    """BF16 [N, K] -> packed I32 [N, K/8] and scale BF16 [N, K/group].
+class _PackSymmetric:
+    """BF16 [N, K] -> packed I32 [N, K / word] and scale BF16 [N, K / group]; group None: [N, 1].
 
-    A group's scale is bf16(largest size / 7.5), or 2^-7 where that is zero; a code is bf16(w / scale)
-    rounded to a whole number, ties to even, and held to -8 to 7. Raises PlanError where the
-    argument is no BF16 matrix of whole groups and words, RowError where it holds NaN or infinity.
+    A group's scale is bf16(largest size / half the range), or 2^-7 where that is zero; a code is
+    bf16(w / scale) rounded to a whole number, ties to even, and held to the range. Raises PlanError
+    where the argument is no BF16 matrix of whole groups and words, RowError where it holds NaN or
+    infinity.
     """
 
-    group: int
+    group: int | None
+    bits: ClassVar[int]
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
         if weight.dtype != "BF16" or len(weight.shape) != 2:
-            raise PlanError(f"expected a BF16 matrix to quantize to INT4, found {weight}")
+            raise PlanError(f"expected a BF16 matrix to quantize to INT{self.bits}, found {weight}")
         rows, columns = weight.shape
-        if self.group < 1 or columns % self.group or columns % CODES_PER_WORD:
+        group, word = self._width(weight), _WORD_BITS // self.bits
+        if group < 1 or columns % group or columns % word:
             raise PlanError(
-                f"expected columns in whole groups of {self.group} and whole words of "
-                f"{CODES_PER_WORD}, found {columns} in {weight}"
+                f"expected columns in whole groups of {group} and whole words of {word}, found "
+                f"{columns} in {weight}"
             )
         return (
-            TensorType("I32", (rows, columns // CODES_PER_WORD)),
-            TensorType("BF16", (rows, columns // self.group)),
+            TensorType("I32", (rows, columns // word)),
+            TensorType("BF16", (rows, columns // group)),
         )
+
+    def _width(self, weight: TensorType) -> int:
+        return weight.shape[1] if self.group is None else self.group
 
     def row_step(self, *args: TensorType) -> int:
         return 1
@@ -93,18 +100,22 @@ class PackInt4:
     def scratch(self, *args: TensorType) -> int:
         """A tile as float32, its codes and one more byte an element, and for each group its scale,
         the rounding of it, and its largest value."""
-        groups = min(args[0].numel // self.group, tile_groups(self.group))
-        return 6 * groups * self.group + 12 * groups
+        group = self._width(args[0])
+        groups = min(args[0].numel // group, tile_groups(group))
+        return 6 * groups * group + 12 * groups
 
     def loss(self, *args: TensorType) -> str | None:
-        return f"rounds bf16 to int4 in groups of {self.group} (error about half a step at most)"
+        where = "with a scale a row" if self.group is None else f"in groups of {self.group}"
+        return f"rounds bf16 to int{self.bits} {where} (error about half a step at most)"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
         import numpy as np
 
-        columns, group = ins[0].type.shape[1], self.group
+        columns, group, bits_a_code = ins[0].type.shape[1], self._width(ins[0].type), self.bits
+        half = 1 << (bits_a_code - 1)
+        rounder = np.float32(_ROUNDER + half)
         total = ins[0].type.numel // group
         step = min(total, tile_groups(group))
         tile = step * group
@@ -113,7 +124,7 @@ class PackInt4:
         spare = array(scratch[5 * tile : 6 * tile], np.uint8, (step, group))
         small = array(scratch[6 * tile :], np.int32, (3, step, 1))
         source = array(ins[0].data, np.uint16, (total, group))
-        packed = array(outs[0].data, np.uint8, (total * group // 2,))
+        packed = array(outs[0].data, np.uint8, (total * group * bits_a_code // 8,))
         scale = array(outs[1].data, np.uint16, (total, 1))
         for start in range(0, total, max(1, step)):
             stop = min(start + step, total)
@@ -126,7 +137,7 @@ class PackInt4:
                 row = first // (columns // group)
                 raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
             coarse = bool(np.any((largest > 0) & (largest < _COARSE)))
-            _scales(largest, factors, beside)
+            _scales(largest, half - 0.5, factors, beside)
             np.right_shift(factors, 16, out=beside)
             np.copyto(scale[start:stop], beside, casting="unsafe")
 
@@ -139,15 +150,36 @@ class PackInt4:
             np.add(part, 0x8000, out=part)
             np.bitwise_and(part, -0x10000, out=part)
             if coarse:
-                np.clip(values, -8, 8, out=values)
-            np.add(values, np.float32(_ROUNDER), out=values)
+                np.clip(values, -half, half, out=values)
+            size = count * group
+            if bits_a_code == 8:
+                np.minimum(values, np.float32(half - 1), out=values)
+                np.add(values, rounder, out=values)
+                target = packed[start * group : stop * group]
+                np.copyto(target.reshape(count, group), part, casting="unsafe")
+                continue
+            np.add(values, rounder, out=values)
             np.copyto(codes[:count], part, casting="unsafe")
             _pack(
-                codes.reshape(-1)[: count * group],
-                spare.reshape(-1)[: count * group],
+                codes.reshape(-1)[:size],
+                spare.reshape(-1)[:size],
                 packed[start * group // 2 : stop * group // 2],
             )
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class PackInt4(_PackSymmetric):
+    """Codes -8 to 7, eight a word, in compressed-tensors' form; see `_PackSymmetric`."""
+
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackInt8(_PackSymmetric):
+    """Codes -128 to 127, four a word, in compressed-tensors' form; see `_PackSymmetric`."""
+
+    bits: ClassVar[int] = 8
 
 
 def _largest(weight: Int16s, work: Int32s, out: Int32s) -> None:
@@ -176,13 +208,13 @@ def _largest(weight: Int16s, work: Int32s, out: Int32s) -> None:
     np.copyto(out, sizes[::group].reshape(count, 1))
 
 
-def _scales(largest: Int32s, factors: Int32s, spare: Int32s) -> None:
+def _scales(largest: Int32s, half_range: float, factors: Int32s, spare: Int32s) -> None:
     """bf16 bits of each group's largest size -> float32 bits of its scale, which is a bf16 number."""
     import numpy as np
 
     np.left_shift(largest, 16, out=factors)
     values = factors.view(np.float32)
-    np.divide(values, np.float32(_HALF_RANGE), out=values)
+    np.divide(values, np.float32(half_range), out=values)
     round_to_bf16(factors, spare)
     np.left_shift(factors, 16, out=factors)
     factors[factors == 0] = _EPS_BITS
@@ -219,22 +251,3 @@ def inverse(packed: Int32s, scale: Float32s, group: int) -> Float32s:
     with np.errstate(over="ignore"):  # -8 times the very largest scales is infinite
         values: Float32s = codes.astype(np.float32) * scale[:, :, None]
     return values.reshape(rows, scale.shape[1] * group)
-
-
-def group_config(group: int, targets: list[str]) -> dict[str, Any]:
-    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`)."""
-    return {
-        "targets": list(targets),
-        "weights": {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": group,
-            "actorder": None,
-            "dynamic": False,
-        },
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }

@@ -1,0 +1,152 @@
+"""GPTQ's own form -> BF16: bf16((code - zero) * scale), rounded once.
+
+Format source: AutoGPTQ 0.7 and GPTQModel, as sglang 0.5.23 and vLLM 0.33 read it (`gptq`, of the
+checkpoint_format `gptq` or `gptq_v2`): qweight I32 [K / word, N], packed along K; qzeros I32
+[groups, N / word], packed along N, in the first version less one; scales [groups, N]; g_idx I32 [K],
+the group of each column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.errors import PlanError, RowError
+from qconvert.graph import Buffer, Part, whole
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import FLOAT_DTYPES
+from qconvert.ops.ints import (
+    Products,
+    group_of_columns,
+    product_scratch,
+    scale_scratch,
+    scales,
+    spread,
+)
+from qconvert.spec import TensorType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DequantGptq:
+    """qweight, qzeros, scales in BF16, F16 or F32, g_idx -> BF16 [count, K]: rows [first, first + count)
+    of the weight [N, K], which are columns here, so it cannot be cut. `group` None: one for all K.
+
+    Raises PlanError where dtypes or shapes do not fit, RowError where a scale is NaN or infinite, a
+    column of K is of no group, or a zero point of version 1 is one that readers differ on (the
+    largest number, which some take for 0 and some for one above it).
+    """
+
+    bits: int
+    group: int | None
+    version: Literal[1, 2]
+    first: int
+    count: int
+
+    @property
+    def word(self) -> int:
+        """Codes in a 32-bit word."""
+        return _WORD_BITS // self.bits
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        qweight, qzeros, scale, g_idx = args
+        if qweight.dtype != "I32" or len(qweight.shape) != 2:
+            raise PlanError(f"expected packed codes in an I32 matrix, found {qweight}")
+        if scale.dtype not in FLOAT_DTYPES:
+            raise PlanError(f"expected scales in {', '.join(FLOAT_DTYPES)}, found {scale}")
+        columns, rows = self.word * qweight.shape[0], qweight.shape[1]
+        group = columns if self.group is None else self.group
+        if group < 1 or columns % group:
+            raise PlanError(f"expected columns in groups of {group}, found {columns} in {qweight}")
+        groups = columns // group
+        wanted = (
+            TensorType("I32", (groups, rows // self.word)),
+            TensorType(scale.dtype, (groups, rows)),
+            TensorType("I32", (columns,)),
+        )
+        if (qzeros, scale, g_idx) != wanted:
+            raise PlanError(
+                f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
+                f"{qzeros}, {scale}, {g_idx}"
+            )
+        if self.first < 0 or self.count < 1 or self.first + self.count > rows:
+            raise PlanError(
+                f"expected columns [{self.first}, {self.first + self.count}), one or more, to lie in "
+                f"{qweight}"
+            )
+        return (TensorType("BF16", (self.count, columns)),)
+
+    def row_step(self, *args: TensorType) -> int:
+        return self.count
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        return whole(self, args)
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        yield whole(self, args)
+
+    def scratch(self, *args: TensorType) -> int:
+        columns = self.word * args[0].shape[0]
+        return scale_scratch(args[2]) + product_scratch(self.count, columns)
+
+    def loss(self, *args: TensorType) -> str | None:
+        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-9)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        try:
+            self._decode(ins, outs[0], scratch)
+        except RowError as error:
+            raise RowError(self.first + error.row, error.what, turned=True) from error
+        return {}
+
+    def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:
+        import numpy as np
+
+        qweight, qzeros, scale, g_idx = ins
+        rows, columns = out.type.shape
+        groups = scale.type.shape[0]
+        mine = slice(self.first, self.first + self.count)
+        source = array(qweight.data, np.uint32, qweight.type.shape)[:, mine]
+        zero = self._zeros(array(qzeros.data, np.uint32, qzeros.type.shape))
+        used = scale_scratch(scale.type)
+        factors = scales(scale, scratch[:used]).T[mine]
+        column_group = group_of_columns(g_idx, groups)
+        side_by_side = np.array_equal(column_group, np.arange(columns) // (columns // groups))
+        work = Products(scratch[used:], rows, columns, factors)
+        target = array(out.data, np.uint16, (rows, columns))
+        for start, stop in work.tiles():
+            turned = np.ascontiguousarray(source[:, start:stop].T).view(np.uint8)
+            spread(turned, self.bits, work.codes(stop - start))
+            work.multiply(
+                start, stop, zero, None if side_by_side else column_group, target[start:stop]
+            )
+
+    def _zeros(self, words: UInt32s) -> Int16s:
+        """Zero points [count, groups], counted from 0 as the stored codes are."""
+        import numpy as np
+
+        groups, width = words.shape
+        found = np.empty((groups, width * self.word), np.int16)
+        spread(np.ascontiguousarray(words).view(np.uint8), self.bits, found)
+        mine = found.T[self.first : self.first + self.count]
+        if self.version == 2:
+            return mine
+        most = (1 << self.bits) - 1
+        if mine.size and int(mine.max()) == most:
+            row = int(np.argwhere(mine == most)[0][0])
+            raise RowError(
+                row,
+                f"has a stored zero point of {most}, which readers of GPTQ's first version take for 0 "
+                f"or for {most + 1}; have the model saved as gptq_v2",
+            )
+        return mine + np.int16(1)

@@ -1,0 +1,155 @@
+"""`qconvert w4a16 --rtn` against llm-compressor's `model_free_ptq`: the same tensors, byte for byte, and
+the same scheme in the config. Installed by `make peers`; run with
+`pytest -m peer tests/test_w4a16_rtn_peer.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import read_tensors, run_cli
+from ops_harness import buffer, run_op
+from safetensors.torch import load_file, save_file
+from test_kt import deepseek_v3
+from test_kt import qwen3_moe as small_qwen3_moe
+from test_w4a16_peer import decompressed, parsed, qwen3_moe, saved
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.plan import Plan
+from qconvert.weights import read_matrix
+
+pytestmark = pytest.mark.peer
+
+# By names alone it takes these for linear layers too.
+LEFT = ["lm_head", "model.embed_tokens", "re:.*mlp.gate$"]
+EXPERTS = [r"re:.*\.mlp\.experts\..*"]
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "W4 g128": ({"num_bits": 4, "strategy": "group", "group_size": 128}, []),
+    "W4 g32": ({"num_bits": 4, "strategy": "group", "group_size": 32}, ["--group-size", "32"]),
+    "W4 channel": ({"num_bits": 4, "strategy": "channel"}, ["--group-size", "channel"]),
+    "W8 channel": (
+        {"num_bits": 8, "strategy": "channel"}, ["--bits", "8", "--group-size", "channel"],
+    ),
+    "W8 g64": (
+        {"num_bits": 8, "strategy": "group", "group_size": 64},
+        ["--bits", "8", "--group-size", "64"],
+    ),
+    "W4 g128 asymmetric": (
+        {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False},
+        ["--asymmetric"],
+    ),
+    "W8 channel asymmetric": (
+        {"num_bits": 8, "strategy": "channel", "symmetric": False},
+        ["--bits", "8", "--group-size", "channel", "--asymmetric"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heavy tails, and in one expert the rows that are hard: zeros, numbers of one sign, denormals, and
+    all sizes there are."""
+    folder = saved(qwen3_moe(), tmp_path_factory.mktemp("model") / "source")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    weight = tensors["model.layers.0.mlp.experts.1.gate_proj.weight"]
+    generator = torch.Generator().manual_seed(5)
+    weight[0] = 0
+    weight[1] = weight[1].abs() + 1e-3
+    weight[2] = -weight[2].abs() - 1e-3
+    weight[3] = (torch.rand(weight.shape[1], generator=generator) * 1e-38).to(weight.dtype)
+    weight[4] = 3e38
+    weight[5, ::2], weight[5, 1::2] = -1e38, 1e38
+    weight[6] = -0.0
+    weight[7] = torch.exp2(torch.rand(weight.shape[1], generator=generator) * 200 - 100)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def theirs(source: Path, out: Path, weights: dict[str, Any], targets: list[str]) -> Path:
+    from compressed_tensors.quantization import QuantizationConfig
+    from llmcompressor.entrypoints.model_free import model_free_ptq
+
+    config = QuantizationConfig.model_validate(
+        {
+            "config_groups": {
+                "group_0": {
+                    "targets": targets,
+                    "weights": {"type": "int", "symmetric": True, **weights},
+                }
+            },
+            "format": "pack-quantized",
+            "ignore": LEFT,
+        }
+    )
+    model_free_ptq(source, out, config=config, device="cpu")
+    return out
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, ["Linear"]], ids=["experts", "linears"])
+@pytest.mark.parametrize("case", CASES)
+def test_rounding_is_llm_compressors(
+    case: str, targets: list[str], source: Path, tmp_path: Path
+) -> None:
+    weights, options = CASES[case]
+    words = [word for target in targets for word in ("--target", target)]
+    done = run_cli("w4a16", source, tmp_path / "ours", "--rtn", *options, *words, "--jobs", "1")
+    assert done.code == 0, done.err
+    expected = read_tensors(theirs(source, tmp_path / "theirs", weights, targets))
+    ours = read_tensors(tmp_path / "ours")
+    assert ours.keys() == expected.keys()
+    packed = [name for name in ours if name.endswith(".weight_packed")]
+    assert len(packed) == 24 + (8 if targets == ["Linear"] else 0)
+    assert [name for name in ours if ours[name] != expected[name]] == []
+    ours_config, theirs_config = parsed(tmp_path / "ours"), parsed(tmp_path / "theirs")
+    mine, other = (c.config_groups["group_0"].weights for c in (ours_config, theirs_config))
+    for field in ("num_bits", "type", "symmetric", "strategy", "group_size"):
+        assert getattr(mine, field) == getattr(other, field)
+    assert mine.actorder is None
+
+
+def read_by_us(folder: Path, module: str) -> bytes:
+    """A matrix as `read_matrix` says it is to be read, from the folder's own bytes."""
+    plan, tensors = Plan.identity(Checkpoint.open(folder)), read_tensors(folder)
+    stored, names = read_matrix(plan, module)
+    assert stored.decoder is not None
+    args = [name for name in names if not name.endswith(".weight_shape")]
+    given = [buffer(plan.tensors[name].type, tensors[name].data) for name in args]
+    (data,), _ = run_op(stored.decoder, given, 10_000)
+    return data
+
+
+def check_reading(folder: Path, count: int) -> None:
+    """Every packed matrix is read as compressed-tensors decompresses it."""
+    expected = decompressed(folder)
+    packed = [n for n in read_tensors(folder) if n.endswith(".weight_packed")]
+    assert len(packed) == count
+    for name in packed:
+        module = name.removesuffix(".weight_packed")
+        weight = expected[f"{module}.weight"]
+        assert weight.dtype == torch.bfloat16
+        assert read_by_us(folder, module) == weight.view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reading_is_compressed_tensors_own(case: str, tmp_path: Path) -> None:
+    source = saved(qwen3_moe(), tmp_path / "source")
+    out = tmp_path / "out"
+    done = run_cli("w4a16", source, out, "--rtn", *CASES[case][1], "--jobs", "1")
+    assert done.code == 0, done.err
+    check_reading(out, 24)
+
+
+@pytest.mark.parametrize("options", [[], ["--asymmetric", "--group-size", "32"]])
+def test_reading_beside_fp8_linears(options: list[str], tmp_path: Path) -> None:
+    """In both forms of config: `linear_fp8_config` for all linears, and a group of their own."""
+    two_groups = small_qwen3_moe("fp8", bf16_modules=("1.self_attn.o_proj",))
+    for number, (model, count) in enumerate(((deepseek_v3(), 12), (two_groups, 12))):
+        out = tmp_path / f"out-{number}"
+        source = model.write(tmp_path / f"source-{number}")
+        done = run_cli("w4a16", source, out, "--rtn", *options, "--jobs", "1")
+        assert done.code == 0, done.err
+        check_reading(out, count)
