@@ -19,6 +19,10 @@ class RecipeError(QConvertError):
     """A recipe file is not valid; the message carries its line."""
 
 
+class DataError(QConvertError):
+    """Calibration data that cannot be used; the message carries file and line."""
+
+
 class OutputError(QConvertError):
     """The output folder cannot be used: foreign, locked, read-only, too small a disk, other plan."""
 

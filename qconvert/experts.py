@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 from qconvert.errors import PlanError
 from qconvert.family import Place
+from qconvert.formats.calibrated import Calibrated
+from qconvert.formats.scheme import Packer
+from qconvert.graph import Output, Value, apply
 from qconvert.names import split_parameter
 from qconvert.plan import ELSEWHERE, Plan
+from qconvert.spec import TensorType
 from qconvert.weights import Stored, read_matrix, read_of_stack
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -106,6 +110,26 @@ def routed_experts(plan: Plan) -> Experts:
     )  # fmt: skip
 
 
+def calibrated(
+    projection: Projection, packers: tuple[Packer, ...], digest: str
+) -> tuple[tuple[Output, ...], ...]:
+    """A matrix whose codes a calibration finds: the results of each packer. Raises PlanError where the
+    matrix is of no size that one takes."""
+    p = projection
+    if any(isinstance(piece.origin, Value) for arg in p.weight.args for piece in arg.pieces):
+        raise PlanError(
+            f"{p.module} is computed by an earlier pass, and a calibration reads the checkpoint itself: "
+            "make that pass a conversion of its own, or leave it out (FP8 and INT4 are decoded here too)"
+        )
+    op = Calibrated(p.weight.decoder, packers, p.layer, p.expert, p.kind, digest)
+    try:
+        results = iter(apply(op, *p.weight.args))
+        kind = TensorType("BF16", (p.weight.rows, p.weight.columns))
+        return tuple(tuple(next(results) for _ in packer.infer(kind)) for packer in packers)
+    except PlanError as error:
+        raise PlanError(f"{p.module}: {error}") from error
+
+
 def _draft_layers(plan: Plan) -> list[int]:
     """Numbers of the draft layers that must have experts: all the config counts, where there is any
     draft tensor; none where they were left out as a whole."""
@@ -127,7 +151,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
         layer += plan.census.dims.num_layers
     kind = role.rpartition(".")[2]
     if role.startswith(_APART):
-        if place.parameter not in ("weight", "weight_packed"):
+        if place.parameter not in ("weight", "weight_packed", "qweight"):
             return
         assert place.expert is not None
         module, _ = split_parameter(name)

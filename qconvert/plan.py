@@ -10,6 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar, Protocol
 
+from qconvert.calibration import Calibration
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Census, Family, census, family_for
@@ -38,6 +39,15 @@ class LogEntry:
 
 
 @dataclass(frozen=True)
+class Calibrating:
+    """A calibration that a plan rests on: the model it runs, which is the plan before its weights were
+    replaced, and what was asked for. Its digest is in every op that depends on it."""
+
+    model: Plan
+    request: Calibration
+
+
+@dataclass(frozen=True)
 class Plan:
     """Named outputs over a checkpoint's sources.
 
@@ -45,7 +55,8 @@ class Plan:
     files. `facts` is what a pass wants recorded in the manifest (layout, method, ...). `aliases` are
     outputs that repeat another's bytes on purpose; `linkable` are source shards that an output
     folder could hold as they are. `needs_class` is a model class that alone takes what a pass made.
-    `new_files` are texts a pass writes beside the weights, by name.
+    `new_files` are texts a pass writes beside the weights, by name; `metadata` is what it adds to that
+    of the safetensors files. `calibration` is how weights with a `Calibrated` node are to be computed.
     """
 
     checkpoint: Checkpoint
@@ -60,6 +71,8 @@ class Plan:
     linkable: tuple[int, ...] = ()
     needs_class: str | None = None
     new_files: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    calibration: Calibrating | None = None
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> Plan:
@@ -163,6 +176,8 @@ class Plan:
         rest = [self.config, self.side_files, dict(self.dropped), dict(self.facts)]
         if self.new_files:
             rest.append(dict(self.new_files))
+        if self.metadata:
+            rest.append({"metadata": dict(self.metadata)})
         digest.update(json.dumps(rest, sort_keys=True).encode())
         return digest.hexdigest()
 
@@ -349,5 +364,6 @@ def _check_whole_groups(plan: Plan) -> None:
 
 def _spent(rule: str) -> bool:
     """Rules of conversions that make a parameter meaningless (activation scales of weights that
-    are no longer quantized), or leave it to another folder, leave their module whole."""
-    return rule.startswith(("dequant:", ELSEWHERE))
+    are no longer quantized), what follows from other parameters, and what is left to another folder:
+    their module stays whole."""
+    return rule.startswith(("dequant:", "derived:", ELSEWHERE))

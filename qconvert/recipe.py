@@ -8,23 +8,24 @@
 
 A pass is its name, or its name with options; a pass's fields are its schema. An unknown key is an
 error with its line and the key that was probably meant: a misspelt option that is ignored is how
-wrong checkpoints are made.
+wrong checkpoints are made. llm-compressor's recipes are read as well (qconvert/foreign_recipe.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import RecipeError
+from qconvert.errors import DataError, PlanError, RecipeError
+from qconvert.foreign_recipe import is_foreign, parse_foreign, pattern_of
 from qconvert.passes import passes
 from qconvert.plan import Pass
+from qconvert.yaml_lines import compose, construct, did_you_mean, entries, line_of
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -53,12 +54,18 @@ class Recipe:
 
 
 def _spell(step: Pass) -> Any:
-    options = {
-        field.name: getattr(step, field.name)
-        for field in fields(step)  # type: ignore[arg-type]
-        if getattr(step, field.name) != field.default
-    }
+    options = _options(step)
     return {step.name: options} if options else step.name
+
+
+def _options(of: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, nested ones too."""
+    found = {field.name: getattr(of, field.name) for field in fields(of)}
+    return {
+        field.name: _options(value) if is_dataclass(value) else value
+        for field in fields(of)
+        if (value := found[field.name]) != field.default
+    }
 
 
 def parse_size(text: str | int) -> int:
@@ -91,8 +98,9 @@ def builtin_recipes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def load_recipe(where: str) -> Recipe:
-    """A recipe by file or built-in name. Raises RecipeError, with the line where there is one."""
+def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
+    line where there is one."""
     try:
         text = Path(where).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -102,41 +110,46 @@ def load_recipe(where: str) -> Recipe:
     except (OSError, ValueError):  # no such file, or no name a file can have
         pass
     else:
-        return parse_recipe(text, where)
+        return parse_recipe(text, where, data)
     found = builtin_recipes()
     if where in found:
-        return parse_recipe(found[where], where)
+        return parse_recipe(found[where], where, data)
     raise RecipeError(
         f"there is no recipe file {where!r} and no built-in one of that name"
-        f"{_did_you_mean(where, found)}; `qconvert recipes list` shows them"
+        f"{did_you_mean(where, found)}; `qconvert recipes list` shows them"
     )
 
 
-def parse_recipe(text: str, name: str) -> Recipe:
-    """Parse a recipe. `name` stands in error messages. Raises RecipeError."""
+def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) -> Recipe:
+    """Parse a recipe. `name` stands in error messages. `data` are fields of Calibration for a recipe
+    of llm-compressor's that needs data, which those do not name. Raises RecipeError."""
     import yaml
 
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise _not_yaml(error, name) from error
+    node = compose(text, name)
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{name}: a recipe is a mapping with the key `passes`")
+    if is_foreign(node):
+        return _foreign(node, name, data)
+    if data:
+        raise RecipeError(
+            f"{name}: calibration data goes with a recipe of llm-compressor's; here it is an option of "
+            "the pass"
+        )
     steps: tuple[Pass, ...] | None = None
     size: int | None = None
-    for key, value in _entries(node, name):
+    for key, value in entries(node, name):
         if key.value == "passes":
             if not isinstance(value, yaml.SequenceNode):
-                raise RecipeError(f"{name}:{_line(value)}: `passes` must be a list")
+                raise RecipeError(f"{name}:{line_of(value)}: `passes` must be a list")
             steps = tuple(_pass(item, name) for item in value.value)
         elif key.value == "max_shard_size":
             try:
                 size = parse_size(value.value if isinstance(value, yaml.ScalarNode) else "a list")
             except RecipeError as error:
-                raise RecipeError(f"{name}:{_line(value)}: max_shard_size: {error}") from error
+                raise RecipeError(f"{name}:{line_of(value)}: max_shard_size: {error}") from error
         else:
             raise RecipeError(
-                f"{name}:{_line(key)}: unknown key {key.value!r}{_did_you_mean(key.value, _KEYS)}; "
+                f"{name}:{line_of(key)}: unknown key {key.value!r}{did_you_mean(key.value, _KEYS)}; "
                 f"a recipe has {', '.join(_KEYS)}"
             )
     if steps is None:
@@ -144,27 +157,51 @@ def parse_recipe(text: str, name: str) -> Recipe:
     return Recipe(name, steps, size)
 
 
-def _not_yaml(error: Exception, name: str) -> RecipeError:
-    """In one line: what YAML's own message says in five."""
-    mark = getattr(error, "problem_mark", None)
-    line = f":{mark.line + 1}" if mark is not None else ""
-    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    return RecipeError(f"{name}{line}: not valid YAML: {problem}")
+def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
+    """llm-compressor's recipe as one of ours: the pass w4a16, calibrated where it says GPTQ."""
+    asked = parse_foreign(node, name)
+    first = asked.groups[0]
+    for other in asked.groups[1:]:
+        if other.scheme != first.scheme:
+            raise RecipeError(
+                f"{name}:{other.line}: another scheme than in line {first.line}; qconvert quantizes to "
+                "one: write the rest under ignore, or run this recipe with llm-compressor"
+            )
+    targets = [pattern_of(target) for group in asked.groups for target in group.targets]
+    ignore = [pattern_of(word) for word in asked.ignore]
+    if any(map(_takes_head, targets)) and not any(map(_takes_head, ignore)):
+        raise RecipeError(
+            f"{name}:{first.line}: lm_head would be quantized too, which runtimes do not load; write "
+            "ignore: [lm_head]"
+        )
+    scheme = first.scheme
+    values: dict[str, Any] = {
+        "bits": scheme.bits,
+        "group": scheme.group,
+        "symmetric": scheme.symmetric,
+        "actorder": scheme.actorder,
+        "targets": targets,
+        "ignore": ignore,
+    }
+    if asked.kind == "gptq":
+        if not data:
+            raise RecipeError(
+                f"{name}:{asked.line}: GPTQModifier calibrates, which needs data: add --data FILE, or "
+                "--synthetic for a trial"
+            )
+        own = {"dampening_frac": asked.dampening_frac, "block_size": asked.block_size}
+        values["calibrate"] = {**own, **data}
+    elif data:
+        raise RecipeError(
+            f"{name}:{asked.line}: QuantizationModifier rounds to nearest, which needs no data; leave "
+            "it out, or write GPTQModifier"
+        )
+    lines = dict.fromkeys(values, first.line)
+    return Recipe(name, (_build(passes()["w4a16"], values, lines, name, asked.line),))
 
 
-def _line(node: Any) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _entries(node: Any, name: str) -> Iterable[tuple[Any, Any]]:
-    seen: set[str] = set()
-    for key, value in node.value:
-        if not isinstance(key.value, str):
-            raise RecipeError(f"{name}:{_line(key)}: a key must be a word")
-        if key.value in seen:
-            raise RecipeError(f"{name}:{_line(key)}: {key.value!r} is given twice")
-        seen.add(key.value)
-        yield key, value
+def _takes_head(pattern: str) -> bool:
+    return pattern == "Linear" or re.match(pattern.removeprefix("re:"), "lm_head") is not None
 
 
 def _pass(node: Any, name: str) -> Pass:
@@ -178,27 +215,24 @@ def _pass(node: Any, name: str) -> Pass:
         key, options = node.value[0]
     if not isinstance(key, yaml.ScalarNode):
         raise RecipeError(
-            f"{name}:{_line(node)}: a pass is its name, or one name with its options below it"
+            f"{name}:{line_of(node)}: a pass is its name, or one name with its options below it"
         )
     kind = known.get(key.value)
     if kind is None:
         raise RecipeError(
-            f"{name}:{_line(key)}: unknown pass {key.value!r}{_did_you_mean(key.value, known)}; "
+            f"{name}:{line_of(key)}: unknown pass {key.value!r}{did_you_mean(key.value, known)}; "
             f"known are {', '.join(sorted(known))}"
         )
     if options is None or (isinstance(options, yaml.ScalarNode) and options.value == ""):
-        return _build(kind, {}, {}, name, _line(key))
+        return _build(kind, {}, {}, name, line_of(key))
     if not isinstance(options, yaml.MappingNode):
-        raise RecipeError(f"{name}:{_line(options)}: options of {key.value!r} must be a mapping")
+        raise RecipeError(f"{name}:{line_of(options)}: options of {key.value!r} must be a mapping")
     lines: dict[str, int] = {}
     values: dict[str, Any] = {}
-    for option, value in _entries(options, name):
-        lines[option.value] = _line(option)
-        try:
-            values[option.value] = yaml.SafeLoader("").construct_document(value)
-        except yaml.YAMLError as error:  # a tag that safe YAML does not have
-            raise _not_yaml(error, name) from error
-    return _build(kind, values, lines, name, _line(key))
+    for option, value in entries(options, name):
+        lines[option.value] = line_of(option)
+        values[option.value] = construct(value, name)
+    return _build(kind, values, lines, name, line_of(key))
 
 
 def _build(
@@ -213,19 +247,17 @@ def _build(
             what = f"it has {', '.join(allowed)}" if allowed else "it has no options"
             raise RecipeError(
                 f"{name}:{lines.get(key, line)}: {kind.name!r} has no option {key!r}"
-                f"{_did_you_mean(key, allowed)}; {what}"
+                f"{did_you_mean(key, allowed)}; {what}"
             )
     try:
         return TypeAdapter(kind).validate_python(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
+        option = ".".join(map(str, first["loc"]))
         raise RecipeError(
-            f"{name}:{lines.get(key, line)}: {kind.name!r}, option {key!r}: {first['msg']}, "
+            f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: {first['msg']}, "
             f"found {first.get('input')!r}"
         ) from error
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    except (DataError, PlanError) as error:  # options that contradict one another
+        raise RecipeError(f"{name}:{line}: {kind.name!r}: {error}") from error

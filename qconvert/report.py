@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qconvert.calibrate.maker import room_bytes
+from qconvert.calibration import FACT
 from qconvert.checkpoint import Checkpoint
 from qconvert.graph import Output, Source
 from qconvert.names import parse, split_parameter, weight_candidates
@@ -66,6 +68,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         lines.append(f"pass    {entry.name}: {entry.matched} {entry.what}{wanted}{notes}")
     if not plan.log:
         lines.append("pass    none: a plain copy")
+    lines += _calibration_lines(plan)
     lines += drop_lines(plan)
     lines += loss_lines(plan)
     unknown = checkpoint.census.unknown
@@ -96,6 +99,20 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _calibration_lines(plan: Plan) -> list[str]:
+    if plan.calibration is None:
+        return []
+    request = plan.calibration.request
+    data = "made-up tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
+    tokens = "its own tokens" if request.experts == "routed" else "all tokens"
+    disk = format_size(room_bytes(plan.calibration))
+    line = (
+        f"gptq    {request.samples} samples of up to {request.length} tokens ({data}), an expert sees "
+        f"{tokens}; {disk} more disk while it runs, and what --memory says, or half of what is free"
+    )
+    return [line]
 
 
 def _table(plan: Plan) -> list[str]:
@@ -239,7 +256,13 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
         "source": str(checkpoint.root),
         "fingerprint": ready.fingerprint,
         "passes": [
-            {"name": e.name, "spec": e.spec, "matched": e.matched, "expected": e.expected}
+            {
+                "name": e.name,
+                "spec": e.spec,
+                "matched": e.matched,
+                "expected": e.expected,
+                "notes": list(e.notes),
+            }
             for e in plan.log
         ],
         "bytes": {"in": plan.bytes_in, "out": plan.bytes_out, "dropped": plan.bytes_dropped},

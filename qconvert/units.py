@@ -2,8 +2,8 @@
 
 A unit is a connected component: outputs that share a computed value belong together, so that each
 value is computed once. Within a unit, steps run one after another; a step is either a copy of
-source bytes or a group of connected nodes. Only one step's buffers live at a time, and a step of
-one node is further cut by its op, so the memory a unit needs is far below its size.
+source bytes or a group of connected nodes. Only one step's buffers live at a time, and the work of
+each node is further cut by its op, so the memory a unit needs is far below its size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned, whole
+from qconvert.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned
 from qconvert.plan import nodes
 from qconvert.spec import TensorType
 
@@ -84,21 +84,36 @@ def part_bytes(op: Op, part: Part) -> int:
 
 
 def compute_bytes(step: Compute, limit: int = 1) -> int:
-    """Memory a step takes when its op is asked for parts of `limit` bytes. Ops put their largest
-    part first. Several connected nodes are not cut: all their buffers live at once."""
-    if len(step.nodes) == 1:
-        node = step.nodes[0]
-        return _first_part_bytes(node.op, limit, tuple(arg.type for arg in node.args))
-    return sum(
-        part_bytes(node.op, whole(node.op, [arg.type for arg in node.args])) for node in step.nodes
+    """Memory a step takes when its ops are asked for parts of `limit` bytes. Ops put their largest
+    part first. Nodes run one after another, part by part; what others take of one lives whole."""
+    kept = taken_by_others(step)
+    whole_results = sum(
+        aligned(kind.nbytes) for node in step.nodes if id(node) in kept for kind in node.types
     )
+    return whole_results + max(node_bytes(node, limit) for node in step.nodes)
+
+
+def node_bytes(node: Apply, limit: int = 1) -> int:
+    """Memory of a node's first part, its largest, when asked for parts of `limit` bytes."""
+    return _first_part_bytes(node.op, limit, tuple(arg.type for arg in node.args))
+
+
+def taken_by_others(step: Compute) -> frozenset[int]:
+    """Ids of nodes whose results other nodes of the step take."""
+    return frozenset(id(before) for node in step.nodes for before in _arguments(node))
 
 
 def gathered_bytes(step: Compute) -> int:
-    """Memory for the results of a step that are better written whole, 0 where they are not."""
-    if len(step.nodes) > 1 or len(step.nodes[0].types) < 2:
+    """The most memory for results of a node that are better written whole, 0 where none are."""
+    kept = taken_by_others(step)
+    return max((gathered_of(node) for node in step.nodes if id(node) not in kept), default=0)
+
+
+def gathered_of(node: Apply) -> int:
+    """Memory for a node's results where they are better written whole, else 0."""
+    if len(node.types) < 2:
         return 0
-    size = sum(aligned(kind.nbytes) for kind in step.nodes[0].types)
+    size = sum(aligned(kind.nbytes) for kind in node.types)
     return size if size <= GATHER_BYTES else 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
 import click
 
-from qconvert.commands.options import OUT, SOURCE, Size
+from qconvert.commands.calibration import DATA, split_data
+from qconvert.commands.options import OUT, SOURCE, ModelId, Size, stacked
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -33,19 +34,11 @@ class RunOptions(TypedDict):
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
+    base_model: str | None
     as_json: bool
 
 
-def _stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_PLANNING: Callable[[F], F] = _stacked(
+_PLANNING: Callable[[F], F] = stacked(
     click.option(
         "--memory", type=Size(), help="Memory of all processes, e.g. 512MiB. [default: 1 GiB, or "
         "what all cores need; at most half of what is free]",
@@ -56,14 +49,18 @@ _PLANNING: Callable[[F], F] = _stacked(
         "--dump-after", metavar="PASS",
         help="Print every tensor as it stands after PASS (`source`, `end`, or a pass) and stop.",
     ),
+    click.option(
+        "--base-model", metavar="ORG/NAME", type=ModelId(), help="The source's repo, for the model "
+        "card. [default: what the source says]",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout."),
 )  # fmt: skip
-RUNNING: Callable[[F], F] = _stacked(
+RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
     click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
 )
-CONVERSION: Callable[[F], F] = _stacked(
+CONVERSION: Callable[[F], F] = stacked(
     RUNNING,
     click.option(
         "--print-recipe", is_flag=True, help="Print this command as a YAML recipe and stop."
@@ -76,20 +73,12 @@ CONVERSION: Callable[[F], F] = _stacked(
 @SOURCE
 @click.argument("out", required=False, type=click.Path(path_type=Path))
 @_PLANNING
-def plan(
-    recipe: str,
-    source: str,
-    out: Path | None,
-    memory: int | None,
-    jobs: int | None,
-    max_shard_size: int | None,
-    dump_after: str | None,
-    as_json: bool,
-) -> None:
+@DATA
+def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
     """Show what RECIPE would make of SRC, from its headers alone.
 
-    RECIPE is a YAML file or a built-in name. With OUT, the time is estimated with the write speed
-    of its disk.
+    RECIPE is a YAML file, llm-compressor's too, or a built-in name. With OUT, the time is estimated
+    with the write speed of its disk.
 
     \b
     Examples:
@@ -99,11 +88,9 @@ def plan(
     """
     from qconvert.recipe import load_recipe
 
-    options = RunOptions(
-        memory=memory, jobs=jobs, max_shard_size=max_shard_size, sha256=False, dry_run=True,
-        print_recipe=False, dump_after=dump_after, as_json=as_json,
-    )  # fmt: skip
-    convert(load_recipe(recipe), source, out, options)
+    data, rest = split_data(given)
+    options = cast(RunOptions, {**rest, "sha256": False, "dry_run": True, "print_recipe": False})
+    convert(load_recipe(recipe, data), source, out, options)
 
 
 @click.command()
@@ -111,20 +98,24 @@ def plan(
 @SOURCE
 @OUT
 @RUNNING
-def run(recipe: str, source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+@DATA
+def run(recipe: str, source: str, out: Path, **given: Any) -> None:
     """Carry out RECIPE on SRC into the folder OUT.
 
-    Interrupted, by anything, the same command goes on where it stopped.
+    Interrupted, by anything, the same command goes on where it stopped. A recipe of llm-compressor's
+    (GPTQModifier, QuantizationModifier) runs as it is; one that calibrates takes its data here.
 
     \b
     Examples:
       qconvert run dequant-fp8 DeepSeek-V3 DeepSeek-V3-bf16
       qconvert run ./mine.yaml Qwen/Qwen3-30B-A3B-FP8 out --memory 4GiB --jobs 8
+      qconvert run ./llm-compressor.yaml Qwen3-30B-A3B out --data chats.jsonl --samples 256
     """
     from qconvert.recipe import load_recipe
 
-    options["print_recipe"] = False  # it is one already
-    convert(load_recipe(recipe), source, out, options)
+    data, rest = split_data(given)
+    options = cast(RunOptions, {**rest, "print_recipe": False})  # it is one already
+    convert(load_recipe(recipe, data), source, out, options)
 
 
 @click.command()
@@ -158,12 +149,13 @@ def convert(
     if options["print_recipe"]:
         click.echo(recipe.to_yaml(), nl=False)
         return
+    from qconvert.card.of_plan import with_card
     from qconvert.run.executor import prepare
 
     plan = planned(recipe, source, out, options)
     if plan is None:
         return
-    ready = prepare(plan, run_options(recipe, options))
+    ready = prepare(with_card(plan, options["base_model"]), run_options(recipe, options))
     show_plan([(ready, out)], options)
     if not options["dry_run"]:
         assert out is not None
@@ -259,12 +251,15 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
     """Run what was planned, folders together, and tell the user."""
     import time
 
+    from qconvert.calibrate.maker import maker_for
     from qconvert.commands.progress import Bar
     from qconvert.run.executor import run_together
 
     begin = time.monotonic()
+    memory = folders[0][0].options.memory
+    maker = maker_for([ready.plan for ready, _ in folders], memory)
     with Bar() as bar:
-        receipts = run_together(folders, events=bar)
+        receipts = run_together(folders, events=bar, maker=maker)
     seconds = time.monotonic() - begin
     for remark in receipts[0].remarks:
         click.echo(f"remark  {remark}", err=True)

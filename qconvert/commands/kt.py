@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.commands.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.commands.convert import (
     CONVERSION,
     RUNNING,
@@ -46,6 +47,7 @@ _MTP = click.option(
 @_NUMA
 @_ROUNDING
 @_MTP
+@CALIBRATION
 @CONVERSION
 def amx(
     source: str,
@@ -54,23 +56,26 @@ def amx(
     numa: int,
     rounding: Literal["peer", "search"],
     mtp: Literal["keep", "drop"],
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
     """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
 
     Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds experts only: the
-    runtime reads the other layers from SRC itself (`qconvert kt` prints how to start it).
+    runtime reads the other layers from SRC itself (`qconvert kt` prints how to start it). With --gptq
+    codes are calibrated, in the same byte format.
 
     \b
     Examples:
       qconvert amx DeepSeek-V3 DeepSeek-V3-amx --method int4 --numa 2 --dry-run
       qconvert amx Qwen/Qwen3-Next-80B-A3B-Instruct out --method int8 --numa 1
       qconvert amx DeepSeek-V3 out --method int4 --numa 2 --rounding search --mtp drop
+      qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
     """
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.recipe import Recipe
 
-    steps = (ExpertsToAmx(method, numa, rounding, mtp),)
+    asked, options = split_options(given)
+    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
 
 
@@ -92,6 +97,7 @@ def amx(
     "(round to nearest, groups of 128) and all other layers as they are.",
 )  # fmt: skip
 @click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
+@CALIBRATION
 @RUNNING
 def kt(
     source: str,
@@ -102,9 +108,10 @@ def kt(
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | None,
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
-    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how.
+    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how. With --gptq
+    one calibration finds the codes of both.
 
     \b
     Examples:
@@ -118,8 +125,8 @@ def kt(
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
     checkpoint = open_source(source)
-    cpu_side = ExpertsToAmx(method, numa, rounding, mtp)
-    options["print_recipe"] = False  # two folders are no recipe
+    asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
+    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
     if gpu_out is None:
         from qconvert.recipe import Recipe
 
@@ -139,6 +146,7 @@ def _convert_pair(
     options: RunOptions,
 ) -> None:
     """Plan both folders, show them, and make them in one read."""
+    from qconvert.card.of_plan import with_card
     from qconvert.pair import pair_plans
     from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.plan import Plan
@@ -151,7 +159,8 @@ def _convert_pair(
     check_folders_apart(gpu_out, cpu_out)
     if options["dump_after"] is not None:
         raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
-    plans = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
+    pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
+    plans = [with_card(plan, options["base_model"]) for plan in pair]
     chosen = run_options(Recipe("kt", ()), options)
     folders = list(zip(prepare_together(plans, chosen), (cpu_out, gpu_out), strict=True))
     show_plan(folders, options)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Size(click.ParamType[int]):
@@ -23,6 +26,19 @@ class Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class ModelId(click.ParamType[str]):
+    """The id of a repo on the Hub, ORG/NAME."""
+
+    name = "id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from qconvert.card.front import is_id
+
+        if not is_id(value):
+            self.fail(f"{value!r} is no repo's id; write ORG/NAME", param, ctx)
+        return str(value)
+
+
 class Folder(click.Path):
     """A folder's path. An empty one (an unset shell variable) would mean the current folder."""
 
@@ -33,6 +49,17 @@ class Folder(click.Path):
         if not value:
             self.fail("the name is empty; name a folder, `.` for this one", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order that --help lists them."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 SOURCE = click.argument("source", metavar="SRC")

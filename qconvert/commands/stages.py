@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import click
 
+from qconvert.commands.calibration import DATA, split_data
 from qconvert.commands.convert import RUNNING, RunOptions, carry_out, convert, planned, run_options
 from qconvert.commands.options import OUT, SOURCE, Folder
 
@@ -31,6 +32,7 @@ def convert_stages(
     """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
     from dataclasses import replace
 
+    from qconvert.card.of_plan import with_card
     from qconvert.report import drop_lines, loss_lines
     from qconvert.run.executor import prepare
     from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
@@ -43,8 +45,9 @@ def convert_stages(
     known: Runtime | None = check_runtime(runtime)
     partition = partition_of(pp, whole.census.dims.num_layers, known)
     chosen = replace(run_options(recipe, options), link_near=out if link else None)
+    base = options["base_model"]
     stages = [
-        (out / plan.facts["stage"]["folder"], prepare(plan.check(), chosen))
+        (out / plan.facts["stage"]["folder"], prepare(with_card(plan.check(), base), chosen))
         for plan in split_plan(whole, partition, known)
     ]
     _check_room(out, stages)
@@ -127,6 +130,7 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
 @click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
 @click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
 @RUNNING
+@DATA
 def split(
     source: str,
     out: Path,
@@ -134,7 +138,7 @@ def split(
     consumer: str | None,
     recipe: str | None,
     copy: bool,
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
     """Cut a checkpoint into a folder for each pipeline stage, each complete in itself.
 
@@ -146,11 +150,15 @@ def split(
       qconvert split DeepSeek-V3 stages --pp 15,15,15,16 --for sglang
       qconvert split Qwen/Qwen3.5-397B-A17B-FP8 stages --pp 4 --for vllm
       qconvert split Qwen/Qwen3.5-35B-A3B-FP8 stages --pp 4 --for sglang --recipe dequant-fp8
+      qconvert split Qwen3-30B-A3B out --pp 24,24 --recipe ./llm-compressor.yaml --data chats.jsonl
     """
     from qconvert.recipe import Recipe, load_recipe
 
-    options["print_recipe"] = False  # stages are no recipe
-    passes = load_recipe(recipe) if recipe else Recipe("split", (), options["max_shard_size"])
+    data, rest = split_data(given)
+    if data and recipe is None:
+        raise click.UsageError("calibration data goes with a --recipe that calibrates")
+    options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are no recipe
+    passes = load_recipe(recipe, data) if recipe else Recipe("split", (), options["max_shard_size"])
     convert_stages(passes, source, out, pp, consumer, options, link=not copy)
 
 

@@ -7,19 +7,23 @@ by a named rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from qconvert.calibration import FACT as CALIBRATION
+from qconvert.calibration import Calibration, digest_of, identity
+from qconvert.calibration import fact as calibration_fact
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
-from qconvert.experts import SPENT_RULE, Experts, Projection, routed_experts
+from qconvert.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.family import text_config
 from qconvert.formats.amx import RUNTIME_NAME, Amx, Method, Rounding, check_dims
+from qconvert.formats.amx_codes import AmxCodes
 from qconvert.graph import Output, Source, apply, concat
 from qconvert.kt import readme, reads_as_it_is
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.plan import ELSEWHERE, LogEntry, Plan
+from qconvert.plan import ELSEWHERE, Calibrating, LogEntry, Plan
 
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"
@@ -34,7 +38,9 @@ _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 @dataclass(frozen=True, slots=True)
 class ExpertsToAmx:
     """`method` int4 or int8, for `numa` NUMA nodes; `rounding` peer (kt-kernel's own bytes) or search
-    (fewer weight errors); draft (MTP) layers' experts kept, numbered on after the model's, or not.
+    (fewer weight errors); draft (MTP) layers' experts kept, numbered on after the model's, or not. With
+    `calibrate` codes are found by GPTQ, of all layers but draft ones, which transformers has no class
+    for: those are rounded.
 
     Raises PlanError for sizes the kernels cannot hold, with NUMA counts that would do, for another
     activation than SiLU, and as `routed_experts` does.
@@ -47,13 +53,19 @@ class ExpertsToAmx:
     numa: int
     rounding: Rounding = "peer"
     mtp: Literal["keep", "drop"] = "keep"
+    calibrate: Calibration | None = None
 
     def __call__(self, plan: Plan) -> Plan:
         experts = self.experts(plan)
+        digest = None if self.calibrate is None else digest_of(self.calibrate, plan.checkpoint.root)
         tensors: dict[str, Output] = {}
         for projection in self.kept(experts):
-            tensors.update(self.shards(projection)[0])
-        return self.with_shards(plan, experts, tensors, "the repo this was made from")
+            if digest is None or projection.draft:
+                tensors.update(self.shards(projection)[0])
+            else:
+                (made,) = calibrated(projection, (self.packer(projection),), digest)
+                tensors.update(self.named(projection, made))
+        return self.with_shards(plan, experts, tensors, "the repo this was made from", digest)
 
     def experts(self, plan: Plan) -> Experts:
         """The plan's experts, if the kernels can hold and compute them."""
@@ -71,7 +83,6 @@ class ExpertsToAmx:
     ) -> tuple[dict[str, Output], list[Output]]:
         """Outputs of one matrix by name, gate and up cut by rows, down by columns; and the results
         of encoders that want the same matrix, whole, read and decoded once."""
-        base = f"blk.{projection.layer}.ffn_{_KINDS[projection.kind]}_exps.{projection.expert}"
         stored, numa = projection.weight, self.numa
         down = projection.kind == "down_proj"
         encoder = Amx(self.method, numa if down else 1, self.rounding)
@@ -87,16 +98,33 @@ class ExpertsToAmx:
                 others.append(made[own:])
         except PlanError as error:
             raise PlanError(f"{projection.module}: {error}") from error
-        named: dict[str, Output] = {}
-        for shard in range(numa):
-            named[f"{base}.numa.{shard}.scale"] = results[2 * shard + 1]
-            named[f"{base}.numa.{shard}.weight"] = results[2 * shard]
-        return named, [concat(parts) for parts in zip(*others, strict=True)]
+        return self.named(projection, results), [
+            concat(parts) for parts in zip(*others, strict=True)
+        ]
+
+    def named(self, projection: Projection, results: Sequence[Output]) -> dict[str, Output]:
+        """Weight and scale of each shard, by name."""
+        base = f"blk.{projection.layer}.ffn_{_KINDS[projection.kind]}_exps.{projection.expert}"
+        found: dict[str, Output] = {}
+        for shard in range(self.numa):
+            found[f"{base}.numa.{shard}.scale"] = results[2 * shard + 1]
+            found[f"{base}.numa.{shard}.weight"] = results[2 * shard]
+        return found
+
+    def packer(self, projection: Projection) -> AmxCodes:
+        """What makes a matrix's shards of calibrated codes."""
+        return AmxCodes(self.method, self.numa, projection.kind == "down_proj")
 
     def with_shards(
-        self, plan: Plan, experts: Experts, tensors: Mapping[str, Output], gpu: str
+        self,
+        plan: Plan,
+        experts: Experts,
+        tensors: Mapping[str, Output],
+        gpu: str,
+        digest: str | None = None,
     ) -> Plan:
-        """The plan of the CPU folder; `gpu` says in its README what the GPU side is."""
+        """The plan of the CPU folder; `gpu` says in its README what the GPU side is, `digest` what a
+        calibration was asked for."""
         dims = plan.census.dims
         drafts = sorted({p.layer for p in experts.projections if p.draft})
         done = {"keep": "kept", "drop": "dropped"}[self.mtp]
@@ -105,10 +133,16 @@ class ExpertsToAmx:
         if known is not None:
             again = ", a second lossy step" if known == "RAWINT4" else ""
             notes.append(f"kt-kernel reads the source itself as {known}{again}")
+        calibration, facts = plan.calibration, dict(plan.facts)
+        if digest is not None and self.calibrate is not None:
+            calibration = Calibrating(plan, self.calibrate)
+            facts[CALIBRATION] = calibration_fact(self.calibrate, digest)
+            if drafts and self.mtp == "keep":
+                notes.append(f"MTP experts are not calibrated: rounded ({self.rounding})")
         fact = {
             "method": RUNTIME_NAME[self.method],
             "numa": self.numa,
-            "rounding": self.rounding,
+            "rounding": self.rounding if digest is None else "gptq",
             "hidden_size": dims.hidden_size,
             "intermediate_size": dims.moe_intermediate_size,
             "experts": dims.num_experts,
@@ -117,7 +151,8 @@ class ExpertsToAmx:
         left = {name: why for name, why in _LEFT_FILES.items() if name in plan.side_files}
         return plan.logged(
             LogEntry(
-                self.name, repr(self), len(experts.projections), experts.expected, tuple(notes),
+                self.name, identity(self, digest), len(experts.projections), experts.expected,
+                tuple(notes),
                 "expert matrices",
             ),
             tensors=tensors,
@@ -126,7 +161,8 @@ class ExpertsToAmx:
             side_files=tuple(name for name in plan.side_files if name not in left),
             dropped_files={**plan.dropped_files, **left},
             new_files={**plan.new_files, "README.md": readme(fact, gpu)},
-            facts={**plan.facts, FACT: fact},
+            facts={**facts, FACT: fact},
+            calibration=calibration,
         )  # fmt: skip
 
     def _dropped(self, plan: Plan, experts: Experts) -> dict[str, str]:

@@ -17,17 +17,25 @@ import xxhash
 
 from qconvert import __version__
 from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
-from qconvert.errors import OutputError, QConvertError
+from qconvert.errors import OutputError, PlanError, QConvertError
+from qconvert.manifest import described
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, share_out
+from qconvert.run.outside import Maker, Wanted, made_outside, open_desk
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
-from qconvert.run.unit_runner import Place
+from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.worker import Done, Progress, Setup
-from qconvert.run.workspace import Workspace, check_apart, check_disk, check_folders_apart
+from qconvert.run.workspace import (
+    CALIBRATION,
+    Workspace,
+    check_apart,
+    check_disk,
+    check_folders_apart,
+)
 from qconvert.spec import TensorType
 from qconvert.units import Unit, units
 
@@ -119,10 +127,12 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
     cut = tuple(units(merged))
     tensors = max(len(plans[0].checkpoint), len(merged))
-    share = share_out(cut, tensors, options.memory, options.jobs)
+    # What a maker computes takes memory of its own, after the workers have given theirs back.
+    workers = [unit for unit in cut if made_outside(unit) is None] or cut[:1]
+    share = share_out(workers, tensors, options.memory, options.jobs)
     ready = []
     for plan in plans:
-        metadata = {"format": plan.checkpoint.metadata.get("format", "pt")}
+        metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
         links = []
         if options.link_near is not None:
             links = _links(plan, options.link_near, options.max_shard_size)
@@ -156,22 +166,29 @@ def execute(
     *,
     events: Events | None = None,
     files: Files | None = None,
+    maker: Maker | None = None,
 ) -> Receipt:
-    """Run a checked plan into folder `out`.
+    """Run a checked plan into folder `out`. Calibrated weights are the `maker`'s to compute.
 
     Interrupted, by anything, the same call goes on where it stopped; the result is byte for byte
     that of an undisturbed run. Raises OutputError (foreign or locked folder, other plan, full
     disk), CheckpointError (the source changed), RunError (data that cannot be right), PlanError
     (memory too small). Nothing is published unless all of it is.
     """
-    return run_prepared(prepare(plan, options or Options()), out, events=events, files=files)
+    ready = prepare(plan, options or Options())
+    return run_prepared(ready, out, events=events, files=files, maker=maker)
 
 
 def run_prepared(
-    ready: Prepared, out: Path, *, events: Events | None = None, files: Files | None = None
+    ready: Prepared,
+    out: Path,
+    *,
+    events: Events | None = None,
+    files: Files | None = None,
+    maker: Maker | None = None,
 ) -> Receipt:
     """The second half of `execute`, for callers that have shown the user the first."""
-    return run_together([(ready, out)], events=events, files=files)[0]
+    return run_together([(ready, out)], events=events, files=files, maker=maker)[0]
 
 
 def run_together(
@@ -179,6 +196,7 @@ def run_together(
     *,
     events: Events | None = None,
     files: Files | None = None,
+    maker: Maker | None = None,
 ) -> list[Receipt]:
     """Run plans that were prepared together, each into its folder, from one read of the source.
 
@@ -187,7 +205,10 @@ def run_together(
     """
     told: Events = events or Silent()
     disk = files or Files()
-    _check_folders(parts)
+    _check_maker(parts[0][0], maker)
+    _check_folders(parts, 0 if maker is None else maker.disk_bytes())
+    if maker is not None and not all(_looks_finished(out) for _, out in parts):
+        maker.check([out for _, out in parts])
     parts[0][0].plan.checkpoint.check_unchanged()
     spaces: list[Workspace] = []
     journals: list[Journal | None] = []
@@ -199,12 +220,12 @@ def run_together(
             return [
                 Receipt(
                     out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes,
-                    already_done=True,
+                    tuple(maker.idle()) if maker is not None else (), already_done=True,
                 )
                 for ready, out in parts
             ]  # fmt: skip
         journals = _open_journals(parts, spaces)
-        receipts = _fill_and_publish(parts, spaces, journals, told, disk)
+        receipts = _fill_and_publish(parts, spaces, journals, told, disk, maker)
         for journal in journals:
             if journal is not None:
                 journal.close()
@@ -222,8 +243,19 @@ def run_together(
         raise
 
 
-def _check_folders(parts: Sequence[tuple[Prepared, Path]]) -> None:
-    """Refuse folders in one another or in the source, and disks without room for all that is new."""
+def _check_maker(ready: Prepared, maker: Maker | None) -> None:
+    """Raise PlanError where calibrated weights have nobody to compute them."""
+    op = next(filter(None, map(made_outside, ready.units)), None)
+    if op is not None and maker is None:
+        raise PlanError(
+            f"{op.kind} of expert {op.expert} in layer {op.layer} is to be calibrated, and the run "
+            "has no maker: give it qconvert.calibrate.maker.maker_for(plans)"
+        )
+
+
+def _check_folders(parts: Sequence[tuple[Prepared, Path]], extra: int) -> None:
+    """Refuse folders in one another or in the source, and disks without room for all that is new;
+    `extra` bytes go to the first folder."""
     needed: dict[int, int] = {}
     for number, (ready, out) in enumerate(parts):
         check_apart(out, ready.plan.checkpoint)
@@ -231,8 +263,12 @@ def _check_folders(parts: Sequence[tuple[Prepared, Path]]) -> None:
             check_folders_apart(out, other)
         if not (out / WORK_DIR).is_dir() and not (out / MANIFEST).is_file():
             device = existing_parent(out).stat().st_dev
-            needed[device] = needed.get(device, 0) + disk_bytes(ready)
+            needed[device] = needed.get(device, 0) + disk_bytes(ready) + (0 if number else extra)
             check_disk(out, needed[device])
+
+
+def _looks_finished(out: Path) -> bool:
+    return (out / MANIFEST).is_file() and not (out / WORK_DIR).is_dir()
 
 
 def _check_all_done(spaces: Sequence[Workspace]) -> None:
@@ -284,6 +320,7 @@ def _fill_and_publish(
     journals: Sequence[Journal | None],
     told: Events,
     files: Files,
+    maker: Maker | None,
 ) -> list[Receipt]:
     first, journal = spaces[0], journals[0]
     assert journal is not None, "the first folder is published last"
@@ -291,7 +328,7 @@ def _fill_and_publish(
     remarks = list(first.remembered.remarks) if first.remembered is not None else []
     resumed = len(kept)
     if not any(_is_publishing(space) for space in spaces):
-        _run_units(parts, spaces, journal, told, files, kept, remarks)
+        _run_units(parts, spaces, journal, told, files, maker, kept, remarks)
         parts[0][0].plan.checkpoint.check_unchanged()
     told.phase("publishing")
     for (ready, _), space in zip(parts, spaces, strict=True):
@@ -320,18 +357,23 @@ def _run_units(
     journal: Journal,
     told: Events,
     files: Files,
+    maker: Maker | None,
     kept: dict[int, Sequence[str]],
     remarks: list[str],
 ) -> None:
-    """Run the units that the journal does not know, and add their records to `kept`."""
+    """Run the units that the journal does not know, and add their records to `kept`: those of workers
+    first, then what a maker makes."""
     ready = parts[0][0]
-    todo: list[Numbered] = [
-        (number, unit) for number, unit in enumerate(ready.units) if number not in kept
-    ]
+    left = [(number, unit) for number, unit in enumerate(ready.units) if number not in kept]
     total = sum(unit.write for unit in ready.units)
-    told.start(total, total - sum(unit.write for _, unit in todo))
-    if not todo:
+    told.start(total, total - sum(unit.write for _, unit in left))
+    if not left:
         return
+    outside = [
+        Wanted(number, op) for number, unit in left if (op := made_outside(unit)) is not None
+    ]
+    elsewhere = {wanted.number for wanted in outside}
+    todo: list[Numbered] = [(number, unit) for number, unit in left if number not in elsewhere]
     paths: list[Path] = []
     places: dict[str, Place] = {}
     for (its, _), space in zip(parts, spaces, strict=True):
@@ -343,6 +385,12 @@ def _run_units(
     setup = Setup(ready.plan.checkpoint.shards, paths, share.arena, share.window, os.getpid())
     batches = cut_batches(todo, places, min(BATCH_BYTES, ready.options.commit_bytes))
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
+
+    def finished(number: int, result: UnitResult) -> None:
+        kept[number] = result.records
+        remarks.extend(result.remarks)
+        committer.add(number, result)
+
     locks = [space.lock_fd for space in spaces if not space.done]
     stream: Generator[Progress | Done] = (
         run_here(setup, batches, files)
@@ -355,10 +403,19 @@ def _run_units(
             for message in stream:
                 if isinstance(message, Progress):
                     told.wrote(message.nbytes)
-                    continue
-                kept[message.number] = message.result.records
-                remarks += message.result.remarks
-                committer.add(message.number, message.result)
+                else:
+                    finished(message.number, message.result)
+        if outside:
+            assert maker is not None, "checked before anything was claimed"
+            with open_desk(
+                setup, files, dict(left), places, progress=told.wrote, finished=finished,
+                lasting=committer.commit,
+            ) as desk:  # fmt: skip
+                remarks += maker.make(
+                    outside, desk, room=spaces[0].work / CALIBRATION, key=ready.fingerprint,
+                    files=files, say=told.phase,
+                )  # fmt: skip
+                desk.commit()
     except (KeyboardInterrupt, QConvertError):
         # What is finished is kept, unless keeping it fails as well.
         with suppress(QConvertError):
@@ -475,24 +532,5 @@ def config_bytes(plan: Plan) -> bytes:
 def manifest_of(ready: Prepared) -> dict[str, Any]:
     """qconvert.json: what was made, from what, by which passes, and what was lost. It holds no
     time and no path, so the same conversion writes the same bytes anywhere."""
-    plan = ready.plan
-    dims = plan.checkpoint.census.dims
-    rules: dict[str, list[str]] = {}
-    for name, rule in sorted(plan.dropped.items()):
-        rules.setdefault(rule, []).append(name)
     identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
-    return {
-        "identity": identity,
-        "family": plan.family.name,
-        "layers": dims.num_layers,
-        "experts": dims.num_experts,
-        "passes": [
-            {"name": e.name, "spec": e.spec, "matched": e.matched, "expected": e.expected}
-            for e in plan.log
-        ],
-        "lossy_steps": plan.losses(),
-        "dropped": rules,
-        "dropped_files": dict(sorted(plan.dropped_files.items())),
-        "bytes": {"in": plan.bytes_in, "out": plan.bytes_out, "dropped": plan.bytes_dropped},
-        **plan.facts,
-    }
+    return {"identity": identity, **described(ready.plan)}

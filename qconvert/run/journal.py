@@ -106,10 +106,16 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         ("max_shard_size", "--max-shard-size"),
         ("sha256", "--sha256"),
         ("linked", "which files are hard links"),
-        ("fingerprint", "the plan"),
     ):
         if then.get(key) != now.get(key):
             return f"{label} was {then.get(key)}, now {now.get(key)}"
+    was, wants = then.get("fingerprint"), now.get("fingerprint")
+    if was != wants:
+        # The source and passes agree, so it is most likely the text of a new file.
+        return (
+            f"the plan was {was}, now {wants} (the model card is part of it: give the same "
+            "--base-model, and the source by the same folder)"
+        )
     return None
 
 

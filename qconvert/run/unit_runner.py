@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from qconvert.errors import RowError, RunError
-from qconvert.graph import Apply, Buffer, Output, Part, Source, whole
+from qconvert.graph import Apply, Buffer, Output, Part, Source
 from qconvert.plan import nodes
 from qconvert.run.arena import Arena
 from qconvert.run.reader import Reader
@@ -23,8 +23,9 @@ from qconvert.units import (
     Copy,
     Unit,
     Write,
-    compute_bytes,
-    gathered_bytes,
+    gathered_of,
+    node_bytes,
+    taken_by_others,
 )
 
 
@@ -71,7 +72,7 @@ class _OutputHash:
         return self._hash.hexdigest()
 
 
-class _SourceHashes:
+class SourceHashes:
     """xxh3-128 over the ranges of each source that are read. Reads that touch are one range, and
     bytes read again count once: how an op's work is cut, which depends on the memory there is, must
     not show."""
@@ -137,6 +138,23 @@ class UnitRunner:
                 job.compute(step)
         return job.result()
 
+    def write(
+        self,
+        unit: Unit,
+        places: Mapping[str, Place],
+        results: Sequence[Buffer],
+        read: Sequence[Mapping[str, Any]],
+    ) -> UnitResult:
+        """Leave a unit's outputs with the sink that were computed elsewhere: the results of its one
+        step's one node, whole. `read` are the source ranges they were computed from, with hashes."""
+        (step,) = unit.steps
+        assert isinstance(step, Compute)
+        assert len(step.nodes) == 1
+        assert tuple(b.type for b in results) == step.nodes[0].types, "results of other types"
+        job = _Job(self, unit, [places[name] for name, _ in unit.outputs])
+        job.write_whole(step, [b.data for b in results])
+        return job.result([dict(record) for record in read])
+
     def close(self) -> None:
         self._reader.close()
 
@@ -152,7 +170,7 @@ class _Job:
         self._unit = unit
         self._places = places
         self._out = [_OutputHash() for _ in places]
-        self._in = _SourceHashes()
+        self._in = SourceHashes()
         # A unit that is one copy has the same bytes on both sides: they are hashed once.
         self._same = len(unit.steps) == 1 and isinstance(unit.steps[0], Copy)
         self._remarks: Counter[tuple[str, str]] = Counter()
@@ -178,36 +196,65 @@ class _Job:
             self._made(step.output, at, chunk)
 
     def compute(self, step: Compute) -> None:
-        if len(step.nodes) == 1:
-            self._compute_in_parts(step)
-        else:
-            self._compute_whole(step)
+        """Nodes one after another; the results that later ones take live whole until the last."""
+        kept = taken_by_others(step)
+        results: dict[int, list[Buffer]] = {}
+        for number, node in enumerate(step.nodes):
+            if id(node) not in kept:
+                mark = self._arena.mark()
+                self._compute_in_parts(step, number, results)
+                self._arena.reset(mark)
+                continue
+            made = [Buffer(kind, self._arena.take(kind.nbytes)) for kind in node.types]
+            self._into(node, made, results)
+            results[id(node)] = made
+            for port, buffer in enumerate(made):
+                self._emit(step, number, port, 0, buffer.data)
 
-    def _compute_in_parts(self, step: Compute) -> None:
-        node = step.nodes[0]
-        gathered = gathered_bytes(step)
-        if gathered + compute_bytes(step) > self._arena.size:
-            gathered = 0
-        whole_results = [self._arena.take(t.nbytes) for t in node.types] if gathered else []
-        mark, room = self._arena.mark(), self._arena.size - gathered
+    def _into(
+        self, node: Apply, made: Sequence[Buffer], results: Mapping[int, list[Buffer]]
+    ) -> None:
+        """Compute a node's results whole, part by part."""
+        data = [buffer.data for buffer in made]
+        for part, ins in self._parts(node, results):
+            self._run(node, part, ins, _slices(data, part))
+
+    def _parts(
+        self, node: Apply, results: Mapping[int, list[Buffer]]
+    ) -> Iterator[tuple[Part, list[Buffer]]]:
+        """The parts of a node's work, as large as there is room for, with their arguments. What is
+        taken of the arena after one is asked for is free again when the next is."""
+        mark = self._arena.mark()
+        room = self._arena.size - mark
         limit = min(PART_BYTES, room)
-        while limit > 1 and compute_bytes(step, limit) > room:
+        while limit > 1 and node_bytes(node, limit) > room:
             limit //= 2
         for part in node.op.parts(limit, *(arg.type for arg in node.args)):
             self._arena.reset(mark)
             ins = []
-            for arg, (at, tensor_type) in zip(node.args, part.args, strict=True):
-                data = self._arena.take(tensor_type.nbytes)
-                self._fill(arg, at, data, {})
-                ins.append(Buffer(tensor_type, data))
-            if gathered:
-                self._run(node, part, ins, _slices(whole_results, part))
-                continue
-            write = self._straight_out(step, part)
+            for arg, (at, kind) in zip(node.args, part.args, strict=True):
+                data = self._arena.take(kind.nbytes)
+                self._fill(arg, at, data, results)
+                ins.append(Buffer(kind, data))
+            yield part, ins
+        self._arena.reset(mark)
+
+    def _compute_in_parts(
+        self, step: Compute, number: int, results: Mapping[int, list[Buffer]]
+    ) -> None:
+        node = step.nodes[number]
+        gathered = gathered_of(node)
+        if gathered and gathered + node_bytes(node) <= self._arena.size - self._arena.mark():
+            made = [Buffer(kind, self._arena.take(kind.nbytes)) for kind in node.types]
+            self._into(node, made, results)
+            self.write_whole(step, [buffer.data for buffer in made], number)
+            return
+        for part, ins in self._parts(node, results):
+            write = self._straight_out(step, number, part)
             if write is None:
                 outs = self._run(node, part, ins, self._results(part))
                 for port, (at, _) in enumerate(part.outs):
-                    self._emit(step, 0, port, at, outs[port].data)
+                    self._emit(step, number, port, at, outs[port].data)
             else:
                 ((start, kind),) = part.outs
                 at = write.at + start - write.start
@@ -215,22 +262,26 @@ class _Job:
                 data = self._sink.room(place.file, place.offset + at, kind.nbytes)
                 self._run(node, part, ins, [Buffer(kind, data)])
                 self._made(write.output, at, data)
-        if gathered:
-            for write in sorted(step.writes, key=self._file_order):
-                data = whole_results[write.port][write.start : write.stop]
-                self._write(write.output, write.at, data)
+
+    def write_whole(self, step: Compute, results: Sequence[memoryview], number: int = 0) -> None:
+        """Write whole results of one of a step's nodes, in file order."""
+        for write in sorted(step.writes, key=self._file_order):
+            if write.node == number:
+                self._write(write.output, write.at, results[write.port][write.start : write.stop])
 
     def _file_order(self, write: Write) -> tuple[int, int]:
         place = self._places[write.output]
         return place.file, place.offset + write.at
 
-    def _straight_out(self, step: Compute, part: Part) -> Write | None:
-        """The write that wants all of the part's only result, which can then be computed right
-        where it is written from."""
+    def _straight_out(self, step: Compute, number: int, part: Part) -> Write | None:
+        """The write that wants all of a part's only result, which can then be computed right where it
+        is written from."""
         if len(part.outs) != 1:
             return None
         start, stop = part.outs[0][0], part.outs[0][0] + part.outs[0][1].nbytes
-        wanted = [w for w in step.writes if max(w.start, start) < min(w.stop, stop)]
+        wanted = [
+            w for w in step.writes if w.node == number and max(w.start, start) < min(w.stop, stop)
+        ]
         if len(wanted) != 1 or stop - start > self._sink.limit:
             return None
         (write,) = wanted
@@ -239,20 +290,6 @@ class _Job:
 
     def _results(self, part: Part) -> list[Buffer]:
         return [Buffer(kind, self._arena.take(kind.nbytes)) for _, kind in part.outs]
-
-    def _compute_whole(self, step: Compute) -> None:
-        """Several connected nodes: every result lives until the last has been computed."""
-        results: dict[int, list[Buffer]] = {}
-        for number, node in enumerate(step.nodes):
-            part = whole(node.op, [arg.type for arg in node.args])
-            ins = []
-            for arg in node.args:
-                data = self._arena.take(arg.type.nbytes)
-                self._fill(arg, 0, data, results)
-                ins.append(Buffer(arg.type, data))
-            results[id(node)] = self._run(node, part, ins, self._results(part))
-            for port, buffer in enumerate(results[id(node)]):
-                self._emit(step, number, port, 0, buffer.data)
 
     def _run(
         self, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
@@ -310,9 +347,10 @@ class _Job:
         self._out[output].feed(at, data)
         self._runner._progress(data.nbytes)
 
-    def result(self) -> UnitResult:
+    def result(self, given: Sequence[dict[str, Any]] | None = None) -> UnitResult:
+        """`given` are the source ranges that were read, where somebody else read them."""
         records = []
-        read = self._read()
+        read = self._read() if given is None else given
         for i, (name, output) in enumerate(self._unit.outputs):
             place, digest = self._places[i], self._out[i]
             wanted = {source.name for source in _sources(output)}

@@ -23,6 +23,8 @@ from qconvert.run.shards import Layout
 
 JOURNAL = "journal.jsonl"
 STAGE = "stage"
+# What a calibration remembers between its layers.
+CALIBRATION = "calibration"
 LOCK = "lock"
 _COPY = 4 << 20
 _LINES = 4096
@@ -134,8 +136,9 @@ class Workspace:
         """Create every shard at full size with its header, then the journal. Once the journal's
         first line can be read, the shards are known to be there. `run` names this beginning: the same
         plan may be begun again, with another folder beside it."""
-        if self.stage.exists():
-            self._files.remove_tree(self.stage)
+        for left in (self.stage, self.work / CALIBRATION):
+            if left.exists():
+                self._files.remove_tree(left)
         self._files.make_folder(self.stage)
         for file in layout.files:
             if file.link is not None:

@@ -1,0 +1,36 @@
+"""What a calibration computes on, by torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qconvert.errors import RunError
+
+
+def found_devices() -> tuple[str, ...]:
+    """Every GPU that torch sees, or the CPU."""
+    import torch
+
+    return tuple(f"cuda:{n}" for n in range(torch.cuda.device_count())) or ("cpu",)
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Raise RunError for a name that is neither `cpu` nor a GPU of this machine."""
+    others = [name for name in names if name != "cpu"]
+    if not others:
+        return  # without torch, whose import is slow
+    import torch
+
+    count = torch.cuda.device_count()
+    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{n}" for n in range(count))]
+    for name in others:
+        if name not in known:
+            raise RunError(
+                f"device {name!r}: expected one that torch {torch.__version__} has here "
+                f"({', '.join(known)}), found no such one; leave --device out, or give one of these"
+            )
+
+
+def kind_of(names: Sequence[str]) -> str:
+    """cpu or cuda: their sums differ in the last bits, so codes of both do not mix."""
+    return "cpu" if all(name == "cpu" for name in names) else "cuda"

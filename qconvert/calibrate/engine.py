@@ -1,0 +1,187 @@
+"""Calibrated GPTQ of routed experts, a decoder layer in memory at a time.
+
+For each layer: attention and router run over all samples; the experts are read some at a time, see
+their tokens, are solved and handed in; what they then answer goes on to the next layer, as it will when
+the result is served. Between layers the hidden states lie in a file of the work folder, from which an
+interrupted calibration goes on.
+
+Result and order of sums are those of llm-compressor 0.14's `oneshot` with GPTQModifier: on a CPU, sample
+by sample and with eager attention, its very codes. What it cannot do is keep to a memory budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.layers import Layers, Matrices
+from qconvert.calibrate.memory import Budget, keep_nothing_freed
+from qconvert.calibrate.model import Model
+from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.room import Room
+from qconvert.calibrate.settings import LayerStats, Output, Settings, Summary, Target
+from qconvert.calibrate.states import InFile
+from qconvert.errors import PlanError
+from qconvert.experts import Projection, routed_experts
+from qconvert.formats.scheme import IntScheme
+from qconvert.plan import Plan
+from qconvert.run.files import Files
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def _silent(what: str) -> None:
+    pass
+
+
+def calibrate(
+    plan: Plan,
+    tokens: Sequence[Tokens],
+    schemes: Sequence[IntScheme | Target],
+    settings: Settings,
+    output: Output,
+    *,
+    room: Path,
+    memory: int | None,
+    devices: Sequence[str] = ("cpu",),
+    key: str,
+    last: int | None = None,
+    say: Callable[[str], None] = _silent,
+    files: Files | None = None,
+) -> Summary:
+    """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and hand
+    codes in, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
+    the model runs as it is, and only statistics are handed in.
+
+    `tokens` are samples of token ids, each int64 [length]. `room` is a folder for what an interrupted
+    calibration needs, `memory` bytes that this process may take (None: three quarters of the machine).
+    `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
+    the last layer to run, None for all. `say` is told what is being done.
+
+    Raises PlanError for a model that cannot be run here, RunError for a room of another key, too little
+    memory or broken data.
+    """
+    if not tokens or any(sample.ndim != 1 or not sample.size for sample in tokens):
+        raise PlanError("calibration takes one or more samples of one or more token ids each")
+    targets = [s if isinstance(s, Target) else Target(s, s) for s in schemes]
+    keep_nothing_freed()
+    source = Plan.identity(plan.checkpoint)
+    found = routed_experts(source)
+    readers = tuple(Weights(source) for _ in devices)
+    clock = Clock()
+    model = Model(source, settings.attention)
+    lengths = [sample.size for sample in tokens]
+    layers = Layers(
+        model=model,
+        matrices=_by_layer(found.projections),
+        lengths=lengths,
+        targets=targets,
+        settings=settings,
+        output=output,
+        folder=room,
+        budget=Budget.of(memory, devices),
+        devices=tuple(devices),
+        say=say,
+        files=files or Files(),
+        readers=readers,
+        clock=clock,
+        experts=source.census.dims.num_experts,
+    )
+    _check_shapes(layers.matrices, targets)
+    kept = Room(room, key, sum(lengths), layers.hidden, layers.files)
+    try:
+        return _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def disk_bytes(tokens: int, hidden: int) -> int:
+    """What a room may come to hold: hidden states of this layer and the next, what experts get, answer
+    and are added to, all BF16; routes of up to 16 experts a token."""
+    return tokens * (5 * 2 * hidden + 16 * 8) + (1 << 16)
+
+
+def _by_layer(projections: Sequence[Projection]) -> Matrices:
+    found: dict[int, dict[tuple[int, str], Projection]] = {}
+    for one in projections:
+        if not one.draft:
+            found.setdefault(one.layer, {})[one.expert, one.kind] = one
+    return found
+
+
+def _check_shapes(matrices: Matrices, targets: Sequence[Target]) -> None:
+    for layer in matrices.values():
+        for (_, kind), one in layer.items():
+            for target in targets:
+                try:
+                    target.scheme(kind).groups(one.weight.columns)
+                except PlanError as error:
+                    raise PlanError(f"{one.module}: {error}") from error
+
+
+def _run(layers: Layers, room: Room, tokens: Sequence[Tokens], stop: int) -> Summary:
+    first = room.layer()
+    if first is None:
+        states = _embedded(layers, room, tokens)
+        first = 0
+    else:
+        states = room.states(first, new=False)
+    done: list[int] = []
+    remarks: list[str] = []
+    try:
+        for number in range(first, stop):
+            following = room.states(number + 1, new=True)
+            try:
+                stats = layers.run(number, states, following)
+            finally:
+                states.close()
+                states = following
+            if stats is not None:
+                layers.output.done(number, stats)
+                remarks += _remarks(number, stats, layers.settings)
+                done.append(number)
+            room.remember(number + 1, states)
+    finally:
+        states.close()
+    return Summary(tuple(done), tuple(remarks), dict(layers.clock.seconds))
+
+
+def _embedded(layers: Layers, room: Room, tokens: Sequence[Tokens]) -> InFile:
+    """What goes into the first layer."""
+    states = room.states(0, new=True)
+    at = 0
+    with layers.clock("read", "cpu"):
+        for sample in tokens:
+            states.write(at, layers.model.embed(sample, layers.readers[0]))
+            at += sample.size
+    room.remember(0, states)
+    return states
+
+
+def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]:
+    """What the user should hear of a layer."""
+    if stats.few:
+        shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
+        what = "calibrated with every token" if settings.few == "all" else "rounded to nearest"
+        yield (
+            f"layer {layer}: {len(stats.few)} experts got fewer than {settings.min_tokens} tokens and "
+            f"were {what}: {shown}"
+        )
+    silent = sorted(set(stats.rounded) - set(stats.few))
+    if silent:
+        yield f"layer {layer}: inputs of experts {silent} were all zero; they were rounded to nearest"
+    dead = {kind: count for kind, count in stats.dead_columns.items() if count}
+    if dead:
+        yield f"layer {layer}: input columns that were zero throughout, their weights are zeroed: {dead}"
+    if stats.fallbacks:
+        shown = ", ".join(f"{expert} {kind}" for expert, kind in stats.fallbacks[:16])
+        yield (
+            f"layer {layer}: {len(stats.fallbacks)} matrices were rounded to nearest, their Hessian "
+            f"could not be factorized: {shown}"
+        )

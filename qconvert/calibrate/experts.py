@@ -1,0 +1,298 @@
+"""Routed experts of one layer, some at a time: what they see, their codes, and what they then answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.memory import solved_together
+from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.settings import Output, Settings, Target
+from qconvert.calibrate.solve import Solved, rounded, solved
+from qconvert.calibrate.states import Rows
+from qconvert.experts import PROJECTIONS, Projection
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What goes into a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
+    `chunks` are the ranges of tokens worked on together, counts [E] the tokens routed to each."""
+
+    inputs: Rows
+    experts: Rows
+    weights: Rows
+    chunks: Sequence[tuple[int, int]]
+    counts: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks[-1][1]
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Sums over the inputs of a matrix: Hessian float32 [K, K], being 2 x x^T, and absmax [K]."""
+
+    hessian: torch.Tensor
+    absmax: torch.Tensor
+    tokens: int = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Count in inputs BF16 [T, K]."""
+        import torch
+
+        if not rows.shape[0]:
+            return
+        self.tokens += rows.shape[0]
+        torch.maximum(self.absmax, rows.abs().amax(0).float(), out=self.absmax)
+        if self.hessian.is_cuda:
+            # Products of BF16 numbers are exact in float32, where they are added up.
+            self.hessian.add_(torch.mm(rows.t(), rows, out_dtype=torch.float32), alpha=2)
+            return
+        from llmcompressor.modifiers.gptq.helpers import accumulate_hessian
+
+        accumulate_hessian(rows, _linear(), self.hessian, torch.zeros(()))
+
+    def mean_square(self) -> torch.Tensor:
+        return self.hessian.diagonal() / (2 * max(1, self.tokens))
+
+
+def inputs_of(columns: int, device: str) -> Inputs:
+    """Nothing seen yet."""
+    import torch
+
+    return Inputs(torch.zeros(columns, columns, device=device), torch.zeros(columns, device=device))
+
+
+def _linear() -> Any:
+    """What llm-compressor tells linear layers from convolutions by."""
+    import torch
+
+    return torch.nn.Linear(1, 1, bias=False, device="meta")
+
+
+@dataclass(eq=False)
+class Expert:
+    """One expert while it is in memory: weights BF16 gate_up [2I, H] and down [H, I], what each saw,
+    and whether it sees every token."""
+
+    number: int
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    every: bool
+    sources: Mapping[str, Sequence[Mapping[str, Any]]]
+    inputs: Inputs | None = None
+    middle: Inputs | None = None
+
+
+@dataclass(eq=False)
+class Found:
+    """What a layer's statistics are made of, by expert."""
+
+    rounded: list[int] = field(default_factory=list)
+    fallbacks: list[tuple[int, str]] = field(default_factory=list)
+    dead: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROJECTIONS, 0))
+    rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where some experts of a layer are worked on: a device."""
+
+    device: str
+    layer: int
+    act: Any
+    targets: Sequence[Target]
+    settings: Settings
+    weights: Weights
+    output: Output
+    clock: Clock
+    handing: Lock
+
+    def take(self, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
+             every: frozenset[int]) -> list[Expert]:  # fmt: skip
+        """Read experts."""
+        import torch
+
+        with self.clock("read", self.device):
+            found = []
+            for number in numbers:
+                parts, sources = {}, {}
+                for kind in PROJECTIONS:
+                    one = matrices[number, kind]
+                    matrix, sources[kind] = self.weights.matrix(one.module, one.weight)
+                    parts[kind] = matrix.to(self.device)
+                gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
+                down = parts["down_proj"]
+                found.append(Expert(number, gate_up, down, number in every, sources))
+            return found
+
+    def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None) -> None:
+        """Let experts see their tokens, and count what goes into each matrix. `shared` is what those
+        that see every token have in common."""
+        with self.clock("hessian", self.device):
+            for expert in experts:
+                hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
+                expert.middle = inputs_of(middle, self.device)
+                expert.inputs = shared if expert.every else inputs_of(hidden, self.device)
+            for start, stop in seen.chunks:
+                rows, slots, _ = self._chunk(seen, start, stop)
+                for expert in experts:
+                    assert expert.inputs is not None
+                    assert expert.middle is not None
+                    mine = rows if expert.every else rows[slots[expert.number][0]]
+                    if not expert.every:
+                        expert.inputs.add(mine)
+                    expert.middle.add(self._middle(expert, mine))
+
+    def look_at_all(self, seen: Seen, columns: int) -> Inputs:
+        """What an expert sees that sees every token."""
+        with self.clock("hessian", self.device):
+            found = inputs_of(columns, self.device)
+            for start, stop in seen.chunks:
+                found.add(seen.inputs.read(start, stop).to(self.device))
+            return found
+
+    def quantize(self, experts: Sequence[Expert], calls: int, found: Found) -> None:
+        """Solve for codes, hand them in, and put what the first target's mean in the place of the
+        weights. `calls` is what llm-compressor divides Hessians by: how often each was added to."""
+        with self.clock("solve", self.device):
+            for expert in experts:
+                self._note(expert, found)
+            if not self.targets:
+                return
+            for name in ("gate_up", "down"):
+                todo = [e for e in experts if e.number not in found.rounded]
+                for batch in self._batches(todo, name):
+                    self._solve(batch, name, calls, found)
+                for expert in experts:
+                    if expert.number in found.rounded:
+                        weight = getattr(expert, name)
+                        made = [
+                            rounded(weight, t.scheme(_kinds(name)[0]), self.settings)
+                            for t in self.targets
+                        ]
+                        self._hand_in(expert, name, made)
+
+    def answer(self, experts: Sequence[Expert], rows: torch.Tensor, seen: Seen,
+               start: int, stop: int) -> torch.Tensor:  # fmt: skip
+        """Add experts' answers to the tokens [start, stop) to `rows` [T, H], in the order of their
+        numbers, each weighted by the router."""
+        import torch
+
+        with self.clock("forward", self.device):
+            inputs, slots, weights = self._chunk(seen, start, stop)
+            rows = rows.to(self.device, copy=True)
+            for expert in experts:
+                tokens, places = slots[expert.number]
+                if not tokens.shape[0]:
+                    continue
+                middle = self._middle(expert, inputs[tokens])
+                made = torch.nn.functional.linear(middle, expert.down)
+                made = made * weights[tokens, places, None]
+                rows.index_add_(0, tokens, made.to(rows.dtype))
+            return rows
+
+    def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
+        """What goes into down_proj: act(gate) * up."""
+        import torch
+
+        gate, up = torch.nn.functional.linear(rows, expert.gate_up).chunk(2, dim=-1)
+        result: torch.Tensor = self.act(gate) * up
+        return result
+
+    def _chunk(
+        self, seen: Seen, start: int, stop: int
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+        """Inputs of some tokens; for each expert which of them it gets and in which place of theirs it
+        stands, ordered by place and then token as llm-compressor orders them; and the weights."""
+        slots = _slots(seen.experts.read(start, stop).to(self.device), len(seen.counts))
+        return (
+            seen.inputs.read(start, stop).to(self.device),
+            slots,
+            seen.weights.read(start, stop).to(self.device),
+        )
+
+    def _note(self, expert: Expert, found: Found) -> None:
+        assert expert.inputs is not None
+        assert expert.middle is not None
+        silent = False
+        for name, inputs in (("gate_up", expert.inputs), ("down", expert.middle)):
+            square, most = inputs.mean_square().cpu(), inputs.absmax.cpu()
+            found.rows[expert.number, name] = square.numpy(), most.numpy()
+            dead = int((square == 0).sum())
+            silent = silent or dead == square.numel()
+            for kind in () if expert.number in found.rounded else _kinds(name):
+                found.dead[kind] += dead
+        # An all-zero Hessian is a weight of zeros to the solver, which says nothing of it.
+        if silent and expert.number not in found.rounded:
+            found.rounded.append(expert.number)
+
+    def _batches(self, experts: Sequence[Expert], name: str) -> Iterator[Sequence[Expert]]:
+        # On a CPU one by one, as llm-compressor does there.
+        size = 1
+        if experts and self.device != "cpu":
+            columns = getattr(experts[0], name).shape[1]
+            size = solved_together(self.settings.together, columns)
+        for start in range(0, len(experts), size):
+            yield experts[start : start + size]
+
+    def _solve(self, batch: Sequence[Expert], name: str, calls: int, found: Found) -> None:
+        import torch
+
+        weights = [getattr(expert, name) for expert in batch]
+        made: list[list[Solved]] = [[] for _ in batch]
+        kinds = _kinds(name)
+        for target in self.targets:
+            stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
+            results, failed = solved(weights, stacked, target.scheme(kinds[0]), self.settings)
+            for number, (expert, result) in enumerate(zip(batch, results, strict=True)):
+                made[number].append(result)
+                if failed[number]:
+                    found.fallbacks += [(expert.number, kind) for kind in kinds]
+        for expert, results in zip(batch, made, strict=True):
+            self._hand_in(expert, name, results)
+
+    def _hand_in(self, expert: Expert, name: str, made: Sequence[Solved]) -> None:
+        kinds = _kinds(name)
+        height = getattr(expert, name).shape[0] // len(kinds)
+        for number, kind in enumerate(kinds):
+            parts = [one.rows(number * height, (number + 1) * height) for one in made]
+            codes = [part.numpy() for part in parts]
+            with self.handing:
+                self.output.put(self.layer, expert.number, kind, codes, expert.sources[kind])
+        setattr(expert, name, made[0].weight)
+
+
+def _kinds(name: str) -> tuple[str, ...]:
+    return PROJECTIONS[:2] if name == "gate_up" else PROJECTIONS[2:]
+
+
+def _sums(expert: Expert, name: str) -> Inputs:
+    found = expert.inputs if name == "gate_up" else expert.middle
+    assert found is not None
+    return found
+
+
+def _slots(routes: torch.Tensor, experts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Routes int32 [T, k] -> for each expert its tokens and their places in the k, both int64, ordered
+    by place and then by token."""
+    import torch
+
+    tokens = routes.shape[0]
+    flat = routes.t().reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    found = []
+    at = 0
+    for count in counts:
+        mine = order[at : at + count]
+        found.append((mine % tokens, torch.div(mine, tokens, rounding_mode="floor")))
+        at += count
+    return found

@@ -1,0 +1,283 @@
+"""One layer of a calibration: attention and router over all samples, then its experts, some at a time,
+and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.experts import Bench, Expert, Found, Inputs, Seen
+from qconvert.calibrate.memory import Budget, group_sizes, trim
+from qconvert.calibrate.model import Layer, Model
+from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.settings import LayerStats, Output, Settings, Target
+from qconvert.calibrate.states import InFile, Rows, Scratch
+from qconvert.experts import Projection
+from qconvert.run.files import Files
+
+if TYPE_CHECKING:
+    import torch
+
+# Tokens that an accelerator works on together, in experts and in attention.
+_GATHER, _ATTEND = 65_536, 16_384
+
+Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens [start, stop) of all, being `count` samples of one length."""
+
+    start: int
+    stop: int
+    count: int
+
+
+def batches(lengths: Sequence[int], most: int | None) -> Iterator[Batch]:
+    """Samples that go through attention together: one by one, or as many neighbours of one length as
+    have no more than `most` tokens."""
+    at = 0
+    number = 0
+    while number < len(lengths):
+        count = 1
+        while (
+            most is not None
+            and number + count < len(lengths)
+            and lengths[number + count] == lengths[number]
+            and (count + 1) * lengths[number] <= most
+        ):
+            count += 1
+        stop = at + count * lengths[number]
+        yield Batch(at, stop, count)
+        at, number = stop, number + count
+
+
+def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]:
+    """Ranges of tokens whose expert inputs are worked on together: a sample each, or whole samples of
+    no more than `most` tokens."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    for length in lengths:
+        if found and most is not None and at + length - found[-1][0] <= most:
+            found[-1] = found[-1][0], at + length
+        else:
+            found.append((at, at + length))
+        at += length
+    return found
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
+    samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`."""
+
+    model: Model
+    matrices: Matrices
+    lengths: Sequence[int]
+    targets: Sequence[Target]
+    settings: Settings
+    output: Output
+    folder: Path
+    budget: Budget
+    devices: tuple[str, ...]
+    say: Callable[[str], None]
+    files: Files
+    readers: tuple[Weights, ...]
+    clock: Clock
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def hidden(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @property
+    def gather(self) -> int | None:
+        if self.settings.gather is not None:
+            return self.settings.gather
+        return None if self.devices[0] == "cpu" else _GATHER
+
+    @property
+    def attended(self) -> int | None:
+        return None if self.devices[0] == "cpu" else _ATTEND
+
+    def run(self, number: int, states: InFile, following: InFile) -> LayerStats | None:
+        """Compute `following`, what goes into the next layer, and hand in the codes of this one's
+        experts. Returns their statistics, None for a dense layer."""
+        with self.clock("read", self.devices[0]):
+            layer = self.model.layer(number, self.readers[0], self.devices[0])
+        if not layer.sparse:
+            with self.clock("forward", self.devices[0]):
+                for batch, hidden, arguments in self._through(number, states):
+                    following.write(batch.start, layer.forward(hidden, arguments).flatten(0, 1))
+            return None
+        scratch = Scratch(self.folder, self.budget.states, self.files)
+        try:
+            return self._sparse(layer, states, following, scratch)
+        finally:
+            scratch.close()
+
+    def _through(
+        self, number: int, states: InFile
+    ) -> Iterator[tuple[Batch, torch.Tensor, Mapping[str, Any]]]:
+        for batch in batches(self.lengths, self.attended):
+            length = (batch.stop - batch.start) // batch.count
+            arguments = self.model.arguments(batch.count, length, self.devices[0])[number]
+            rows = states.read(batch.start, batch.stop).to(self.devices[0])
+            yield batch, rows.reshape(batch.count, length, -1), arguments
+
+    def _sparse(
+        self, layer: Layer, states: InFile, following: InFile, scratch: Scratch
+    ) -> LayerStats:
+        import torch
+
+        where = f"calibrating layer {layer.number} of {self.model.layers}"
+        self.say(f"{where}: attention")
+        residuals = scratch.rows("residuals", self.total, self.hidden, torch.bfloat16)
+        answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
+        seen = self._attend(layer, states, residuals, scratch)
+        found = Found()
+        few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
+        every: frozenset[int] = frozenset()
+        if self.settings.experts == "all":
+            every, few = frozenset(range(self.experts)), []
+        elif self.settings.few == "all":
+            every = frozenset(few)
+        else:
+            found.rounded += few
+        handing = Lock()
+        benches = [
+            Bench(device, layer.number, layer.act, self.targets, self.settings, reader,
+                  self.output, self.clock, handing)
+            for device, reader in zip(self.devices, self.readers, strict=True)
+        ]  # fmt: skip
+        shared: list[Inputs | None] = [
+            bench.look_at_all(seen, self.hidden) if every else None for bench in benches
+        ]
+        matrices = self.matrices[layer.number]
+        for group in self._groups(layer, matrices, every):
+            self.say(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
+            work = [
+                partial(self._work, bench, mine, matrices, every, seen, common, found)
+                for bench, mine, common in zip(benches, group, shared, strict=False)
+            ]
+            taken = _together(work)
+            for start, stop in seen.chunks:
+                rows = answers.read(start, stop)
+                for bench, experts in zip(benches, taken, strict=False):
+                    rows = bench.answer(experts, rows, seen, start, stop)
+                answers.write(start, rows)
+            del taken
+            trim()
+        with self.clock("forward", self.devices[0]), torch.no_grad():
+            for batch in batches(self.lengths, self.attended):
+                shape = batch.count, -1, self.hidden
+                residual, inputs, answer = (
+                    rows.read(batch.start, batch.stop).to(self.devices[0])
+                    for rows in (residuals, seen.inputs, answers)
+                )
+                made = layer.joined(residual.reshape(shape), inputs.reshape(shape), answer)
+                following.write(batch.start, made.flatten(0, 1))
+        return _stats(seen.counts, few, found)
+
+    def _work(self, bench: Bench, numbers: Sequence[int],
+              matrices: Mapping[tuple[int, str], Projection], every: frozenset[int], seen: Seen,
+              shared: Inputs | None, found: Found) -> list[Expert]:  # fmt: skip
+        """Read some experts, let them see their tokens, and solve them."""
+        import torch
+
+        with torch.no_grad():
+            experts = bench.take(numbers, matrices, every)
+            bench.look(experts, seen, shared)
+            bench.quantize(experts, len(seen.chunks), found)
+            for expert in experts:
+                expert.inputs = expert.middle = None
+        return experts
+
+    def _attend(self, layer: Layer, states: InFile, residuals: Rows, scratch: Scratch) -> Seen:
+        """Run attention and router over all samples. `residuals` are what the layer adds its experts'
+        answers to."""
+        import torch
+
+        inputs = scratch.rows("inputs", self.total, self.hidden, torch.bfloat16)
+        routes, shares = None, None
+        counts = torch.zeros(self.experts, dtype=torch.int64)
+        with self.clock("forward", self.devices[0]):
+            for batch, hidden, arguments in self._through(layer.number, states):
+                around = layer.around(hidden, arguments, prove=batch.start == 0)
+                residuals.write(batch.start, around.residual.flatten(0, 1))
+                inputs.write(batch.start, around.block_input.flatten(0, 1))
+                experts, weights = around.routed.experts, around.routed.weights
+                if routes is None or shares is None:
+                    width = experts.shape[-1]
+                    routes = scratch.rows("routes", self.total, width, torch.int32)
+                    shares = scratch.rows("shares", self.total, width, weights.dtype)
+                routes.write(batch.start, experts.to(torch.int32))
+                shares.write(batch.start, weights)
+                counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
+        assert routes is not None
+        assert shares is not None
+        chunks = chunks_of(self.lengths, self.gather)
+        return Seen(inputs, routes, shares, chunks, counts.tolist())
+
+    def _groups(
+        self,
+        layer: Layer,
+        matrices: Mapping[tuple[int, str], Projection],
+        every: frozenset[int],
+    ) -> Iterator[list[list[int]]]:
+        """Numbers of experts that are in memory together, by device, in ascending order."""
+        down = matrices[0, "down_proj"].weight
+        chunks = chunks_of(self.lengths, self.gather)
+        sizes = group_sizes(
+            self.budget, self.devices, hidden=down.rows, middle=down.columns,
+            own_hessians=len(every) < self.experts, schemes=len(self.targets),
+            together=self.settings.together,
+            layer_bytes=sum(p.nbytes for p in layer.module.parameters()),
+            chunk=max(stop - start for start, stop in chunks),
+        )  # fmt: skip
+        at = 0
+        while at < self.experts:
+            group = []
+            for size in sizes:
+                mine = list(range(at, min(at + size, self.experts)))
+                at += len(mine)
+                if mine:
+                    group.append(mine)
+            yield group
+
+
+def _together(work: Sequence[Callable[[], list[Expert]]]) -> list[list[Expert]]:
+    """Results of several devices' work, which runs at the same time."""
+    if len(work) == 1:  # a thread would have a heap of its own
+        return [work[0]()]
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [job.result() for job in [pool.submit(one) for one in work]]
+
+
+def _stats(counts: Sequence[int], few: Sequence[int], found: Found) -> LayerStats:
+    import numpy as np
+
+    def stacked(name: str, which: int) -> Any:
+        return np.stack([found.rows[expert, name][which] for expert in range(len(counts))])
+
+    return LayerStats(
+        np.array(counts, np.int64),
+        stacked("gate_up", 0),
+        stacked("gate_up", 1),
+        stacked("down", 0),
+        stacked("down", 1),
+        tuple(few),
+        tuple(sorted(found.rounded)),
+        dict(found.dead),
+        tuple(sorted(found.fallbacks)),
+    )

@@ -1,0 +1,122 @@
+"""How much of a layer fits in memory: the user's number cut into shares."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qconvert.errors import RunError
+
+_MACHINE = 0.75  # of the machine's memory, where the user gives no number
+# Of an accelerator's, whatever else is on it, because group sizes must not depend on that: for experts,
+# and on the first one for what a layer keeps of each token.
+_DEVICE, _DEVICE_STATES = 0.5, 0.25
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED = 1 << 20  # what is larger is mapped, and unmapped when it is freed
+_TOGETHER = 4 << 30  # of Hessians that an accelerator solves at a time
+_SLACK = 160 << 20  # what libraries take once they compute: threads, kernels, free lists
+_STATES = 0.25  # of what is free at the start, for what a layer keeps of each token
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes: `memory` for the whole process, `base` what it took before, `states` by device for what a
+    layer keeps of each token, `devices` what each accelerator has for experts (0: a CPU)."""
+
+    memory: int
+    base: int
+    states: Mapping[str, int]
+    devices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, memory: int | None, devices: Sequence[str]) -> Budget:
+        """Shares of a number of bytes, None: three quarters of the machine."""
+        # Imported here, or what they take would not be counted.
+        import llmcompressor.modifiers.gptq.gptq_quantize
+        import llmcompressor.observers  # noqa: F401
+
+        base = resident() + _SLACK
+        if memory is None:
+            memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        states = {"cpu": int(_STATES * max(0, memory - base))}
+        if devices[0] != "cpu":
+            states = {devices[0]: _device_bytes(devices[0], _DEVICE_STATES), **states}
+        return cls(memory, base, states, tuple(_device_bytes(d, _DEVICE) for d in devices))
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    with open("/proc/self/statm", encoding="ascii") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keep_nothing_freed() -> None:
+    """Let freed memory go back to the system: what glibc keeps for later (malloc(3), mallopt(3)) and
+    oneDNN's kernels for every number of rows there ever was would count as this process's."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _MAPPED)
+
+
+def trim() -> None:
+    """Give back what is free in the heap."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
+
+
+def _device_bytes(device: str, share: float) -> int:
+    if device == "cpu":
+        return 0
+    import torch
+
+    return int(share * torch.cuda.get_device_properties(device).total_memory)
+
+
+def solved_together(asked: int, columns: int) -> int:
+    """Matrices that an accelerator solves at a time: fewer where their Hessians are large."""
+    return max(1, min(asked, _TOGETHER // (4 * columns * columns)))
+
+
+def group_sizes(
+    budget: Budget,
+    devices: Sequence[str],
+    *,
+    hidden: int,
+    middle: int,
+    own_hessians: bool,
+    schemes: int,
+    together: int,
+    layer_bytes: int,
+    chunk: int,
+) -> list[int]:
+    """Experts that each device works on together. Raises RunError where not one fits, with the smallest
+    budget that would do."""
+    weights = 3 * hidden * middle * 2
+    hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
+    one = weights + hessians
+    widest, tallest = max(hidden, middle), 2 * middle * hidden
+    # The solver's: a Hessian and its copies, and the matrix in float32 with what is wrong with it.
+    solving = 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+    # A chunk's inputs, what goes into down_proj, and each of them in float32.
+    passing = chunk * (hidden + middle) * 12 + chunk * 4 * middle
+    rest = passing + layer_bytes + (0 if own_hessians else 4 * hidden * hidden)
+    sizes = []
+    for device, share in zip(devices, budget.devices, strict=True):
+        fixed = rest + solving * (1 if device == "cpu" else solved_together(together, widest))
+        room = (
+            share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
+        )
+        count = (room - fixed) // one
+        if count < 1 and device == "cpu":
+            need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
+            raise RunError(
+                f"one expert with its Hessians takes {(fixed + one) >> 20} MiB beside the "
+                f"{budget.base >> 20} MiB of libraries, more than the memory granted; give --memory "
+                f"{(need >> 20) + 1}MiB"
+            )
+        sizes.append(max(1, int(count)))
+    return sizes

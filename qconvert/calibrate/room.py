@@ -1,0 +1,77 @@
+"""The work folder of a calibration: hidden states between layers, and how far it has come.
+
+Its state file is replaced only once everything that it speaks of is on disk, so an interrupted
+calibration goes on at a layer whose hidden states are whole.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.calibrate.states import InFile
+from qconvert.errors import RunError
+from qconvert.run.files import Files
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder for `count` tokens' hidden states BF16 [count, width]. `key` names the calibration."""
+
+    path: Path
+    key: str
+    count: int
+    width: int
+    files: Files
+
+    def states(self, layer: int, *, new: bool) -> InFile:
+        """What goes into a layer. Raises RunError for a file that is damaged."""
+        import torch
+
+        path = self.path / _name(layer)
+        return InFile(path, self.count, self.width, torch.bfloat16, self.files, new=new)
+
+    def layer(self) -> int | None:
+        """The layer to go on with, None where nothing was begun; what else lies here is removed. Raises
+        RunError for another calibration's room."""
+        self.files.make_folder(self.path)
+        file = self.path / _STATE
+        layer = None
+        if file.is_file():
+            state = json.loads(file.read_bytes())
+            if state["key"] != self.key:
+                raise RunError(
+                    f"{self.path} holds another calibration (other data, settings, plan or kind of "
+                    "device); clean the output folder to begin again, or give what it was begun with"
+                )
+            layer = int(state["layer"])
+        kept = set() if layer is None else {_STATE, _name(layer)}
+        for left in self.path.iterdir():
+            if left.name not in kept:
+                self.files.remove(left)
+        return layer
+
+    def remember(self, layer: int, states: InFile) -> None:
+        """The next layer to do is this one, and these are its states. Those before are removed."""
+        states.sync()
+        new = self.path / f"{_STATE}.new"
+        text = json.dumps({"key": self.key, "layer": layer}).encode()
+        self.files.create(new, len(text))
+        fd = self.files.open(new)
+        try:
+            self.files.write(fd, new, memoryview(text), 0)
+            self.files.sync(fd, new)
+        finally:
+            self.files.close(fd)
+        self.files.rename(new, self.path / _STATE)
+        self.files.sync_folder(self.path)
+        before = self.path / _name(layer - 1)
+        if before.exists():
+            self.files.remove(before)
+
+
+def _name(layer: int) -> str:
+    return f"hidden.{layer}.rows"

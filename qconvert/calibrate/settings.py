@@ -1,0 +1,127 @@
+"""What a calibration is asked for, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from qconvert.errors import PlanError
+from qconvert.formats.scheme import Codes, IntScheme
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+# Parts of amax / (largest code) that are tried as scales where a search is asked for.
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every field enters the result. Raises PlanError for values that make no sense.
+
+    `experts`: "routed" lets each expert see the tokens that the router gives it, "all" every token.
+    An expert with fewer than `min_tokens` routed ones gets every token, or is rounded to nearest, as
+    `few` says. `search` says which schemes get the scale with the least error weighted by the inputs'
+    mean squares among `CLIPS`, instead of the largest weight's: none, narrow ones, or all symmetric
+    ones. `attention` is transformers' name of an implementation. `gather` is how many tokens' expert
+    inputs are worked on together: None takes one sample on a CPU and 65536 tokens elsewhere; `together`
+    how many matrices an accelerator solves at a time.
+    """
+
+    dampening_frac: float = 0.01
+    block_size: int = 128
+    experts: Literal["routed", "all"] = "routed"
+    min_tokens: int = 128
+    few: Literal["all", "rtn"] = "all"
+    search: Literal["none", "narrow", "all"] = "narrow"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    gather: int | None = None
+    together: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.dampening_frac < 1:
+            raise PlanError(f"dampening_frac must be between 0 and 1, found {self.dampening_frac}")
+        if self.block_size < 1:
+            raise PlanError(f"block_size must be at least 1, found {self.block_size}")
+        if self.min_tokens < 1:
+            raise PlanError(
+                f"min_tokens must be at least 1, found {self.min_tokens}: nothing can be learnt of an "
+                "expert from no token"
+            )
+        if self.gather is not None and self.gather < 1:
+            raise PlanError(f"gather must be at least 1 token, found {self.gather}")
+        if self.together < 1:
+            raise PlanError(f"together must be at least 1 matrix, found {self.together}")
+
+    def searches(self, scheme: IntScheme) -> bool:
+        """Whether a scheme's scales are searched for."""
+        if not scheme.symmetric or self.search == "none":
+            return False
+        return self.search == "all" or scheme.narrow
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One format to solve for: gate and up have one scheme, down may have another (AMX cuts its columns
+    into a part a NUMA node)."""
+
+    gate_up: IntScheme
+    down: IntScheme
+
+    def scheme(self, kind: str) -> IntScheme:
+        return self.down if kind == "down_proj" else self.gate_up
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStats:
+    """What a layer's routed experts saw, in numpy.
+
+    counts int64 [E]: tokens routed to each. Mean square and absmax of each input column, over the
+    tokens that an expert was calibrated with: gate_up_* float32 [E, H], down_* float32 [E, I].
+    `few` are experts with fewer routed tokens than asked for, `rounded` those that were rounded to
+    nearest for it (or because all their inputs were zero). `dead_columns` counts input columns that
+    were zero throughout (the solver zeroes their weights), by kind; `fallbacks` are matrices whose
+    Hessian could not be factorized, which llm-compressor then rounds to nearest: (expert, kind).
+    """
+
+    counts: Counts
+    gate_up_mean_square: Floats
+    gate_up_absmax: Floats
+    down_mean_square: Floats
+    down_absmax: Floats
+    few: tuple[int, ...]
+    rounded: tuple[int, ...]
+    dead_columns: Mapping[str, int]
+    fallbacks: tuple[tuple[int, str], ...]
+
+
+class Output(Protocol):
+    """Who takes what is made."""
+
+    def put(
+        self,
+        layer: int,
+        expert: int,
+        kind: str,
+        made: Sequence[Codes],
+        sources: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """One matrix, codes for each target in order; kind is gate_proj, up_proj or down_proj.
+        `sources` are the ranges it was read from: name, start, stop, xxh3."""
+
+    def done(self, layer: int, stats: LayerStats) -> None:
+        """Everything of a layer was put; returns when that is safe on disk."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Layers calibrated by this call (others were done before), remarks for the user, and the seconds
+    that each kind of work took: read, forward, hessian, solve, write."""
+
+    layers: tuple[int, ...]
+    remarks: tuple[str, ...]
+    seconds: Mapping[str, float]

@@ -1,0 +1,131 @@
+"""What is kept of each token: a row, on a GPU, in memory or, if too large, in a file.
+
+Files are read and written, not mapped: mapped pages count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qconvert.errors import RunError
+from qconvert.run.files import Files
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Rows(Protocol):
+    """Rows [count, width] of one dtype."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop), not to be changed."""
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        """Replace rows from `start` on."""
+
+    def close(self) -> None:
+        """Give the memory or the file back."""
+
+
+class InMemory:
+    """Rows in a device's memory."""
+
+    def __init__(self, count: int, width: int, dtype: torch.dtype, device: str) -> None:
+        import torch
+
+        self._rows = torch.zeros(count, width, dtype=dtype, device=device)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._rows[start:stop]
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        self._rows[start : start + rows.shape[0]] = rows
+
+    def close(self) -> None:
+        del self._rows
+
+
+def _bytes(rows: torch.Tensor) -> memoryview:
+    """A CPU tensor's own bytes."""
+    import torch
+
+    data: Any = rows.view(torch.uint8).numpy()
+    return memoryview(data).cast("B")
+
+
+class InFile:
+    """Rows in a file, which `close` leaves where it is. A new file is all zero."""
+
+    def __init__(
+        self, path: Path, count: int, width: int, dtype: torch.dtype, files: Files, *, new: bool
+    ) -> None:
+        self.path, self._width, self._dtype, self._files = path, width, dtype, files
+        self._row = width * dtype.itemsize
+        if new:
+            files.create(path, count * self._row)
+        elif not path.is_file() or path.stat().st_size != count * self._row:
+            raise RunError(
+                f"{path}: expected {count * self._row} bytes of hidden states; the work folder is "
+                "damaged, clean it and begin again"
+            )
+        self._fd = files.open(path)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        rows = torch.empty(stop - start, self._width, dtype=self._dtype)
+        into = _bytes(rows)
+        at = start * self._row
+        while into.nbytes:
+            done = os.preadv(self._fd, [into], at)
+            if not done:
+                raise RunError(f"{self.path}: the file ends at byte {at}")
+            into, at = into[done:], at + done
+        return rows
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        data = _bytes(rows.to("cpu", self._dtype).contiguous())
+        self._files.write(self._fd, self.path, data, start * self._row)
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut."""
+        self._files.sync(self._fd, self.path)
+
+    def close(self) -> None:
+        self._files.close(self._fd)
+
+
+class Scratch:
+    """Makes rows that live for a layer, on the first of some devices that has room: `shares` are bytes
+    by device. What fits none goes to files of `room`."""
+
+    def __init__(self, room: Path, shares: Mapping[str, int], files: Files) -> None:
+        self._room, self._files = room, files
+        self._left = dict(shares)
+        self._made: list[InMemory | InFile] = []
+
+    def rows(self, name: str, count: int, width: int, dtype: torch.dtype) -> Rows:
+        """Rows, all zero."""
+        size = count * width * dtype.itemsize
+        found: InMemory | InFile
+        for device, left in self._left.items():
+            if size <= left:
+                self._left[device] -= size
+                found = InMemory(count, width, dtype, device)
+                break
+        else:
+            path = self._room / f"{name}.rows"
+            found = InFile(path, count, width, dtype, self._files, new=True)
+        self._made.append(found)
+        return found
+
+    def close(self) -> None:
+        """Give back all that was made."""
+        for rows in self._made:
+            rows.close()
+            if isinstance(rows, InFile):
+                self._files.remove(rows.path)
+        self._made.clear()

@@ -1,0 +1,139 @@
+"""Tiny models of the five families for calibration tests, and token streams with structure.
+
+Weights are heavy-tailed, router rows differ enough that experts see different tokens, and tokens come
+in runs of a small vocabulary, so that what an expert sees has directions worth keeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from qconvert.calibrate.settings import LayerStats
+from qconvert.checkpoint import Checkpoint
+from qconvert.formats.scheme import Codes
+from qconvert.plan import Plan
+from qconvert.sample import heavy_tailed
+
+# Its config and auto classes are typed for humans, not for mypy.
+hf: Any = transformers
+
+HIDDEN, INTERMEDIATE, EXPERTS, LAYERS, VOCAB = 128, 128, 8, 4, 300
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INTERMEDIATE,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": LAYERS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def qwen3_moe(**over: Any) -> Any:
+    return hf.Qwen3MoeConfig(**{
+        **COMMON, "num_key_value_heads": 2, "head_dim": 32, "num_experts": EXPERTS,
+        "num_experts_per_tok": 2, **over,
+    })  # fmt: skip
+
+
+def _linear_attention() -> dict[str, Any]:
+    """Three layers of linear attention and one of full."""
+    return {
+        "num_key_value_heads": 2, "head_dim": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "shared_expert_intermediate_size": 96, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+
+
+def qwen3_next(**over: Any) -> Any:
+    return hf.Qwen3NextConfig(**{**COMMON, **_linear_attention(), **over})
+
+
+def qwen3_5_moe(**over: Any) -> Any:
+    return hf.Qwen3_5MoeTextConfig(**{**COMMON, **_linear_attention(), **over})
+
+
+def deepseek_v3(**over: Any) -> Any:
+    """A dense layer and three with experts."""
+    return hf.DeepseekV3Config(**{
+        **COMMON, "intermediate_size": 320, "num_key_value_heads": 4, "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 40, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+        "v_head_dim": 32, **over,
+    })  # fmt: skip
+
+
+def glm4_moe(**over: Any) -> Any:
+    return hf.Glm4MoeConfig(**{
+        **COMMON, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32,
+        "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, **over,
+    })  # fmt: skip
+
+
+Make = Callable[..., Any]
+FAMILIES: list[Make] = [qwen3_moe, qwen3_next, qwen3_5_moe, deepseek_v3, glm4_moe]
+
+
+def saved(config: Any, folder: Path) -> Path:
+    """A model with heavy-tailed weights in bf16, as transformers saves it."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            made = heavy_tailed(tuple(parameter.shape), generator)
+            parameter.data.copy_(made * (4 if "embed" in name else 1))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def plan_of(folder: Path) -> Plan:
+    return Plan.identity(Checkpoint.open(folder))
+
+
+def samples(count: int, length: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Token ids that come in streaks: each sample draws from its own forty of the vocabulary."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        some = np.random.default_rng(number % 7).integers(3, VOCAB, 40)
+        found.append(some[generator.integers(0, some.size, length)].astype(np.int64))
+    return found
+
+
+class Kept:
+    """An output that keeps all it is handed."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, int, str], list[Codes]] = {}
+        self.sources: dict[tuple[int, int, str], Sequence[Mapping[str, Any]]] = {}
+        self.stats: dict[int, LayerStats] = {}
+
+    def put(
+        self,
+        layer: int,
+        expert: int,
+        kind: str,
+        made: Sequence[Codes],
+        sources: Sequence[Mapping[str, Any]],
+    ) -> None:
+        assert (layer, expert, kind) not in self.made
+        self.made[layer, expert, kind] = list(made)
+        self.sources[layer, expert, kind] = sources
+
+    def done(self, layer: int, stats: LayerStats) -> None:
+        self.stats[layer] = stats

@@ -1,0 +1,89 @@
+"""The calibration engine against transformers: what it streams layer by layer is what the whole model
+computes, and it is causal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calibrate_models import FAMILIES, HIDDEN, LAYERS, Kept, Make, hf, plan_of, samples, saved
+
+from qconvert.calibrate.engine import calibrate
+from qconvert.calibrate.settings import LayerStats, Settings
+
+every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+
+EAGER = Settings(attention="eager", min_tokens=1)
+
+
+class States(Kept):
+    """Also keeps the hidden states after each layer."""
+
+    def __init__(self, room: Path) -> None:
+        super().__init__()
+        self.room = room
+        self.after: dict[int, torch.Tensor] = {}
+
+    def done(self, layer: int, stats: LayerStats) -> None:
+        super().done(layer, stats)
+        data = (self.room / f"hidden.{layer + 1}.rows").read_bytes()
+        self.after[layer] = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(-1, HIDDEN)
+
+
+def streamed(folder: Path, tokens: list[Any], settings: Settings, room: Path) -> States:
+    """Hidden states of the model as it is."""
+    output = States(room)
+    calibrate(plan_of(folder), tokens, (), settings, output, room=room, memory=None, key="test")
+    return output
+
+
+def whole(folder: Path, tokens: list[Any], attention: str) -> list[torch.Tensor]:
+    """Hidden states after each layer of the whole model, samples one after another."""
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation=attention, experts_implementation="eager"
+    ).eval()
+    found: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(
+            lambda m, a, result, number=number: found[number].append(result[0].reshape(-1, HIDDEN))
+        )
+    with torch.no_grad():
+        for sample in tokens:
+            model.model(torch.from_numpy(sample)[None], use_cache=False)
+    return [torch.cat(states) for states in found]
+
+
+@every_family
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_streaming_is_the_whole_model_bit_for_bit(
+    make: Make, attention: Any, tmp_path: Path
+) -> None:
+    folder = saved(make(), tmp_path / "model")
+    tokens = [*samples(2, 40), *samples(1, 23, seed=5)]
+    settings = Settings(attention=attention, min_tokens=1)
+    ours = streamed(folder, tokens, settings, tmp_path / "room").after
+    theirs = whole(folder, tokens, attention)
+    sparse = [n for n in range(LAYERS) if n in ours]
+    assert len(sparse) >= LAYERS - 1
+    for number in sparse:
+        assert torch.equal(ours[number], theirs[number]), number
+        assert torch.isfinite(ours[number]).all()
+
+
+@every_family
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_later_token_changes_no_earlier_state(make: Make, attention: Any, tmp_path: Path) -> None:
+    folder = saved(make(), tmp_path / "model")
+    (first,) = samples(1, 32)
+    second = first.copy()
+    second[20:] = second[20:][::-1] + 1
+    settings = Settings(attention=attention, min_tokens=1)
+    one = streamed(folder, [first], settings, tmp_path / "one").after
+    two = streamed(folder, [second], settings, tmp_path / "two").after
+    for number in one:
+        assert torch.equal(one[number][:20], two[number][:20]), number
+        assert not torch.equal(one[number][20:], two[number][20:])
+    assert np.any(first != second)

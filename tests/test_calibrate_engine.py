@@ -1,0 +1,491 @@
+"""The calibration engine's promises that need no other project: resuming, grouping, few tokens, several
+schemes at once, statistics, hashes of what was read, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from calibrate_models import (
+    EXPERTS,
+    HIDDEN,
+    Kept,
+    deepseek_v3,
+    hf,
+    plan_of,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+    samples,
+    saved,
+)
+from safetensors.torch import load_file, save_file
+
+from qconvert.calibrate import layers
+from qconvert.calibrate.engine import calibrate, disk_bytes
+from qconvert.calibrate.memory import Budget
+from qconvert.calibrate.settings import LayerStats, Settings, Target
+from qconvert.calibrate.solve import rounded
+from qconvert.checkpoint import Checkpoint
+from qconvert.errors import PlanError, RunError
+from qconvert.formats.scheme import Codes, IntScheme
+from qconvert.plan import Plan
+from qconvert.run.reader import Reader
+from qconvert.sample import write_sample
+
+ROUTED = Settings(min_tokens=1)
+G32 = IntScheme(4, 32)
+TOKENS = samples(6, 40)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of Qwen3-MoE."""
+    return saved(qwen3_moe(num_hidden_layers=2), tmp_path_factory.mktemp("model") / "model")
+
+
+def run(folder: Path, room: Path, output: Kept | None = None, **over: Any) -> Kept:
+    kept = output or Kept()
+    options: dict[str, Any] = {
+        "tokens": TOKENS, "schemes": [G32], "settings": ROUTED, "memory": None, "key": "k", **over,
+    }  # fmt: skip
+    plan = options.pop("plan", None) or plan_of(folder)
+    tokens, schemes, settings = (options.pop(name) for name in ("tokens", "schemes", "settings"))
+    calibrate(plan, tokens, schemes, settings, kept, room=room, **options)
+    return kept
+
+
+def same(one: Codes, other: Codes) -> bool:
+    return np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+
+
+def assert_same(one: Kept, other: Kept) -> None:
+    assert one.made.keys() == other.made.keys()
+    for key, made in one.made.items():
+        for ours, theirs in zip(made, other.made[key], strict=True):
+            assert same(ours, theirs), key
+
+
+class Stopped(Exception):
+    """The process is killed here."""
+
+
+class Stopping(Kept):
+    """Stops when one matrix is put, or when a layer is done."""
+
+    def __init__(self, at: tuple[int, int, str] | int) -> None:
+        super().__init__()
+        self.at = at
+
+    def put(
+        self, layer: int, expert: int, kind: str, made: Sequence[Codes],
+        sources: Sequence[Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        if (layer, expert, kind) == self.at:
+            raise Stopped
+        super().put(layer, expert, kind, made, sources)
+
+    def done(self, layer: int, stats: LayerStats) -> None:
+        super().done(layer, stats)
+        if layer == self.at:
+            raise Stopped
+
+
+@pytest.mark.parametrize("at", [(0, 0, "gate_proj"), (1, 3, "down_proj"), 0, 1])
+def test_an_interrupted_run_goes_on_to_the_same_codes(at: Any, small: Path, tmp_path: Path) -> None:
+    undisturbed = run(small, tmp_path / "whole")
+    first = Stopping(at)
+    with pytest.raises(Stopped):
+        run(small, tmp_path / "room", first)
+    second = run(small, tmp_path / "room")
+    # The layer that was under way is done again, the one before it is not.
+    begun = 1 if at in ((1, 3, "down_proj"), 1) else 0
+    assert {layer for layer, _, _ in second.made} == set(range(begun, 2))
+    for key, made in second.made.items():
+        assert same(made[0], undisturbed.made[key][0]), key
+    both = {**first.made, **second.made}
+    assert both.keys() == undisturbed.made.keys()
+
+
+def test_a_finished_run_does_nothing_again(small: Path, tmp_path: Path) -> None:
+    run(small, tmp_path / "room")
+    assert not run(small, tmp_path / "room").made
+    assert sorted(p.name for p in (tmp_path / "room").iterdir()) == ["hidden.2.rows", "state.json"]
+
+
+def test_nothing_runs_after_the_last_layer_wanted(small: Path, tmp_path: Path) -> None:
+    whole, first = run(small, tmp_path / "whole"), run(small, tmp_path / "first", last=0)
+    assert {layer for layer, _, _ in first.made} == {0}
+    for key, codes in first.made.items():
+        assert same(codes[0], whole.made[key][0]), key
+
+
+def test_another_key_is_refused(small: Path, tmp_path: Path) -> None:
+    run(small, tmp_path / "room")
+    with pytest.raises(RunError, match="another calibration"):
+        run(small, tmp_path / "room", key="other")
+
+
+def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(small, tmp_path / "room", Stopping(0))
+    left = tmp_path / "room" / "hidden.0.rows"
+    left.write_bytes(left.read_bytes()[:-2])
+    with pytest.raises(RunError, match=r"expected .* bytes of hidden states"):
+        run(small, tmp_path / "room")
+
+
+@pytest.mark.parametrize("settings", [ROUTED, Settings(experts="all")], ids=["routed", "all"])
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=["one", "two"])
+def test_groups_and_devices_change_no_code(
+    settings: Settings, devices: tuple[str, ...], small: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    at_once = run(small, tmp_path / "one", settings=settings)
+    seen: list[int] = []
+
+    def few(*args: Any, **sizes: Any) -> list[int]:
+        seen.append(1)
+        return [3, 2][: len(devices)]
+
+    monkeypatch.setattr(layers, "group_sizes", few)
+    apart = run(small, tmp_path / "two", settings=settings, devices=devices)
+    assert seen
+    assert_same(at_once, apart)
+
+
+def test_states_in_files_change_no_code(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_memory = run(small, tmp_path / "one")
+    names: set[str] = set()
+    of = Budget.of
+    monkeypatch.setattr(
+        Budget, "of", lambda memory, devices: replace(of(memory, devices), states={})
+    )
+
+    class Looking(Kept):
+        def put(self, *args: Any) -> None:
+            names.update(path.name for path in (tmp_path / "two").iterdir())
+            super().put(*args)
+
+    assert_same(in_memory, run(small, tmp_path / "two", Looking()))
+    assert {f"{n}.rows" for n in ("inputs", "answers", "residuals", "routes", "shares")} <= names
+
+
+def test_the_room_holds_no_more_than_it_says(small: Path, tmp_path: Path) -> None:
+    most = 0
+
+    class Looking(Kept):
+        def put(self, *args: Any) -> None:
+            nonlocal most
+            most = max(most, sum(p.stat().st_size for p in (tmp_path / "room").iterdir()))
+            super().put(*args)
+
+    run(small, tmp_path / "room", Looking())
+    count = sum(sample.size for sample in TOKENS)
+    assert 2 * 2 * count * HIDDEN <= most <= disk_bytes(count, HIDDEN)
+
+
+def test_several_schemes_from_one_pass(small: Path, tmp_path: Path) -> None:
+    """The first one's weights go on, so it is as if alone; in the first layer so is the second."""
+    row = IntScheme(4, None, scale_dtype="F32", narrow=True)
+    both = run(small, tmp_path / "both", schemes=[G32, Target(row, replace(row, group=64))])
+    first = run(small, tmp_path / "first")
+    second = run(small, tmp_path / "second", schemes=[Target(row, replace(row, group=64))])
+    for key, (one, two) in both.made.items():
+        assert same(one, first.made[key][0]), key
+        assert key[0] > 0 or same(two, second.made[key][0]), key
+        assert two.scale.shape[1] == (2 if key[2] == "down_proj" else 1)
+    assert any(not same(both.made[k][1], second.made[k][0]) for k in both.made if k[0] > 0)
+
+
+def test_no_scheme_gives_statistics_alone(small: Path, tmp_path: Path) -> None:
+    kept = run(small, tmp_path / "room", schemes=[])
+    assert not kept.made
+    assert set(kept.stats) == {0, 1}
+
+
+def test_statistics_are_of_what_experts_saw(small: Path, tmp_path: Path) -> None:
+    """Of the first layer, against a hook on the whole model's experts."""
+    stats = run(small, tmp_path / "room").stats[0]
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        small, dtype=torch.bfloat16, experts_implementation="eager"
+    ).eval()
+    seen: list[Any] = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda m, args: seen.append(args))
+    with torch.no_grad():
+        for sample in TOKENS:
+            model.model(torch.from_numpy(sample)[None], use_cache=False)
+    rows = torch.cat([args[0].reshape(-1, HIDDEN) for args in seen])
+    routes = torch.cat([args[1] for args in seen])
+    assert stats.counts.tolist() == torch.bincount(routes.reshape(-1), minlength=EXPERTS).tolist()
+    assert stats.counts.sum() == 2 * sum(sample.size for sample in TOKENS)
+    for expert in range(EXPERTS):
+        mine = rows[(routes == expert).any(-1)]
+        square = mine.double().square().mean(0).numpy()
+        assert np.allclose(stats.gate_up_mean_square[expert], square, rtol=1e-4)
+        assert np.array_equal(stats.gate_up_absmax[expert], mine.abs().amax(0).float().numpy())
+        gate, up = torch.nn.functional.linear(mine, experts.gate_up_proj[expert]).chunk(2, -1)
+        middle = experts.act_fn(gate) * up
+        square = middle.detach().double().square().mean(0).numpy()
+        assert np.allclose(stats.down_mean_square[expert], square, rtol=0.02)
+    assert stats.gate_up_mean_square.dtype == np.float32
+
+
+def test_few_tokens_get_all_or_are_rounded(small: Path, tmp_path: Path) -> None:
+    """With a threshold between the rarest and the most frequent expert, both kinds are there."""
+    counts = run(small, tmp_path / "room").stats[0].counts
+    most = int(np.sort(counts)[EXPERTS // 2])
+    few = {e for e in range(EXPERTS) if counts[e] < most}
+    assert 0 < len(few) < EXPERTS
+    routed = run(small, tmp_path / "routed", settings=Settings(min_tokens=1))
+    with_all = run(small, tmp_path / "all", settings=Settings(min_tokens=most))
+    with_rtn = run(small, tmp_path / "rtn", settings=Settings(min_tokens=most, few="rtn"))
+    every = run(small, tmp_path / "every", settings=Settings(experts="all"))
+    assert set(with_all.stats[0].few) == few == set(with_rtn.stats[0].few)
+    assert with_all.stats[0].rounded == ()
+    assert set(with_rtn.stats[0].rounded) == few
+    stored = load_file(small / "model.safetensors")
+    for (layer, expert, kind), (codes,) in with_all.made.items():
+        if layer:
+            continue
+        key = layer, expert, kind
+        assert same(codes, (every if expert in few else routed).made[key][0]), key
+        name = f"model.layers.0.mlp.experts.{expert}.{kind}.weight"
+        nearest = rounded(stored[name], G32, ROUTED).numpy()
+        assert same(with_rtn.made[key][0], nearest) == (expert in few), key
+
+
+@pytest.mark.parametrize("few", ["all", "rtn"])
+def test_an_expert_without_a_token_is_never_zeroed(few: Any, tmp_path: Path) -> None:
+    """One expert is never chosen: the router's row for it answers with the opposite of another's and
+    the input is the same token over and over."""
+    folder = saved(qwen3_moe(num_hidden_layers=1), tmp_path / "model")
+    tokens = [np.full(16, 7, np.int64)]
+    kept = run(folder, tmp_path / "room", tokens=tokens, settings=Settings(min_tokens=1, few=few))
+    stats = kept.stats[0]
+    idle = [e for e in range(EXPERTS) if stats.counts[e] == 0]
+    assert len(idle) == EXPERTS - 2
+    assert list(stats.few) == idle
+    for expert in range(EXPERTS):
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            assert np.count_nonzero(kept.made[0, expert, kind][0].codes) > 1000
+
+
+def test_dead_columns_are_counted(tmp_path: Path) -> None:
+    """A norm with two zero weights makes two input columns zero, in gate and up of all eight experts."""
+    folder = saved(qwen3_moe(num_hidden_layers=1), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.0.post_attention_layernorm.weight"][[3, 40]] = 0
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    kept = Kept()
+    summary = calibrate(
+        plan_of(folder), TOKENS, [G32], ROUTED, kept, room=tmp_path / "room", memory=None, key="k"
+    )
+    assert kept.stats[0].dead_columns == {"gate_proj": 16, "up_proj": 16, "down_proj": 0}
+    assert any("zero throughout" in remark for remark in summary.remarks)
+    assert not kept.made[0, 0, "gate_proj"][0].codes[:, [3, 40]].any()
+
+
+def test_sources_are_hashed_as_they_were_read(small: Path, tmp_path: Path) -> None:
+    kept = run(small, tmp_path / "room")
+    checkpoint = Checkpoint.open(small)
+    reader = Reader(checkpoint.shards)
+    for (layer, expert, kind), sources in kept.sources.items():
+        (one,) = sources
+        assert one["name"] == f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
+        data = memoryview(bytearray(one["stop"] - one["start"]))
+        reader.read(checkpoint[one["name"]], one["start"], data)
+        assert data.nbytes == checkpoint[one["name"]].type.nbytes
+        assert xxhash.xxh3_128(data).hexdigest() == one["xxh3"]
+    reader.close()
+
+
+def test_group_order_puts_columns_alike_together(small: Path, tmp_path: Path) -> None:
+    """Columns of one group are neighbours in importance, so groups' sums of squares fall."""
+    kept = run(small, tmp_path / "room", schemes=[replace(G32, actorder="group")])
+    stats = kept.stats[0]
+    for (layer, expert, kind), (codes,) in kept.made.items():
+        assert codes.g_idx is not None
+        assert np.bincount(codes.g_idx).tolist() == [32] * (codes.codes.shape[1] // 32)
+        if layer or kind == "down_proj":
+            continue
+        square = stats.gate_up_mean_square[expert]
+        for group in range(3):
+            assert square[codes.g_idx == group].min() >= square[codes.g_idx == group + 1].max()
+
+
+def fp8_sample(folder: Path) -> Path:
+    """The demo's FP8 checkpoint without its draft layer, whose index would miss it."""
+    write_sample(folder, shards=1)
+    return folder
+
+
+def dequantized(folder: Path, into: Path) -> Path:
+    """The same model in BF16, computed by the ops of the plan."""
+    from qconvert.calibrate.reading import Weights
+    from qconvert.names import split_parameter
+    from qconvert.weights import read_matrix
+
+    plan = Plan.identity(Checkpoint.open(folder))
+    weights = Weights(plan)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, output in plan.tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        if output.type.dtype == "F8_E4M3":
+            module, _ = split_parameter(name)
+            tensors[name] = weights.matrix(module, read_matrix(plan, module)[0])[0].clone()
+        else:
+            tensors[name] = weights.tensor(name, output).clone()
+    weights.close()
+    into.mkdir()
+    config = json.loads((folder / "config.json").read_bytes())
+    del config["quantization_config"]
+    (into / "config.json").write_text(json.dumps(config))
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def test_fp8_weights_are_read_as_bf16(tmp_path: Path) -> None:
+    """An FP8 checkpoint with a draft layer gives the codes of its BF16 self, and none for the draft."""
+    fp8 = fp8_sample(tmp_path / "fp8")
+    bf16 = dequantized(fp8, tmp_path / "bf16")
+    scheme = IntScheme(4, 64)
+    ours = run(fp8, tmp_path / "one", schemes=[scheme])
+    theirs = run(bf16, tmp_path / "two", schemes=[scheme])
+    assert len(ours.made) == 4 * 4 * 3
+    assert_same(ours, theirs)
+    names = {source["name"] for source in ours.sources[0, 0, "gate_proj"]}
+    at = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    assert names == {at, f"{at}_scale_inv"}
+
+
+def test_a_multi_modal_folder_gives_the_codes_of_its_text_model(tmp_path: Path) -> None:
+    """Qwen3.5 as published: other names, nested settings, a vision tower that is not computed."""
+    text = saved(qwen3_5_moe(), tmp_path / "text")
+    stored = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: v
+        for name, v in load_file(text / "model.safetensors").items()
+    }
+    stored["model.visual.merger.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    inner = json.loads((text / "config.json").read_bytes())
+    whole = {
+        "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": inner, "vision_config": {"depth": 0, "hidden_size": HIDDEN},
+    }  # fmt: skip
+    both = tmp_path / "both"
+    both.mkdir()
+    save_file(stored, both / "model.safetensors", metadata={"format": "pt"})
+    (both / "config.json").write_text(json.dumps(whole))
+    assert_same(run(both, tmp_path / "one"), run(text, tmp_path / "two"))
+
+
+def edited(folder: Path, into: Path, change: Any) -> Path:
+    into.mkdir()
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, into / "model.safetensors", metadata={"format": "pt"})
+    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return into
+
+
+def test_a_missing_tensor_is_named(small: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_norm.weight"
+    broken = edited(small, tmp_path / "broken", lambda stored: stored.pop(name))
+    with pytest.raises(PlanError, match=rf"'{name}' is missing"):
+        run(broken, tmp_path / "room")
+
+
+def test_a_tensor_nobody_computes_with_is_named(small: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.bias"
+    broken = edited(
+        small, tmp_path / "broken", lambda stored: stored.update({name: torch.zeros(128)})
+    )
+    with pytest.raises(PlanError, match=rf"'{name}' is no tensor of"):
+        run(broken, tmp_path / "room")
+
+
+def test_another_shape_is_named(small: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_norm.weight"
+    broken = edited(
+        small, tmp_path / "broken", lambda stored: stored.update({name: torch.ones(16)})
+    )
+    with pytest.raises(PlanError, match=rf"{name}: expected \[32\].*found \[16\]"):
+        run(broken, tmp_path / "room")
+
+
+def test_broken_weights_are_named(small: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.2.up_proj"
+
+    def infinite(stored: dict[str, torch.Tensor]) -> None:
+        stored[f"{name}.weight"][0, 0] = torch.inf
+
+    broken = edited(small, tmp_path / "broken", infinite)
+    with pytest.raises(RunError, match=rf"{name}: holds NaN or infinity"):
+        run(broken, tmp_path / "room")
+
+
+def test_tokens_outside_the_vocabulary_are_refused(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="token id 300 is outside the vocabulary of 300"):
+        run(small, tmp_path / "room", tokens=[np.array([1, 300, 2])])
+
+
+def test_no_tokens_are_refused(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="one or more samples"):
+        run(small, tmp_path / "room", tokens=[])
+
+
+def test_groups_that_do_not_divide_are_refused_before_any_work(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"experts\.0\.\w+: expected columns in whole groups of 48"):
+        run(small, tmp_path / "room", schemes=[IntScheme(4, 48)])
+    assert not (tmp_path / "room").exists()
+
+
+def test_too_little_memory_is_refused_with_what_would_do(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"give --memory (\d+)MiB") as told:
+        run(small, tmp_path / "room", memory=1 << 20)
+    enough = int(str(told.value).rpartition(" ")[2].removesuffix("MiB")) << 20
+    assert run(small, tmp_path / "again", memory=enough + (64 << 20)).made
+
+
+def test_a_class_that_computes_something_else_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another release of transformers might scale what a layer adds up."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    kind: Any = modeling_qwen3_moe.Qwen3MoeDecoderLayer
+    real = kind.forward
+    monkeypatch.setattr(
+        kind, "forward", lambda self, *args, **named: real(self, *args, **named) * 2
+    )
+    with pytest.raises(RunError, match="layer 0: Qwen3MoeDecoderLayer is not the sum"):
+        run(small, tmp_path / "room")
+
+
+def test_linear_attention_and_dense_layers_stream_on(tmp_path: Path) -> None:
+    """A layer without experts hands nothing in and still feeds the next."""
+    folder = saved(deepseek_v3(num_hidden_layers=2), tmp_path / "model")
+    kept = run(folder, tmp_path / "room")
+    assert {layer for layer, _, _ in kept.made} == {1}
+    other = saved(qwen3_next(num_hidden_layers=4), tmp_path / "next")
+    assert set(run(other, tmp_path / "other").stats) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dampening_frac", 0.0), ("block_size", 0), ("min_tokens", 0), ("gather", 0)],
+)
+def test_settings_that_make_no_sense_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=field):
+        Settings(**{field: value})

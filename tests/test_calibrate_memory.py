@@ -1,0 +1,148 @@
+"""Memory: a model four times its budget is calibrated, and depth takes no more of it.
+
+The processes are measured from outside. Most experts are rounded for lack of tokens: what counts is that
+they are read, seen and handed in, and four-bit solving of gigabytes takes minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qconvert.calibrate.memory import Budget, group_sizes
+from qconvert.errors import RunError
+from qconvert.header import build_header
+from qconvert.sample import heavy_tailed
+from qconvert.spec import TensorType
+
+HIDDEN, MIDDLE, EXPERTS = 768, 1024, 32
+BUDGET = 840 << 20
+
+_CHILD = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from qconvert.calibrate.engine import calibrate
+from qconvert.calibrate.settings import Settings
+from qconvert.checkpoint import Checkpoint
+from qconvert.formats.scheme import IntScheme
+from qconvert.plan import Plan
+
+class Nowhere:
+    put_matrices = 0
+    def put(self, layer, expert, kind, made, sources):
+        assert made[0].codes.any()
+        self.put_matrices += 1
+    def done(self, layer, stats):
+        pass
+
+out = Nowhere()
+plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
+tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
+settings = Settings(min_tokens=int(sys.argv[4]), few="rtn")
+calibrate(plan, tokens, [IntScheme(4, 128)], settings, out, room=Path(sys.argv[2]),
+          memory=int(sys.argv[3]), key="k")
+print(out.put_matrices, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def config(layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512,
+        "hidden_size": HIDDEN, "moe_intermediate_size": MIDDLE, "intermediate_size": MIDDLE,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "num_experts": EXPERTS, "num_experts_per_tok": 2, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+
+
+def write_model(folder: Path, layers: int) -> int:
+    """A Qwen3-MoE whose layers are alike. Returns its size in bytes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (256, HIDDEN), "self_attn.k_proj": (128, HIDDEN),
+        "self_attn.v_proj": (128, HIDDEN), "self_attn.o_proj": (HIDDEN, 256),
+        "self_attn.q_norm": (64,), "self_attn.k_norm": (64,), "mlp.gate": (EXPERTS, HIDDEN),
+    }  # fmt: skip
+    for expert in range(EXPERTS):
+        shapes[f"mlp.experts.{expert}.gate_proj"] = (MIDDLE, HIDDEN)
+        shapes[f"mlp.experts.{expert}.up_proj"] = (MIDDLE, HIDDEN)
+        shapes[f"mlp.experts.{expert}.down_proj"] = (HIDDEN, MIDDLE)
+    up, down = heavy_tailed((MIDDLE, HIDDEN), generator), heavy_tailed((HIDDEN, MIDDLE), generator)
+
+    def made(shape: tuple[int, ...]) -> torch.Tensor:
+        if shape in (up.shape, down.shape):
+            return up if shape == up.shape else down
+        return torch.ones(shape) if len(shape) == 1 else heavy_tailed(shape, generator)
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config(layers)))
+    names = {
+        f"model.layers.{n}.{name}.weight": s for n in range(layers) for name, s in shapes.items()
+    }
+    names |= {"model.embed_tokens.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    names["lm_head.weight"] = (512, HIDDEN)
+    header, _ = build_header(
+        [(name, TensorType("BF16", shape)) for name, shape in names.items()], {"format": "pt"}
+    )
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(header)
+        for shape in names.values():
+            stream.write(made(shape).bfloat16().view(torch.uint8).numpy().tobytes())
+    return (folder / "model.safetensors").stat().st_size
+
+
+def child(folder: Path, room: Path, budget: int, min_tokens: int) -> tuple[int, int]:
+    """Matrices handed in, and the process's largest resident size in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, peak = done.stdout.split()[-2:]
+    return int(count), int(peak)
+
+
+@pytest.mark.big
+def test_depth_takes_no_memory(tmp_path: Path) -> None:
+    peaks, sizes = [], []
+    for layers in (6, 24):
+        sizes.append(write_model(tmp_path / f"{layers}", layers))
+        count, peak = child(tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60)
+        assert count == layers * EXPERTS * 3
+        peaks.append(peak)
+    print(
+        f"model {sizes[1] >> 20} MiB, budget {BUDGET >> 20} MiB, peaks {[p >> 20 for p in peaks]} MiB"
+    )
+    assert sizes[1] > 4 * BUDGET
+    assert peaks[1] <= 1.1 * peaks[0]
+    assert peaks[1] <= BUDGET
+
+
+def sizes(memory: int, **over: Any) -> list[int]:
+    given: dict[str, Any] = {
+        "hidden": 7168, "middle": 2048, "own_hessians": True, "schemes": 1, "together": 32,
+        "layer_bytes": 1 << 29,
+        "chunk": 2048, **over,
+    }  # fmt: skip
+    return group_sizes(Budget(memory, 1 << 30, {"cpu": memory >> 2}, (0,)), ("cpu",), **given)
+
+
+def test_groups_grow_with_the_budget_and_without_hessians_of_their_own() -> None:
+    """An expert of DeepSeek-V3 is 88 MB, its Hessians 222 MB: 64 GiB hold some 140 of them."""
+    (some,) = sizes(64 << 30)
+    assert 120 < some < 160
+    assert sizes(32 << 30)[0] < some < sizes(128 << 30)[0]
+    assert sizes(64 << 30, own_hessians=False)[0] > 2 * some
+
+
+def test_less_than_one_expert_is_refused() -> None:
+    with pytest.raises(RunError, match="one expert with its Hessians"):
+        sizes(2 << 30)

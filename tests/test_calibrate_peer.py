@@ -1,0 +1,149 @@
+"""The calibration engine against llm-compressor's `oneshot`: the same model, data and settings give the
+same codes and scales. Installed by `make peers`; run with `pytest -m peer tests/test_calibrate_peer.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from calibrate_models import Kept, hf, plan_of, qwen3_moe, qwen3_next, samples, saved
+
+from qconvert.calibrate import model as calibrate_model
+from qconvert.calibrate.engine import calibrate
+from qconvert.calibrate.settings import Settings
+from qconvert.formats.scheme import IntScheme
+
+pytestmark = pytest.mark.peer
+
+COUNT, LENGTH = 12, 48
+
+
+def _tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    inner = Tokenizer(WordLevel({f"t{n}": n for n in range(300)}, unk_token="t0"))
+    made = hf.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t2")
+    made.save_pretrained(folder)
+    return made
+
+
+def oneshot_weights(
+    folder: Path, tokens: list[Any], scheme: IntScheme, *, every: bool
+) -> dict[str, torch.Tensor]:
+    """Packed experts as llm-compressor's compressor stores them, by name."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor.entrypoints.oneshot import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rows = [sample.tolist() for sample in tokens]
+    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(r) for r in rows]})
+    strategy = {"strategy": "channel"} if scheme.group is None else {
+        "strategy": "group", "group_size": scheme.group}  # fmt: skip
+    args = QuantizationArgs(
+        num_bits=scheme.bits, symmetric=scheme.symmetric, actorder=scheme.actorder, **strategy
+    )
+    recipe = GPTQModifier(
+        config_groups={
+            "group_0": QuantizationScheme(targets=[r"re:.*\.mlp\.experts\..*_proj$"], weights=args)
+        },
+        actorder=scheme.actorder,
+    )
+    oneshot(
+        model=model, dataset=data, recipe=recipe, processor=_tokenizer(folder),
+        num_calibration_samples=len(tokens), max_seq_length=LENGTH, batch_size=1,
+        shuffle_calibration_samples=False, moe_calibrate_all_experts=every,
+    )  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if ".mlp.experts." not in name or not hasattr(module, "weight_scale"):
+            continue
+        zero = module.weight_zero_point if hasattr(module, "weight_zero_point") else None
+        found[name] = _codes(module.weight.data, module.weight_scale.data, zero, args)
+        found[f"{name}.scale"] = module.weight_scale.data.float()
+    return found
+
+
+def _codes(weight: torch.Tensor, scale: torch.Tensor, zero: Any, args: Any) -> torch.Tensor:
+    """The codes that these weights are multiples of scales by. Of 4-bit ones they are what
+    compressed-tensors packs; of 8-bit ones it loses some by dividing in BF16."""
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    zeros = None if args.symmetric else zero
+    made: torch.Tensor = quantize(weight.float(), scale.float(), zeros, args, dtype=torch.int8)
+    if args.num_bits == 4:
+        assert torch.equal(made, quantize(weight, scale, zeros, args, dtype=torch.int8))
+    return made
+
+
+def differing(kept: Kept, theirs: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Codes that differ, and codes there are."""
+    wrong = total = 0
+    for (layer, expert, kind), (codes,) in kept.made.items():
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{kind}"
+        assert codes.codes.shape == theirs[name].shape
+        wrong += int(np.count_nonzero(codes.codes != theirs[name].numpy()))
+        total += codes.codes.size
+        scale = theirs[f"{name}.scale"].numpy().reshape(codes.scale.shape)
+        assert np.array_equal(codes.scale, scale), name
+    assert len(theirs) == 2 * len(kept.made)
+    return wrong, total
+
+
+def ours(folder: Path, tokens: list[Any], scheme: IntScheme, room: Path, *, every: bool) -> Kept:
+    mode: Literal["all", "routed"] = "all" if every else "routed"
+    settings = Settings(attention="eager", min_tokens=1, experts=mode)
+    kept = Kept()
+    calibrate(plan_of(folder), tokens, [scheme], settings, kept, room=room, memory=None, key="peer")
+    assert not any(stats.few for stats in kept.stats.values())
+    return kept
+
+
+SCHEMES = {
+    "g32": IntScheme(4, 32),
+    "g64 static": IntScheme(4, 64, actorder="static"),
+    "int8 channel": IntScheme(8, None),
+    "g32 asymmetric": IntScheme(4, 32, symmetric=False),
+}
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["routed", "all"])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_qwen3_next_code_for_code(scheme: IntScheme, every: bool, tmp_path: Path) -> None:
+    folder = saved(qwen3_next(), tmp_path / "model")
+    tokens = samples(COUNT, LENGTH)
+    kept = ours(folder, tokens, scheme, tmp_path / "room", every=every)
+    wrong, total = differing(kept, oneshot_weights(folder, tokens, scheme, every=every))
+    print(f"{wrong} of {total} codes differ")
+    assert total == 4 * 8 * 3 * 128 * 128
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["routed", "all"])
+def test_qwen3_moe_with_its_lost_mask(
+    every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneshot's sequential pipeline hands Qwen3-MoE no mask under eager attention, so every token sees
+    those after it. With that imitated the codes are the same; without it they are not."""
+    folder = saved(qwen3_moe(), tmp_path / "model")
+    tokens = samples(COUNT, LENGTH)
+    scheme = IntScheme(4, 32)
+    theirs = oneshot_weights(folder, tokens, scheme, every=every)
+    causal = ours(folder, tokens, scheme, tmp_path / "causal", every=every)
+    assert differing(causal, theirs)[0] > 0
+    real = calibrate_model.Model.arguments
+
+    def without_mask(self: Any, batch: int, length: int, device: str) -> list[dict[str, Any]]:
+        return [{**one, "attention_mask": None} for one in real(self, batch, length, device)]
+
+    monkeypatch.setattr(calibrate_model.Model, "arguments", without_mask)
+    kept = ours(folder, tokens, scheme, tmp_path / "room", every=every)
+    wrong, total = differing(kept, theirs)
+    print(f"{wrong} of {total} codes differ")
+    assert wrong == 0

@@ -1,0 +1,133 @@
+"""Calibrated weights as validators judge them, of a real calibration: sound ones have no finding, codes
+and scales that are another's have.
+
+Run with `pytest -m peer tests/test_calibrated_validate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from calibrate_models import qwen3_moe, samples, saved
+from checkpoints import copied, read_tensors, run_cli
+from data_folders import Array, home, store
+from safetensors.torch import save_file
+
+from qconvert.findings import Finding
+from qconvert.validation import Request, validate_folder
+
+pytestmark = pytest.mark.peer
+
+COUNT, LENGTH = 32, 96
+UP = "model.layers.1.mlp.experts.1.up_proj"
+CPU = "blk.1.ffn_up_exps.1.numa.0"
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "packed": ("w4a16", "--group-size", "32"),
+    "ordered": ("w4a16", "--group-size", "32", "--actorder", "group"),
+    "asymmetric": ("w4a16", "--group-size", "32", "--asymmetric", "--format", "gptq-v2"),
+    "gptq": ("w4a16", "--group-size", "32", "--actorder", "group", "--format", "gptq"),
+    "amx": ("amx", "--method", "int4", "--numa", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The model, and what each command makes of it."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    data = folder / "tokens.safetensors"
+    save_file({"input_ids": torch.from_numpy(np.stack(samples(COUNT, LENGTH)))}, data)
+    config = qwen3_moe(num_hidden_layers=2, moe_intermediate_size=256)
+    found = {"model": saved(config, folder / "model")}
+    options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH))
+    for name, (command, *more) in WAYS.items():
+        found[name] = folder / name
+        done = run_cli(command, found["model"], found[name], *more, *options)
+        assert done.code == 0, done.err
+    return found
+
+
+def findings(folder: Path, made: Mapping[str, Path], level: str = "full") -> list[Finding]:
+    request = Request("full" if level == "full" else "sample", jobs=1)
+    return list(validate_folder(folder, str(made["model"]), request=request).findings)
+
+
+def exchanged(folder: Path, one: str, other: str, parts: tuple[str, ...]) -> None:
+    held = read_tensors(folder)
+    for part in parts:
+        for here, there in ((one, other), (other, one)):
+            store(folder, f"{here}.{part}", np.frombuffer(held[f"{there}.{part}"].data, np.uint8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) -> None:
+    for level in ("sample", "full"):
+        assert findings(made[way], made, level) == []
+
+
+def breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
+    """What is done to it, to which tensor, and the new bytes."""
+    name = f"{UP}.weight_packed"
+    raw = np.frombuffer(home(folder, name)[1].data, np.uint8).reshape(256, 64)
+    yield "codes of the next group", name, np.roll(raw, 16, 1)
+    yield "rows one further down", name, np.roll(raw, 1, 0)
+    one = raw.copy()
+    one[:, 16:32] = raw[:, 32:48]
+    yield "one group twice", name, one
+    name = f"{UP}.weight_scale"
+    scales = np.frombuffer(home(folder, name)[1].data, "<u2").copy()
+    scales[77] += 1  # a last bit
+    yield "a scale rounded up", name, scales.view(np.uint8)
+
+
+def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
+    seen = 0
+    for what, name, data in breakings(made["packed"]):
+        out = copied(made["packed"], tmp_path / str(seen))
+        store(out, name, np.ascontiguousarray(data).reshape(-1))
+        found = [f for f in findings(out, made) if f.rule == "QC060"]
+        assert [f.where for f in found] == [f"{UP}.weight_packed"], what
+        seen += 1
+    assert seen == 4
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "amx"])
+@pytest.mark.parametrize("scales", [True, False])
+def test_another_experts_codes(
+    way: str, scales: bool, made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """With their scales, and under those that are right."""
+    out = copied(made[way], tmp_path / "broken")
+    turned = f"{UP}.qweight" in read_tensors(out)
+    parts = ("qweight", "scales") if turned else ("weight_packed", "weight_scale")
+    other = UP.replace("experts.1", "experts.5")
+    exchanged(out, UP, other, parts if scales else parts[:1])
+    found = [f for f in findings(out, made) if f.rule == "QC060"]
+    assert {f.where for f in found} == {f"{UP}.{parts[0]}", f"{other}.{parts[0]}"}
+    says = "expected a scale of" if scales else "of a cosine of at least"
+    assert all(says in f.message for f in found)
+
+
+@pytest.mark.parametrize("parts", [("weight", "scale"), ("weight",)])
+def test_another_experts_amx_codes(
+    parts: tuple[str, ...], made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    out = copied(made["amx"], tmp_path / "broken")
+    other = CPU.replace("exps.1", "exps.5")
+    exchanged(out, CPU, other, parts)
+    found = [f for f in findings(out, made) if f.rule == "QC042"]
+    assert {f.where for f in found} == {f"{CPU}.weight", f"{other}.weight"}
+    assert all("of a cosine of at least" in f.message for f in found)
+
+
+def test_an_amx_step_that_no_search_tries(made: Mapping[str, Path], tmp_path: Path) -> None:
+    out = copied(made["amx"], tmp_path / "broken")
+    name = f"{CPU}.scale"
+    scales = np.frombuffer(home(out, name)[1].data, "<f4").copy()
+    scales *= 8  # codes keep their direction
+    store(out, name, scales.view(np.uint8))
+    found = [f for f in findings(out, made) if f.rule == "QC042"]
+    assert [f.where for f in found] == [f"{CPU}.weight"]

@@ -1,0 +1,98 @@
+"""A calibration killed at any kind of moment goes on at its layer, and the folder is, byte for byte,
+what an undisturbed run makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import Counting, Killing, differing, in_child, tree
+
+from qconvert.calibration import Calibration
+from qconvert.checkpoint import Checkpoint
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan import Plan, run_passes
+from qconvert.run.executor import Options, execute
+from qconvert.run.files import Files
+
+pytestmark = pytest.mark.crash
+
+SAMPLES, LENGTH = 4, 48
+
+
+def make_model(folder: Path) -> None:
+    """In a process of its own, as all that needs torch here: with its threads one must not fork."""
+    import torch
+    from calibrate_models import qwen3_moe, samples, saved
+    from safetensors.torch import save_file
+
+    tokens = torch.from_numpy(np.stack(samples(SAMPLES, LENGTH)))
+    saved(qwen3_moe(num_hidden_layers=2, num_experts=4), folder / "model")
+    save_file({"input_ids": tokens}, folder / "tokens.safetensors")
+
+
+def convert(folder: Path, out: Path, files: Files | None = None) -> None:
+    import torch
+
+    from qconvert.calibrate.maker import maker_for
+
+    torch.set_num_threads(1)
+    request = Calibration(
+        data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=8
+    )
+    step = ExpertsToW4A16(group=64, calibrate=request)
+    plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
+    execute(plan, out, Options(jobs=1), files=files, maker=maker_for([plan]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gptq-crash")
+    assert in_child(lambda: make_model(made)) == 0
+
+    def count() -> None:
+        counting = Counting()
+        convert(made, made / "out", counting)
+        (made / "steps.json").write_text(json.dumps(counting.steps))
+
+    assert in_child(count) == 0
+    return made
+
+
+def steps(folder: Path) -> Sequence[str]:
+    found: list[str] = json.loads((folder / "steps.json").read_text())
+    return found
+
+
+def moments(folder: Path) -> list[int]:
+    """In the first layer; around the step that replaces the state of a layer, before which its results
+    and the next layer's states are safe, and after which its own states are removed; at the end."""
+    renames = [at for at, what in enumerate(steps(folder)) if what == "rename"]
+    # The first is that of the embedded tokens, then one a layer; what follows is publishing.
+    begun, first, second = renames[:3]
+    return [(begun + first) // 2, first, first + 2, second - 4, second + 1]
+
+
+def test_killed_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    wanted = tree(folder / "out")
+    for at in moments(folder):
+        out = tmp_path / "out"
+        assert in_child(lambda at=at, out=out: convert(folder, out, Killing(at))) == -signal.SIGKILL  # type: ignore[misc]
+        assert not (out / "config.json").exists()
+        assert in_child(lambda out=out: convert(folder, out)) == 0  # type: ignore[misc]
+        assert differing(tree(out), wanted) == [], f"killed at {at}, {steps(folder)[at]}"
+        shutil.rmtree(out)
+
+
+def test_killed_twice(folder: Path, tmp_path: Path) -> None:
+    first, *_, last = moments(folder)
+    out = tmp_path / "out"
+    assert in_child(lambda: convert(folder, out, Killing(last))) == -signal.SIGKILL
+    assert in_child(lambda: convert(folder, out, Killing(first))) == -signal.SIGKILL
+    assert in_child(lambda: convert(folder, out)) == 0
+    assert differing(tree(out), tree(folder / "out")) == []

@@ -1,0 +1,174 @@
+"""Units that a maker makes: their bytes lie where the plan says, a receipt tells of them, and what was
+handed in before an interruption is not asked for again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calibrated_plans import SYNTHETIC, MadeUp, amx_plan, made_up, shape_of
+from checkpoints import read_tensors
+from faults import differing, tree
+from test_kt import qwen3_moe
+
+from qconvert.calibrate.maker import maker_for
+from qconvert.calibration import Calibration
+from qconvert.checkpoint import Checkpoint
+from qconvert.errors import OutputError, PlanError, RunError
+from qconvert.formats import amx
+from qconvert.formats.calibrated import Calibrated, calibrated_op
+from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.dequant import Dequant
+from qconvert.plan import Plan, nodes, run_passes
+from qconvert.run.executor import Options, Silent, execute
+
+HIDDEN, INTERMEDIATE = 128, 256
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = qwen3_moe("bf16", hidden=HIDDEN, intermediate=INTERMEDIATE)
+    model.config["vocab_size"] = 8
+    return model.write(tmp_path_factory.mktemp("outside") / "source")
+
+
+def maker(stop: int | None = None) -> MadeUp:
+    return MadeUp(HIDDEN, INTERMEDIATE, stop)
+
+
+def ops(plan: object) -> list[Calibrated]:
+    found = [calibrated_op(node) for node in nodes(plan.tensors.values())]  # type: ignore[attr-defined]
+    return [op for op in found if op is not None]
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+def test_codes_are_read_back_as_they_were_handed_in(
+    source: Path, tmp_path: Path, numa: int
+) -> None:
+    plan = amx_plan(source, numa=numa)
+    receipt = execute(plan, tmp_path / "out", maker=maker())
+    assert receipt.remarks == ("made up",)
+    stored = read_tensors(tmp_path / "out")
+    for op in ops(plan):
+        rows, columns = shape_of(op, HIDDEN, INTERMEDIATE)
+        codes = made_up(op, rows, columns)
+        down = op.kind == "down_proj"
+        for shard in range(numa):
+            at = f"blk.{op.layer}.ffn_{op.kind[:-5]}_exps.{op.expert}.numa.{shard}"
+            scale = np.frombuffer(stored[f"{at}.scale"].data, np.float32)
+            packed = np.frombuffer(stored[f"{at}.weight"].data, np.uint8)
+            width, height = (columns // numa, rows) if down else (columns, rows // numa)
+            part = codes.codes[:, shard * width :][:, :width] if down else (
+                codes.codes[shard * height :][:height]
+            )  # fmt: skip
+            step = codes.scale[:, min(shard, codes.scale.shape[1] - 1)] if down else (
+                codes.scale[shard * height :][:height, 0]
+            )  # fmt: skip
+            assert np.array_equal(amx.unpack("int4", packed, height, width), part)
+            # A weight is code * 16 * stored scale.
+            assert np.array_equal(scale * np.float32(16), step)
+
+
+def test_the_receipt_says_what_was_read_for_it(source: Path, tmp_path: Path) -> None:
+    execute(amx_plan(source), tmp_path / "out", maker=maker())
+    lines = (tmp_path / "out" / "qconvert.receipt.jsonl").read_text().splitlines()
+    experts = [line for line in map(json.loads, lines) if "xxh3" in line and "name" in line]
+    assert experts
+    # The maker says it read tensor `x`, which is none of the plan's: only true ranges are kept.
+    assert all(line["sources"] == [] for line in experts)
+
+
+def test_without_a_maker_nothing_is_touched(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no maker"):
+        execute(amx_plan(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_op_alone_says_what_is_needed(source: Path) -> None:
+    with pytest.raises(RunError, match="calibration"):
+        ops(amx_plan(source))[0].run([], [], memoryview(b""))
+
+
+def test_interrupted_in_the_second_layer_the_first_is_not_made_again(
+    source: Path, tmp_path: Path
+) -> None:
+    plan = amx_plan(source)
+    execute(plan, tmp_path / "undisturbed", maker=maker())
+    total = len(ops(plan))
+    first, second = maker(stop=total // 2 + 1), maker()
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, tmp_path / "out", maker=first)
+    assert not (tmp_path / "out" / "config.json").exists()
+    execute(plan, tmp_path / "out", maker=second)
+    # What was on its way when it stopped is made again, what was committed is not.
+    assert {layer for layer, _, _ in second.made} == {1}
+    assert len(second.made) == total // 2
+    assert differing(tree(tmp_path / "out"), tree(tmp_path / "undisturbed")) == []
+
+
+def test_what_a_calibration_remembers_goes_with_the_work_folder(
+    source: Path, tmp_path: Path
+) -> None:
+    class Remembering(MadeUp):
+        def make(self, *args: object, room: Path, **more: object) -> list[str]:
+            room.mkdir(exist_ok=True)
+            (room / "hidden").write_bytes(b"states")
+            return list(super().make(*args, room=room, **more))  # type: ignore[arg-type]
+
+    execute(amx_plan(source), tmp_path / "out", maker=Remembering(HIDDEN, INTERMEDIATE))
+    assert not (tmp_path / "out" / ".qconvert").exists()
+
+
+def test_another_calibration_is_another_plan(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        execute(amx_plan(source), tmp_path / "out", maker=maker(stop=2))
+    other = amx_plan(source, Calibration(synthetic=True, samples=2, length=8, dampening_frac=0.02))
+    with pytest.raises(OutputError, match=r"dampening_frac=0\.01"):
+        execute(other, tmp_path / "out", maker=maker())
+
+
+def test_where_data_lies_is_not_part_of_the_plan(source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    plans = [
+        amx_plan(source, Calibration(data=str(tmp_path / name / "data.jsonl"), samples=1))
+        for name in ("a", "b")
+    ]
+    assert plans[0].fingerprint() == plans[1].fingerprint()
+    assert plans[0].log == plans[1].log
+    assert str(tmp_path) not in plans[0].log[-1].spec
+
+
+def test_bytes_are_counted_once(source: Path, tmp_path: Path) -> None:
+    class Listening(Silent):
+        total = wrote_bytes = 0
+
+        def start(self, total: int, done: int) -> None:
+            self.total = total
+
+        def wrote(self, nbytes: int) -> None:
+            self.wrote_bytes += nbytes
+
+    events = Listening()
+    execute(amx_plan(source), tmp_path / "out", Options(jobs=1), events=events, maker=maker())
+    assert events.wrote_bytes == events.total > 0
+
+
+def test_what_is_left_may_be_of_one_kind_only(source: Path) -> None:
+    """A run stopped within its last layer wants down projections alone."""
+    plan = amx_plan(source)
+    made = maker_for([plan])
+    assert made is not None
+    assert set(made.packers) == {"gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_weight_that_an_earlier_pass_computes_is_refused(tmp_path: Path) -> None:
+    model = qwen3_moe("fp8", hidden=HIDDEN, intermediate=INTERMEDIATE)
+    model.config["vocab_size"] = 8
+    start = Plan.identity(Checkpoint.open(model.write(tmp_path / "fp8")))
+    steps = (Dequant(), ExpertsToAmx("int4", 1, calibrate=SYNTHETIC))
+    with pytest.raises(PlanError, match="conversion of its own"):
+        run_passes(start, steps)
