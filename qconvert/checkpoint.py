@@ -23,6 +23,7 @@ from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Source
 from qconvert.header import Header, read_header
 from qconvert.names import parse
+from qconvert.repo import cached_folder, parse_repo
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -38,7 +39,8 @@ DENIED_SUFFIXES = (
     ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
 )  # fmt: skip
 DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
-DENIED_NAMES = frozenset({".gitattributes"})
+# The Hub's own, and what may hold tokens.
+DENIED_NAMES = frozenset({".gitattributes", ".env"})
 DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
 
 # Of each shard, for Checkpoint.sample_digest: 10 MB in all for the 163 shards of DeepSeek-V3.
@@ -110,7 +112,8 @@ class Checkpoint(Mapping[str, Source]):
 
     @classmethod
     def open(cls, where: str | Path) -> Checkpoint:
-        """Open a folder, one .safetensors file, or the id of a repo in the local Hub cache.
+        """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
+        @REVISION, hf:// before it, or both).
 
         Raises CheckpointError for anything unsound: see qconvert.header, and here: a missing or
         broken config.json, an index naming a missing file or a path outside the folder, a tensor
@@ -294,21 +297,9 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
         return path.parent, path
-    text = str(where)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        # Importing the client costs time, so only where a repo id is the last thing it can be.
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(text, local_files_only=True)), None
-        except HFValidationError:
-            pass  # `../name`: a path after all
-        except LocalEntryNotFoundError:
-            raise CheckpointError(
-                f"{text} is neither a folder nor in the local Hub cache; fetch it first: "
-                f"hf download {text}"
-            ) from None
+    repo = parse_repo(str(where))
+    if repo is not None:
+        return cached_folder(repo, str(where)), None
     raise CheckpointError(f"{path}: no such file or folder")
 
 

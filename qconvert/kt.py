@@ -13,6 +13,7 @@ from typing import Any
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
+from qconvert.integers import gptq_form, packed_scheme
 from qconvert.quantization import fp8_scheme
 
 RUNTIME = (
@@ -57,11 +58,12 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
     """The `--kt-method` with which kt-kernel 0.7.2 reads a checkpoint's experts without conversion,
     None where it reads none (`kt_kernel/utils/loader.py`: it looks for one matrix an expert)."""
     names = (name for name, place in checkpoint.census.places.items() if place.expert is not None)
-    name = next((n for n in names if n.endswith((".weight", ".weight_packed"))), None)
+    name = next((n for n in names if n.endswith((".weight", ".weight_packed", ".qweight"))), None)
     if name is None:
         return None
-    if name.endswith(".weight_packed"):
-        return "RAWINT4" if f"{name.removesuffix('packed')}scale" in checkpoint else None
+    module, _, parameter = name.rpartition(".")
+    if parameter != "weight":
+        return _integers(checkpoint, module, parameter)
     dtypes = {
         checkpoint[n].type.dtype
         for n, place in checkpoint.census.places.items()
@@ -79,3 +81,18 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
         return "FP8" if block == (128, 128) and any(s in checkpoint for s in scales) else None
     scale = checkpoint.get(f"{name}_scale")
     return "FP8_PERCHANNEL" if scale is not None and scale.type.numel > 1 else None
+
+
+def _integers(checkpoint: Checkpoint, module: str, parameter: str) -> str | None:
+    """Symmetric INT4 in groups as they stand; zero points and g_idx are read and never applied."""
+    try:
+        if parameter == "qweight":
+            scheme, method = gptq_form(checkpoint, module).scheme, "GPTQ_INT4"
+        else:
+            scheme, method = packed_scheme(checkpoint, module), "RAWINT4"
+    except PlanError:
+        return None
+    if parameter == "weight_packed" and f"{module}.weight_scale" not in checkpoint:
+        return None
+    plain = scheme.symmetric and scheme.actorder != "group" and scheme.group is not None
+    return method if plain and scheme.bits == 4 else None

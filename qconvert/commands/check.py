@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Folder, Size
+from qconvert.commands.options import SOURCE, Size
 from qconvert.commands.progress import Bar
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint import Checkpoint
+    from qconvert.hub.headers import Place
 
 _FINDINGS = 3
 _MOST_LAYERS = 65_536
@@ -24,34 +29,52 @@ _MOST_LAYERS = 65_536
 def inspect(source: str, tensors: str | None, as_json: bool) -> None:
     """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
 
-    Works on sources and on outputs of qconvert.
+    Works on sources and on outputs of qconvert. Of a repo on the Hub only headers and small files
+    are fetched; with HF_HUB_OFFLINE it is looked for in the local cache.
 
     \b
     Examples:
       qconvert inspect DeepSeek-V3
+      qconvert inspect hf://deepseek-ai/DeepSeek-V3@main
       qconvert inspect Qwen/Qwen3-30B-A3B-FP8 --json
       qconvert inspect DeepSeek-V3 --tensors 'model.layers.61.*'
     """
+    from qconvert.hub.headers import place_of
+    from qconvert.stages import open_source
+
+    with place_of(source) as place:
+        _tell_fetched(place)
+        checkpoint = open_source(place.folder)
+        if tensors is not None:
+            click.echo(_tensors(checkpoint, tensors, as_json=as_json), nl=False)
+            return
+        from qconvert.report import inspect_json, inspect_text
+
+        text = (
+            json.dumps(inspect_json(checkpoint), indent=2) if as_json else inspect_text(checkpoint)
+        )
+        click.echo(place.named(text))
+
+
+def _tell_fetched(place: Place) -> None:
+    from qconvert.recipe import format_size
+
+    if place.fetched:
+        size = format_size(place.nbytes)
+        click.echo(f"{place.name}: {size} fetched in {place.requests} requests", err=True)
+
+
+def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
     from fnmatch import fnmatchcase
 
     from qconvert.names import natural_key
-    from qconvert.report import inspect_json, inspect_text
-    from qconvert.stages import open_source
 
-    checkpoint = open_source(source)
-    if tensors is not None:
-        names = sorted((n for n in checkpoint if fnmatchcase(n, tensors)), key=natural_key)
-        if as_json:
-            listed = {n: [checkpoint[n].type.dtype, list(checkpoint[n].type.shape)] for n in names}
-            click.echo(json.dumps(listed, indent=2))
-        else:
-            for name in names:
-                file = checkpoint.shards[checkpoint[name].shard].path.name
-                click.echo(f"{name}  {checkpoint[name].type}  {file}")
-    elif as_json:
-        click.echo(json.dumps(inspect_json(checkpoint), indent=2))
-    else:
-        click.echo(inspect_text(checkpoint))
+    names = sorted((n for n in checkpoint if fnmatchcase(n, pattern)), key=natural_key)
+    if as_json:
+        listed = {n: [checkpoint[n].type.dtype, list(checkpoint[n].type.shape)] for n in names}
+        return json.dumps(listed, indent=2) + "\n"
+    files = {name: checkpoint.shards[checkpoint[name].shard].path.name for name in names}
+    return "".join(f"{name}  {checkpoint[name].type}  {files[name]}\n" for name in names)
 
 
 @click.command()
@@ -84,6 +107,17 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     return _FINDINGS if found else 0
 
 
+class Checked(click.ParamType[str]):
+    """A folder, or a repo on the Hub. An empty name (an unset shell variable) is neither."""
+
+    name = "checked"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value:
+            self.fail("the name is empty; name a folder, `.` for this one", param, ctx)
+        return str(value)
+
+
 class Layers(click.ParamType[tuple[int, ...]]):
     """Layer numbers: 0,3,58-60."""
 
@@ -105,7 +139,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 
 
 @click.command()
-@click.argument("out", type=Folder(), required=False)
+@click.argument("out", type=Checked(), required=False)
 @click.option("--against", metavar="SRC", help="The source it was made from.")
 @click.option(
     "--level",
@@ -157,7 +191,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 )
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
 def validate(
-    out: Path | None,
+    out: str | None,
     against: str | None,
     level: Literal["headers", "sample", "full"],
     pair: str | None,
@@ -175,18 +209,21 @@ def validate(
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
     Prints findings, then what was proved, what was only read, and what was not looked at. Exit code 3
-    on an error-level finding. Under GitHub Actions it also writes the step's summary.
+    on an error-level finding. Under GitHub Actions it also writes the step's summary. Of a repo on the
+    Hub, level headers fetches no weights; other levels take it from the local cache.
 
     \b
     Examples:
       qconvert validate DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full --report page.html
+      qconvert validate ORG/NAME@main
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
     from qconvert.errors import QConvertError
+    from qconvert.hub.headers import about_repo, place_of
     from qconvert.reports import append_step_summary, render, suffix_format
     from qconvert.validation import Request, rules, validate_folder, validate_kernels
 
@@ -210,9 +247,16 @@ def validate(
         if not file.absolute().parent.is_dir():
             raise QConvertError(f"{file}: there is no folder {file.parent} to write it to")
     request = Request(level, layers, kernels, logits or 0, attribute, jobs, memory)
-    with Bar() as bar:
+    weights = level != "headers" or bool(kernels or logits or attribute)
+    with ExitStack() as stack:
+        bar = stack.enter_context(Bar())
         if out is not None:
-            report = validate_folder(out, against, request=request, pair=pair, progress=bar)
+            place = stack.enter_context(place_of(out, weights=weights))
+            _tell_fetched(place)
+            report = validate_folder(
+                Path(place.folder), against, request=request, pair=pair, progress=bar
+            )
+            report = about_repo(report, place)
         elif kernels:
             report = validate_kernels()
         else:

@@ -1,0 +1,32 @@
+"""What a manifest and a config say of a folder, as cards need it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_CONSUMER = re.compile(r"\bconsumer='([a-z0-9-]+)")
+
+
+def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What the manifest says of AMX experts, None of a folder without."""
+    return (manifest or {}).get("amx")
+
+
+def consumer_of(manifest: Mapping[str, Any]) -> str | None:
+    """The runtime that a step was told to write for."""
+    specs = " ".join(str(step["spec"]) for step in manifest["passes"])
+    match = _CONSUMER.search(specs)
+    return match[1] if match else None
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config's quantization block, or that of its text model."""
+    text = config.get("text_config")
+    for level in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(level.get(key), Mapping):
+                block: Mapping[str, Any] = level[key]
+                return block
+    return None

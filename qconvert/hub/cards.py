@@ -1,0 +1,170 @@
+"""A folder's README.md, written before it is uploaded, and its line in the receipt."""
+
+from __future__ import annotations
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from qconvert.card import README, card, split_front_matter
+from qconvert.card.front import base_model_of
+from qconvert.checkpoint import MANIFEST, RECEIPT
+from qconvert.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from qconvert.validation import Report
+
+# Rules that hold README.md against the receipt: people write in it after a conversion.
+_OF_RECEIPT = frozenset({"QC020", "QC021", "QC022"})
+# What cards tell of a manifest, as qconvert/manifest.py writes it.
+_OF_MANIFEST = {
+    "identity": dict, "passes": list, "lossy_steps": dict, "dropped": dict, "dropped_files": dict,
+    "bytes": dict,
+}  # fmt: skip
+_OF_STEP = ("name", "spec", "matched", "expected")
+_SIZES = ("in", "out", "dropped")
+
+
+def account_for_readme(folder: Path) -> bool:
+    """Make the receipt's line of README.md true: its text is anyone's to change, and validation holds
+    every file against the receipt. Returns whether the line was another. No receipt is no fault."""
+    readme = folder / README
+    true = _true_receipt(folder, readme.read_bytes()) if readme.is_file() else None
+    if true is None:
+        return False
+    _replace(folder / RECEIPT, true)
+    return True
+
+
+def _true_receipt(folder: Path, readme: bytes) -> bytes | None:
+    """The receipt as it must be for that README.md, None where it is so already or there is none."""
+    receipt = folder / RECEIPT
+    if not receipt.is_file():
+        return None
+    lines = receipt.read_bytes().splitlines()
+    at, said = _line_of_readme(lines)
+    true = _record(readme, said)
+    if true == said:
+        return None
+    raw = json.dumps(true, separators=(",", ":")).encode()
+    if at is None:
+        lines.append(raw)
+    else:
+        lines[at] = raw
+    return b"\n".join(lines) + b"\n"
+
+
+def _line_of_readme(lines: list[bytes]) -> tuple[int | None, dict[str, Any]]:
+    """Where the line stands, and what it says. Files' lines come last."""
+    for at in range(len(lines) - 1, -1, -1):
+        if b'"README.md"' not in lines[at]:
+            continue
+        try:
+            found = json.loads(lines[at])
+        except ValueError:  # a broken receipt is for validation to name
+            continue
+        if isinstance(found, dict) and found.get("file") == README and "name" not in found:
+            return at, found
+    return None, {}
+
+
+def _record(data: bytes, said: dict[str, Any]) -> dict[str, Any]:
+    """As the executor writes it: with a sha256 where the old line has one."""
+    found: dict[str, Any] = {
+        "file": README, "nbytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest(),
+    }  # fmt: skip
+    return {**found, "sha256": sha256(data).hexdigest()} if "sha256" in said else found
+
+
+def without_readme(report: Report) -> Report:
+    """A report as it will be once the receipt's line of README.md is true."""
+    report.findings = [
+        f for f in report.findings if not (f.where == README and f.rule in _OF_RECEIPT)
+    ]
+    return report
+
+
+def write_card(
+    folder: Path, report: Report, base_model: str | None, *, forced: bool = False
+) -> str | None:
+    """Write the folder's card and account for it. Returns the base model it names. Raises
+    CheckpointError where front matter, manifest or config cannot be read."""
+    text = new_card(folder, report, base_model, forced=forced)
+    readme = folder / README
+    if not readme.is_file() or readme.read_bytes() != text.encode():
+        _replace(readme, text.encode())
+    account_for_readme(folder)
+    return base_model_of(split_front_matter(text)[0])
+
+
+def rewritten(folder: Path, readme: bytes | None) -> dict[str, bytes]:
+    """Files that an upload writes before it sends, as they will be; `readme` is the card, or None
+    where README.md stays as it is."""
+    file = folder / README
+    now = file.read_bytes() if file.is_file() else None
+    found = {} if readme is None or readme == now else {README: readme}
+    then = now if readme is None else readme
+    receipt = None if then is None else _true_receipt(folder, then)
+    return found if receipt is None else {**found, RECEIPT: receipt}
+
+
+def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bool = False) -> str:
+    """The card that the folder should have. Raises as `write_card` does."""
+    readme = folder / README
+    try:
+        existing = readme.read_text(encoding="utf-8") if readme.is_file() else None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{readme}: is not UTF-8 text; mend it, or give --no-card") from error
+    manifest, config = read_manifest(folder), read_object(folder / "config.json") or {}
+    # What the source said is in the card that the conversion wrote.
+    return card(manifest, config, {}, report, existing, base_model=base_model, forced=forced)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """qconvert.json, None where there is none. Raises CheckpointError where it lacks what cards tell."""
+    file = folder / MANIFEST
+    found = read_object(file)
+    if found is None:
+        return None
+    lacks = [key for key, kind in _OF_MANIFEST.items() if not isinstance(found.get(key), kind)]
+    if not lacks:
+        steps = found["passes"]
+        lacks += [f"identity.{k}" for k in ("qconvert",) if k not in found["identity"]]
+        lacks += [f"bytes.{k}" for k in _SIZES if not isinstance(found["bytes"].get(k), int)]
+        for number, step in enumerate(steps):
+            keys = step if isinstance(step, dict) else {}
+            lacks += [f"passes[{number}].{k}" for k in _OF_STEP if k not in keys]
+    if lacks:
+        raise CheckpointError(
+            f"{file}: lacks {', '.join(lacks[:6])}, so it is not as qconvert wrote it; convert again, "
+            "or remove it"
+        )
+    return found
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, None where there is no file. Raises CheckpointError for anything
+    else in it."""
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """The file anew, whole or not at all; never through a hard link to another folder's."""
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)

@@ -1,0 +1,193 @@
+"""A repo's headers as a folder that validators take for the repo itself.
+
+Shards become files of their true size with their real header and a hole where the weights are;
+small files are fetched whole. Whatever reads no weights then works on it as on any folder.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from qconvert.checkpoint import DENIED_NAMES, DENIED_SUFFIXES
+from qconvert.errors import CheckpointError
+from qconvert.header import MAX_HEADER
+from qconvert.hub.download import Reader, client
+from qconvert.hub.patience import Refused, patiently
+from qconvert.repo import Repo, cached_folder, parse_repo
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
+
+    from qconvert.validation import Report
+
+# Most headers end within this, so most shards take one request.
+_FIRST_READ = 16 << 10
+# Larger files that are no weights are left as holes, and named.
+_MOST_WHOLE = 128 << 20
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint can be opened, and what to call it. For headers from the Hub `folder` is one
+    that goes with the context, `name` the repo with its commit; with the bytes and requests they took,
+    and the files that were left as holes."""
+
+    folder: str | Path
+    name: str
+    nbytes: int = 0
+    requests: int = 0
+    holes: tuple[str, ...] = ()
+
+    @property
+    def fetched(self) -> bool:
+        return self.requests > 0
+
+    def named(self, text: str) -> str:
+        """A text about the folder, as one about the repo."""
+        return text.replace(str(self.folder), self.name)
+
+
+class _OutOfReach(CheckpointError):
+    """The Hub did not answer at all."""
+
+
+@contextmanager
+def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
+    """Where to open what a user named. A repo's headers are fetched at its current commit, whatever
+    of it is in the client's cache taken from there; where `weights` are wanted too, offline, and
+    where the Hub is out of reach, it is the snapshot in the cache.
+
+    Raises CheckpointError for a repo that is not there (its text names the repo, also where it comes
+    from within the context), RunError where the Hub fails for too long.
+    """
+    repo = None if not where or Path(where).exists() else parse_repo(where)
+    if repo is None:
+        yield Place(where, where)
+        return
+    commit = None if weights else _commit(repo, where)
+    if commit is None:
+        yield Place(cached_folder(repo, where), where)
+        return
+    with tempfile.TemporaryDirectory(prefix="qconvert-headers-") as scratch:
+        folder = Path(scratch)
+        reader = Reader(client(), repo.id, commit)
+        holes = _fetch(reader, folder)
+        name = f"{repo.id}@{commit[:12]}"
+        place = Place(folder, name, reader.nbytes, reader.requests, holes)
+        try:
+            yield place
+        except CheckpointError as error:
+            raise CheckpointError(place.named(str(error))) from error
+
+
+def _commit(repo: Repo, where: str) -> str | None:
+    """The commit that the repo's revision stands for now, None where the Hub cannot be asked."""
+    import httpx
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        return None
+    api = client()
+
+    def look() -> str:
+        try:
+            return str(api.repo_info(repo.id, revision=repo.revision).sha)
+        except httpx.TransportError as error:  # no use in waiting: the cache may do
+            raise _OutOfReach(str(error)) from error
+
+    try:
+        return patiently(look, f"looking for {repo}")
+    except _OutOfReach:
+        return None
+    except Refused as error:
+        raise CheckpointError(
+            f"{where} is neither a folder nor a repo that can be read: {error}"
+        ) from error
+
+
+def _fetch(reader: Reader, folder: Path) -> tuple[str, ...]:
+    """Write every file of the commit, whole, as a header, or as a hole. Returns the holes."""
+    from huggingface_hub import RepoFile
+
+    listed = patiently(
+        lambda: list(
+            reader.api.list_repo_tree(reader.repo, recursive=True, revision=reader.commit)
+        ),
+        f"listing {reader.repo}",
+    )
+    # .gitattributes is the Hub's own, and no part of the checkpoint.
+    files = [e for e in listed if isinstance(e, RepoFile) and e.path not in DENIED_NAMES]
+    for file in files:
+        _check_inside(reader.repo, file.path)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        done = pool.map(lambda file: _write(reader, folder, file), files)
+        return tuple(file.path for file, whole in zip(files, done, strict=True) if not whole)
+
+
+def _check_inside(repo: str, path: str) -> None:
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in path or not pure.parts:
+        raise CheckpointError(f"{repo}: lists {path!r}, which is no file inside the repo")
+
+
+def _write(reader: Reader, folder: Path, file: RepoFile) -> bool:
+    """One file. False where it is a hole and was not expected to be one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    target = folder / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = file.size if file.lfs is None else file.lfs.size
+    cached = try_to_load_from_cache(reader.repo, file.path, revision=reader.commit)
+    if isinstance(cached, str) and Path(cached).stat().st_size == size:
+        target.symlink_to(Path(cached).resolve())
+        return True
+    lower = file.path.lower()
+    shard = lower.endswith(".safetensors")
+    weights = shard or lower.endswith(DENIED_SUFFIXES)
+    data = b""
+    if shard:
+        data = _header(reader, file.path, size)
+    elif not weights and size <= _MOST_WHOLE:
+        data = reader.read(file.path, 0, size)
+    with target.open("wb") as stream:
+        stream.write(data)
+        stream.truncate(size)
+    return weights or len(data) == size
+
+
+def _header(reader: Reader, path: str, size: int) -> bytes:
+    """A shard's header bytes: 8 of length, the JSON. Of a file that is none, what there is: whoever
+    reads it says so."""
+    start = reader.read(path, 0, min(size, _FIRST_READ))
+    if len(start) < 8:
+        return start
+    (length,) = struct.unpack("<Q", start[:8])
+    stop = 8 + length
+    if length > MAX_HEADER or stop > size:
+        return start
+    if stop <= len(start):
+        return start[:stop]
+    return start + reader.read(path, len(start), stop)
+
+
+def about_repo(report: Report, place: Place) -> Report:
+    """A report on a folder of headers, as one on the repo they are of."""
+    said = place.named
+    report.about = {key: said(value) for key, value in report.about.items()}
+    report.findings = [
+        replace(f, where=said(f.where), message=said(f.message)) for f in report.findings
+    ]
+    for texts in (report.proved, report.read, report.not_checked):
+        texts[:] = [said(text) for text in texts]
+    report.not_checked += [
+        f"{file} (larger than {_MOST_WHOLE >> 20} MiB, not fetched)" for file in place.holes
+    ]
+    return report

@@ -1,0 +1,139 @@
+"""A folder and a repo's tree, compared by size and hash.
+
+The Hub lists a file of LFS (or xet) with its size and sha256, any other with the hash git gives its
+content: sha1 of `blob SIZE\\0` and the bytes (huggingface_hub 1.33, RepoFile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import sha1, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
+from qconvert.errors import OutputError
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
+
+Algorithm = Literal["sha256", "git-sha1"]
+_CHUNK = 4 << 20
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file as the Hub lists it."""
+
+    size: int
+    hash: str
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A file that is not on the Hub as it is here, and how."""
+
+    path: str
+    what: str
+
+
+def local_files(folder: Path) -> dict[str, int]:
+    """Files to send, by path below the folder, with their sizes: all but caches, version control and
+    hidden files. Raises OutputError for a folder that is not finished, or has nothing to send."""
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: no such folder")
+    if (folder / WORK_DIR).exists():
+        raise OutputError(
+            f"{folder}: {WORK_DIR}/ is there, so its conversion is unfinished: run its command again, "
+            "or qconvert clean"
+        )
+    found = {path: (folder / path).stat().st_size for path in _files(folder) if not _hidden(path)}
+    if not found:
+        raise OutputError(f"{folder}: holds no file to upload")
+    return found
+
+
+def hidden_files(folder: Path) -> list[str]:
+    """Files that are not sent for a name that begins with a dot, theirs or a folder's: settings and
+    secrets (.env), and .gitattributes, which is the Hub's own. Caches and version control go unnamed."""
+    return [path for path in _files(folder) if _hidden(path)]
+
+
+def _files(folder: Path) -> list[str]:
+    from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects  # type: ignore[attr-defined]
+
+    there = sorted(p.relative_to(folder).as_posix() for p in folder.glob("**/*") if p.is_file())
+    kept = filter_repo_objects(there, ignore_patterns=DEFAULT_IGNORE_PATTERNS)
+    return [path for path in kept if DENIED_FOLDERS.isdisjoint(path.split("/"))]
+
+
+def _hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def remote_files(listed: Iterable[RepoFile]) -> dict[str, Remote]:
+    """A tree's files by path."""
+    found = {}
+    for file in listed:
+        if file.lfs is not None:
+            found[file.path] = Remote(file.lfs.size, file.lfs.sha256, "sha256")
+        else:
+            found[file.path] = Remote(file.size, file.blob_id, "git-sha1")
+    return found
+
+
+@dataclass
+class Digests:
+    """Hashes of a folder's files, each computed once, some files at a time."""
+
+    folder: Path
+    wrote: Callable[[int], None] = lambda _: None
+    known: dict[tuple[str, Algorithm], str] = field(default_factory=dict)
+
+    def of(self, wanted: Iterable[tuple[str, Algorithm]]) -> None:
+        """Compute what is not known yet."""
+        todo = [pair for pair in dict.fromkeys(wanted) if pair not in self.known]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self.known.update(zip(todo, pool.map(self._hash, todo), strict=True))
+
+    def _hash(self, wanted: tuple[str, Algorithm]) -> str:
+        path, algorithm = wanted
+        file = self.folder / path
+        with file.open("rb") as stream:
+            digest = sha256()
+            if algorithm == "git-sha1":
+                digest = sha1(b"blob %d\0" % file.stat().st_size)
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+                self.wrote(len(chunk))
+        return digest.hexdigest()
+
+
+def differences(
+    here: Mapping[str, int], there: Mapping[str, Remote], digests: Digests
+) -> list[Difference]:
+    """Files of the folder that the tree lacks or has otherwise, by size first, then by hash."""
+    found = []
+    same_size = [path for path in here if path in there and there[path].size == here[path]]
+    digests.of((path, there[path].algorithm) for path in same_size)
+    for path, size in here.items():
+        remote = there.get(path)
+        if remote is None:
+            found.append(Difference(path, "is not there"))
+        elif remote.size != size:
+            found.append(Difference(path, f"has {remote.size} bytes there, {size} here"))
+        elif (ours := digests.known[path, remote.algorithm]) != remote.hash:
+            what = f"its {remote.algorithm} is {remote.hash} there, {ours} here"
+            found.append(Difference(path, what))
+    return found
+
+
+def stale_weights(here: Iterable[str], there: Iterable[str]) -> list[str]:
+    """Weights and indexes that only the repo has: some runtimes glob for shards, and load them."""
+    endings = (*DENIED_SUFFIXES, ".index.json")
+    gone = set(there) - set(here)
+    return sorted(path for path in gone if "/" not in path and path.lower().endswith(endings))

@@ -1,0 +1,58 @@
+"""The real client against a loopback Hub, whatever the environment says: HF_HUB_OFFLINE is for the
+network, and no test leaves this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from loopback_hub import TOKEN, LoopbackHub, loopback_hub
+
+# Read when the client is imported, so the environment comes too late for this process.
+_SETTINGS = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+
+
+@contextmanager
+def client_of(
+    hub: LoopbackHub, folder: Path, patch: pytest.MonkeyPatch, token: str | None = TOKEN
+) -> Iterator[list[float]]:
+    """This process's client talks to that Hub, with a cache and no stored token in `folder`. Yields
+    the seconds it, or qconvert, would have waited: nobody really does."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
+
+    waits: list[float] = []
+    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic, time=time.time)
+    for name, value in _SETTINGS.items():
+        patch.setattr(constants, name, value)
+    patch.setattr(constants, "ENDPOINT", hub.url)
+    pages = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", pages)
+    patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        patch.delenv(name, raising=False)
+    if token is not None:
+        patch.setenv("HF_TOKEN", token)
+    patch.setattr("huggingface_hub.utils._http.time", clock)
+    patch.setattr("qconvert.hub.patience.time", clock)
+    close_session()
+    try:
+        yield waits
+    finally:
+        close_session()
+
+
+@contextmanager
+def hub_and_client(folder: Path) -> Iterator[tuple[LoopbackHub, list[float]]]:
+    """A Hub of one's own, and this process's client talking to it."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        loopback_hub() as hub,
+        client_of(hub, folder, patch) as waits,
+    ):
+        yield hub, waits
