@@ -9,8 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
 
+# A thread a process: there are as many processes as cores already.
 test: $(VENV)/installed
-	$(BIN)/pytest -n auto -rs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -rs
 
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
 peers: $(VENV)/installed-peers
@@ -22,7 +23,7 @@ lint: $(VENV)/installed
 
 # The tests that kill processes, cut the power, fill gigabytes, or need other projects.
 check: $(VENV)/installed-peers
-	$(BIN)/pytest -n auto -m "peer or crash or big"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big"
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -17,7 +17,11 @@ from qconvert.commands.convert import dequant, plan, run
 from qconvert.commands.house import clean, demo, recipes
 from qconvert.commands.kt import amx, kt
 from qconvert.commands.layout import experts, fuse, unfuse
+from qconvert.commands.nvfp4 import nvfp4
+from qconvert.commands.prepare import prepare, unprepare
 from qconvert.commands.stages import join, split
+from qconvert.commands.upload import upload
+from qconvert.commands.w4a16 import w4a16
 from qconvert.errors import QConvertError
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -29,7 +33,8 @@ def cli() -> None:
     """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
 
     Streams in bounded memory, resumes where it was interrupted, accounts for every byte. A source
-    is a folder, one .safetensors file, or the id of a repo in the local Hub cache.
+    is a folder, one .safetensors file, or a repo in the local Hub cache: ORG/NAME, with hf:// before
+    it or @REVISION behind it.
 
     \b
     Examples:
@@ -42,9 +47,23 @@ def cli() -> None:
     """
 
 
-_CONVERSIONS = (dequant, fuse, unfuse, experts, amx, kt, split, join)
-for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, recipes, clean, demo):
+_CONVERSIONS = (
+    dequant,
+    fuse,
+    unfuse,
+    experts,
+    amx,
+    kt,
+    w4a16,
+    nvfp4,
+    split,
+    join,
+    prepare,
+    unprepare,
+)
+for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, upload, recipes, clean, demo):
     cli.add_command(command)
+cli.add_command(w4a16, name="gptq4")
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

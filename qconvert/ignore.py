@@ -35,8 +35,9 @@ def true_lists(config: Mapping[str, Any], unquantized: Iterable[str]) -> dict[st
 
 
 def _block(block: Mapping[str, Any], unquantized: list[str]) -> dict[str, Any]:
-    """compressed-tensors has its own key, `ignore`; the fp8 dialects get `modules_to_not_convert`."""
-    key = "ignore" if block.get("quant_method") == "compressed-tensors" else _KEY
+    """compressed-tensors' and modelopt's key is `ignore`; the fp8 dialects get
+    `modules_to_not_convert`."""
+    key = "ignore" if block.get("quant_method") in ("compressed-tensors", "modelopt") else _KEY
     listed: list[Any] = []
     for name in (key, *(k for k in (_KEY, *_OTHER_KEYS) if k != key)):
         value = block.get(name)

@@ -27,7 +27,7 @@ from qconvert.tasks import AnyTask, Progress, run_tasks
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
-    "attribute", "model",
+    "attribute", "model", "nvfp4", "prepared",
 ]  # fmt: skip
 Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
 
@@ -46,7 +46,10 @@ _OPTIONS: Mapping[str, str] = {
 }
 # Kinds of folders, not things to be given: a validator of another kind has nothing to say. A `model`
 # holds the layers of one, all or a stage's; `amx` folders hold experts for CPU kernels alone.
-_KINDS = ("amx", "gdn", "model")
+_KINDS = ("amx", "gdn", "model", "nvfp4", "prepared")
+# Names that only such folders have.
+_NVFP4 = (".weight_scale_2", ".weight_global_scale")
+_PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
 _SAMPLE = 64
 
 RULES = (
@@ -269,6 +272,8 @@ def _at_hand(folder: Folder) -> set[Need]:
         "amx": "amx" in (manifest or {}),
         "model": "amx" not in (manifest or {}),
         "gdn": checkpoint.census.dims.gdn is not None and "amx" not in (manifest or {}),
+        "nvfp4": any(name.endswith(_NVFP4) for name in checkpoint),
+        "prepared": any(name.endswith(_PREPARED) for name in checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
         "logits": request.logits > 0,

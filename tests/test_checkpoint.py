@@ -155,11 +155,12 @@ def _with_nested(model: Model) -> Model:
 
 
 def test_a_hub_snapshot_is_an_ordinary_source(tmp_path: Path) -> None:
-    """The same bytes come out as from a plain folder, and as files, not links."""
+    """The same bytes come out as from a plain folder, and as files, not links. Its path has the id of
+    the repo that the card is to name."""
     plain = _with_nested(fp8_moe()).write(tmp_path / "plain")
     snapshot = _snapshot(tmp_path / "cache", _with_nested(fp8_moe()))
     before = tree(tmp_path / "cache")
-    convert("dequant", plain, tmp_path / "from-plain")
+    convert("dequant", plain, tmp_path / "from-plain", "--base-model", "org/name")
     convert("dequant", snapshot, tmp_path / "from-snapshot")
     assert tree(tmp_path / "from-snapshot") == tree(tmp_path / "from-plain")
     assert not any(path.is_symlink() for path in (tmp_path / "from-snapshot").rglob("*"))
@@ -239,10 +240,14 @@ def test_side_files_by_deny_list(tmp_path: Path) -> None:
     }  # fmt: skip
     convert("dequant", source, tmp_path / "out")
     made = tree(tmp_path / "out")
-    assert {name: made[name] for name in KEPT} == KEPT
+    card = made.pop("README.md")
+    assert isinstance(card, bytes)
+    assert b"## How it was made" in card, "the source's own is about another folder"
+    kept = {name: data for name, data in KEPT.items() if name != "README.md"}
+    assert {name: made[name] for name in kept} == kept
     files = {name for name, data in made.items() if data is not None}
     assert files == {
-        *KEPT, "config.json", "model.safetensors", "qconvert.json", "qconvert.receipt.jsonl",
+        *kept, "config.json", "model.safetensors", "qconvert.json", "qconvert.receipt.jsonl",
     }  # fmt: skip
 
 

@@ -30,6 +30,11 @@ _CASES = [
     ("qwen3-next-80b-a3b", "qwen3-next-amxint8"),
     ("qwen3.5-35b-a3b", "qwen3.5-moe-amxint4"),
     ("glm-4.5-air", "glm-4.5-amxint8"),
+    ("deepseek-v3", "deepseek-v3-w4a16"),
+    ("glm-4.5-air", "glm-4.5-air-w4a16-tp4"),
+    ("glm-4.5-air", "glm-4.5-air-gptq"),
+    ("qwen3.5-35b-a3b", "qwen3.5-moe-nvfp4"),
+    ("deepseek-v3", "deepseek-v3-nvfp4"),
 ]
 
 

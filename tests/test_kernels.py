@@ -179,11 +179,12 @@ def compiled(cache: str) -> tuple[list[str], str]:
     from triton.compiler import ASTSource
 
     from qconvert.validation import NotChecked
-    from qconvert.validators.kernels import amx, device, fp8, w4a16
+    from qconvert.validators.kernels import amx, device, fp8, nvfp4, w4a16
 
     numbers = (
         "rows", "columns", "tokens", "block_rows", "block_columns", "code_matrix", "code_row",
         "scale_matrix", "scale_row", "out_matrix", "out_row", "x_row", "packed_row",
+        "packed_matrix",
     )  # fmt: skip
     strides = dict.fromkeys(numbers, "i64")
     tile: dict[str, object] = {"TALL": 32, "WIDE": 128}
@@ -199,6 +200,9 @@ def compiled(cache: str) -> tuple[list[str], str]:
         types = {"x": x, "packed": "*i32", "scales": "*i16", "out": "*fp32"}
         sizes = {"TOKENS": 16, "TALL": 64, "WIDE": 32}
         jobs.append((w4a16._multiply, types, {"GROUP": 32, "SHIFT_SCALE": True, **sizes}))
+    for divides in (True, False):
+        types = {"packed": "*u8", "scales": "*u8", "owns": "*fp32", "out": "*i16"}
+        jobs.append((nvfp4._dequant, types, {"DIVIDES": divides, **tile}))
     found = []
     for kernel, types, constants in jobs:
         signature = {name: {**strides, **types}.get(name, "constexpr") for name in kernel.arg_names}
@@ -218,7 +222,7 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """For Ampere, which has no FP8; no product is computed in TF32. The process has then imported
     Triton without telling it to interpret, and there it cannot any more."""
     found, where = ours("compiled", str(tmp_path))
-    assert found == ["_dequant"] * 3 + ["_unpack"] * 2 + ["_multiply"] * 2
+    assert found == ["_dequant"] * 3 + ["_unpack"] * 2 + ["_multiply"] * 2 + ["_dequant"] * 2
     assert "imported Triton without TRITON_INTERPRET=1" in where
 
 

@@ -11,8 +11,10 @@ from checkpoints import bf16_moe, fp8_moe, read_tensors, run_cli, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.calibration import Calibration
 from qconvert.errors import RecipeError
 from qconvert.passes import passes
+from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 from qconvert.recipe import (
@@ -72,6 +74,14 @@ def test_ways_to_write_a_pass_without_options(pass_: str) -> None:
         ("passes:\n  - drop: {match: [a], why: x}\n", ["r:2", "'match'", "string"]),
         ("passes:\n  - drop: {what: !!python/object:os.system x}\n", ["r:2", "python"]),
         ("passes:\n  - drop: {what: mtp, what: mtp}\n", ["r:2", "'what' is given twice"]),
+        (
+            "passes:\n  - amx: {method: int4, numa: 2, calibrate: {data: x.txt, wat: 1}}\n",
+            ["r:2", "'calibrate.wat'", "found 1"],
+        ),
+        (
+            "passes:\n  - amx: {method: int4, numa: 2, calibrate: {data: x.bin}}\n",
+            ["r:2", "'amx'", "x.bin: expected a name that ends in .txt"],
+        ),
         ("passes: []\npasses: []\n", ["r:2", "'passes' is given twice"]),
         ("passes: dequant\n", ["r:1", "must be a list"]),
         ("passes: {dequant: {}}\n", ["r:1", "must be a list"]),
@@ -193,6 +203,14 @@ def test_every_pass_can_be_written_with_its_defaults(name: str) -> None:
 def test_any_text_survives(match: str, why: str) -> None:
     recipe = Recipe("r", (Drop(match=match, why=why),))
     assert parse_recipe(recipe.to_yaml(), "r") == recipe
+
+
+def test_nested_options_survive() -> None:
+    asked = Calibration("x.txt", samples=3, devices=("cpu",))
+    recipe = Recipe("r", (ExpertsToAmx("int4", 2, calibrate=asked),))
+    assert parse_recipe(recipe.to_yaml(), "r") == recipe
+    assert "samples: 3" in recipe.to_yaml()
+    assert "length" not in recipe.to_yaml()  # a default
 
 
 # --- The built-in ones ---------------------------------------------------------------------------

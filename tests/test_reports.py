@@ -608,7 +608,7 @@ def test_the_workflow_s_command_is_one() -> None:
     steps = workflow["jobs"]["validate"]["steps"]
     (line,) = [step["run"] for step in steps if "qconvert validate" in step.get("run", "")]
     params = parsed_by_click(line)
-    assert (params["out"], params["level"]) == (Path(), "full")
+    assert (params["out"], params["level"]) == (".", "full")
     assert params["form"] == "github"
     assert [suffix_format(file) for file in params["files"]] == ["html", "sarif"]
     uploads = [step["with"] for step in steps if "upload" in step.get("uses", "")]
@@ -627,7 +627,7 @@ def test_the_pre_commit_hook_s_command_is_one() -> None:
     (hook,) = yaml.safe_load((_ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert hook["id"] == "qconvert-validate"
     params = parsed_by_click(hook["entry"])
-    assert (params["out"], params["level"]) == (Path(), "headers")
+    assert (params["out"], params["level"]) == (".", "headers")
     assert hook["pass_filenames"] is False
     assert re.search(hook["files"], "model-00001-of-00002.safetensors")
     assert not re.search(hook["files"], "script.py")

@@ -304,10 +304,10 @@ def test_unfinished_work_alone(source: Path, tmp_path: Path) -> None:
 
 
 def test_another_file_is_only_a_warning(out: Path) -> None:
-    (out / "README.md").write_text("# Mine\n")
+    (out / "NOTES.md").write_text("# Mine\n")
     report = validate_folder(out)
     assert [(f.rule, f.severity, f.where) for f in report.findings] == [
-        ("QC020", "warning", "README.md")
+        ("QC020", "warning", "NOTES.md")
     ]
     assert found_in(out) == ["QC020"]
 
@@ -392,6 +392,20 @@ def test_qc022_a_changed_side_file(name: str, out: Path) -> None:
         flip(out / name, 5)
     report = validate_folder(out, request=Request("full"))
     assert [(finding.rule, finding.where) for finding in report.findings] == [("QC022", name)]
+
+
+def test_a_card_edited_by_hand_and_the_hub_s_own_file_are_no_faults(
+    out: Path, source: Path, tmp_path: Path
+) -> None:
+    its_own = copied(source, tmp_path / "source")
+    (its_own / "README.md").write_text("# A model\n")
+    carded = tmp_path / "carded"
+    assert run_cli("dequant", its_own, carded).code == 0
+    (carded / "README.md").write_text("# Another text\n")
+    (carded / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    found = run_cli("validate", carded, "--against", its_own, "--level", "full")
+    assert found.code == 0, found.out
+    assert "0 errors, 0 warnings" in found.out
 
 
 def test_qc022_every_tensor_is_hashed(out: Path) -> None:

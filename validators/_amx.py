@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from qconvert.checkpoint import MANIFEST, Checkpoint
 from qconvert.errors import PlanError
 from qconvert.experts import Experts, routed_experts
-from qconvert.formats.amx import BITS, RUNTIME_NAME, Method, Rounding, check_dims, inverse
+from qconvert.formats.amx import BITS, RUNTIME_NAME, Method, check_dims, inverse
 from qconvert.graph import Buffer, Output, Source
 from qconvert.ops.buffers import array
 from qconvert.ops.fp8 import DequantFp8
@@ -33,7 +33,10 @@ Kind = Literal["gate", "up", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _METHODS: Mapping[Any, Method] = {"AMXINT4": "int4", "AMXINT8": "int8"}
-_ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+# How a folder's codes were found: as kt-kernel's converter rounds, with steps searched for, or by
+# calibration.
+FoundBy = Literal["peer", "search", "gptq"]
+_ROUNDINGS: tuple[FoundBy, ...] = get_args(FoundBy)
 # Codes that a scale must stand for, that looking up what they come to is quicker than working it out.
 _WORTH = 1024
 _COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
@@ -44,7 +47,7 @@ class Block:
     """What the manifest's `amx` says."""
 
     method: Method
-    rounding: Rounding
+    rounding: FoundBy
     numa: int
     hidden: int
     intermediate: int
@@ -89,8 +92,8 @@ def read_block(checkpoint: Checkpoint) -> Block:
     if method not in list(_METHODS):
         raise PlanError(f"expected a method {' or '.join(_METHODS)}, found {method!r}")
     if rounding not in _ROUNDINGS:
-        known = " or ".join(_ROUNDINGS)
-        raise PlanError(f"expected a rounding {known}, found {rounding!r}")
+        known = ", ".join(_ROUNDINGS)
+        raise PlanError(f"expected a rounding of {known}, found {rounding!r}")
     for key in _COUNTS:
         if type(found.get(key)) is not int or found[key] < 1:
             raise PlanError(f"expected {key} to be 1 or more, found {found.get(key)!r}")

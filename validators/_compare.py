@@ -11,9 +11,20 @@ from qconvert.findings import Finding, Measure
 from qconvert.tasks import Room
 from qconvert.validators._decode import alike, as_bf16, is_rounded, rounded
 from qconvert.validators._forms import RAW
+from qconvert.validators._int_bounds import Kept, Tile, coarse, nearest_fits
 from qconvert.validators._matrices import Matrix
+from qconvert.validators._nvfp4 import NVFP4, halfway
 from qconvert.validators._results import Results, is_worth
-from qconvert.validators._rows import row_bytes, rows, scales, scratch, spread, tile_rows
+from qconvert.validators._rows import (
+    group_of,
+    row_bytes,
+    rows,
+    scales,
+    scratch,
+    spread,
+    tile_rows,
+    zero_points,
+)
 from qconvert.validators._sums import Sums
 
 if TYPE_CHECKING:
@@ -23,22 +34,15 @@ if TYPE_CHECKING:
 
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-# How a matrix must be the source's: the same numbers; rounded to its own floats once; or the nearest
-# code of its scales.
-How = Literal["equal", "rounded", "nearest"]
+# How a matrix must be the source's: the same numbers; rounded to its own floats once; the nearest code
+# of its scales; or codes that calibration found.
+How = Literal["equal", "rounded", "nearest", "calibrated"]
 
 _STRETCHES = 8  # of a long matrix, at level sample
-# In steps: half of one, and what rounding adds. The largest weight of a group is 7.5 steps before its
-# scale is rounded to bf16, which takes 2^-8 of it at most, and the largest code is 7. Rounding weight /
-# scale to bf16 before it becomes a code adds less (2^-6: bf16 has steps of 2^-5 from 4 to 8).
-_NEAREST = 0.5 + 7.5 * 2.0**-8
-_DENORMAL = 2.0**-130  # scales that bf16 holds as denormals are as coarse as 2^-134, times 8
 _FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
 _FP8_SLACK = 1 + 2.0**-7
 # A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
 _FP8_RMS = 2.0**-4
-# Of the largest weight of a group: codes reach -8 to 7, and the scale is rounded to bf16.
-_STEP = (1 + 2.0**-7) / 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +79,17 @@ class Compare:
         if self.mine.format == RAW:
             yield self._first_byte(room, tiles)
             return
-        sums, misfit = Sums(), ""
+        sums, kept, misfit = Sums(), Kept(), ""
         for start, stop in tiles:
             found = rows(room.output, self.mine, start, stop)
             source = rows(room.source, self.yours, start, stop)
             expected = as_bf16(source) if self._from_codes else source
             if not misfit:
-                fits = self._fits(room, (start, stop), expected, found)
-                misfit = "" if fits is None else _say(fits, start, expected, found)
-            if not misfit and self.how == "nearest" and self.mine.format == "w4a16":
-                misfit = self._coarse(room, (start, stop), expected)
+                misfit = self._misfit(room, (start, stop), expected, found, kept)
             sums.add(*_finite(expected, found))
         measure = self._measure(sums)
         yield measure
+        misfit = misfit or kept.end()
         if not misfit and self._is_fp8_anew and measure.rms > _FP8_RMS:
             misfit = (
                 f"off by {measure.rms:.3g} of its norm, expected at most {_FP8_RMS}: its scales "
@@ -100,7 +102,8 @@ class Compare:
     @property
     def _from_codes(self) -> bool:
         """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
-        return self.how != "equal" and self.yours.format in ("fp8", "w4a16")
+        coded = self.yours.format in ("fp8", NVFP4) or self.yours.form.codes is not None
+        return self.how != "equal" and coded
 
     @property
     def _is_fp8_anew(self) -> bool:
@@ -147,6 +150,8 @@ class Compare:
             return False
         if not alike(mine, row_bytes(room.source, self.yours, start, stop)):
             return False
+        if not self._same_codes(room, start, stop):
+            return False
         grids = self.mine.form.grid, self.yours.form.grid
         if grids[0] is None or grids[1] is None:
             return grids[0] is grids[1]
@@ -158,6 +163,21 @@ class Compare:
         )
         return np.array_equal(here, there, equal_nan=True)
 
+    def _same_codes(self, room: Room, start: int, stop: int) -> bool:
+        """Whether what the same words mean is the same, scales apart."""
+        import numpy as np
+
+        mine, yours = self.mine.form.codes, self.yours.form.codes
+        if mine is None or yours is None:
+            return mine is yours
+        sides = (room.output, self.mine), (room.source, self.yours)
+        here, there = (zero_points(reader, matrix, start, stop) for reader, matrix in sides)
+        groups = [group_of(reader, matrix.form) for reader, matrix in sides]
+        if (groups[0] is None) != (groups[1] is None) or mine.bits != yours.bits:
+            return False
+        same = groups[0] is None or np.array_equal(groups[0], groups[1])  # type: ignore[arg-type]
+        return bool(same and np.array_equal(here, there))
+
     def _equal(self, tiles: list[tuple[int, int]], zero: bool) -> Measure:
         """The measure of what is the same, whose sums nobody needs to add up."""
         count = sum(stop - start for start, stop in tiles) * self.mine.form.columns
@@ -168,6 +188,31 @@ class Compare:
     def _measure(self, sums: Sums) -> Measure:
         m = self.mine
         return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format)
+
+    def _misfit(
+        self, room: Room, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
+    ) -> str:
+        """What is wrong with some rows."""
+        grid = self.mine.form.grid
+        if self.how == "nearest" and grid is not None and grid.own is not None:
+            factor = scales(room.output, self.mine, *tile)
+            fit, why = halfway(expected, found, factor, grid.own.unit(room.output))
+            return why if fit.all() else _say(fit, tile[0], expected, found)
+        if self.how in ("equal", "rounded") or self.mine.form.codes is None:
+            fits = self._fits(room, tile, expected, found)
+            return "" if fits is None else _say(fits, tile[0], expected, found)
+        import numpy as np
+
+        step = np.abs(scales(room.output, self.mine, *tile))
+        zero = zero_points(room.output, self.mine, *tile)
+        groups = group_of(room.output, self.mine.form)
+        packed = Tile(self.mine.form, expected, found, step, zero, groups)
+        if self.how == "calibrated":
+            return kept.add(packed, tile[0])
+        near = nearest_fits(packed)
+        if not near.all():
+            near |= np.isnan(expected) & np.isnan(found)
+        return _say(near, tile[0], expected, found) if not near.all() else coarse(packed, tile[0])
 
     def _fits(
         self,
@@ -184,15 +229,10 @@ class Compare:
                 expected = rounded(expected, self.mine.form.weight.type.dtype)
             if self.how != "nearest":
                 fits = expected.view(np.uint32) == found.view(np.uint32)
-            elif self.mine.format == "w4a16":
-                step = spread(np.abs(scales(room.output, self.mine, *tile)), self.mine.form)
-                largest = np.finfo(np.float32).max
-                off = np.abs(expected - np.clip(found, -largest, largest))
-                fits = (off <= np.float32(_NEAREST) * step + np.float32(_DENORMAL)) & (
-                    step <= largest
-                )
             else:
-                step = spread(np.abs(scales(room.output, self.mine, *tile)), self.mine.form)
+                step = spread(
+                    room.output, np.abs(scales(room.output, self.mine, *tile)), self.mine.form
+                )
                 half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
                 allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
                 fits = np.abs(expected - found) <= allowed
@@ -201,34 +241,14 @@ class Compare:
             fits |= np.isnan(expected) & np.isnan(found)
         return None if fits.all() else fits
 
-    def _coarse(self, room: Room, tile: tuple[int, int], expected: Floats) -> str:
-        """What is wrong with a group's step: weights within half of it say little where it is larger
-        than the group's largest weight asks for."""
-        import numpy as np
-
-        grid = self.mine.form.grid
-        assert grid is not None
-        step = np.abs(scales(room.output, self.mine, *tile))
-        wide = grid.block[1]
-        with np.errstate(all="ignore"):
-            begins = range(0, expected.shape[1], wide)
-            largest = np.maximum.reduceat(np.abs(expected), list(begins), axis=1)
-            most = largest * np.float32(_STEP) + np.float32(_DENORMAL)
-            wrong = (step > most) & (largest > 0)
-        if not wrong.any():
-            return ""
-        row, group = divmod(int(np.argmax(wrong)), wrong.shape[1])
-        return (
-            f"row {tile[0] + row}, columns from {group * wide}: expected a step of at most "
-            f"{most[row, group]:.6g}, as the largest weight there leads to, found "
-            f"{step[row, group]:.6g}"
-        )
-
     def _kind(self) -> str:
         """How close it had to be."""
         if self.how == "equal":
             return ""
-        what = {"rounded": "rounded once", "nearest": "within half a step of its scale"}[self.how]
+        what = {
+            "rounded": "rounded once", "nearest": "within half a step of its scale",
+            "calibrated": "by calibration",
+        }[self.how]  # fmt: skip
         return f" ({self.yours.format} of the source as {self.mine.format}, {what})"
 
     def _first_byte(self, room: Room, tiles: list[tuple[int, int]]) -> Finding:

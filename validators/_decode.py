@@ -2,9 +2,9 @@
 code that makes outputs.
 
 FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
-1.0 (2^(e - 127), 255 NaN), packed INT4 is compressed-tensors 0.19's pack-quantized (the first of
-eight codes in a word's lowest bits, each stored as code + 8). Not a validator itself: it has no
-`VALIDATOR`, so discovery passes it by.
+1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors 0.19's pack-quantized (the first
+of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
+same. Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
 """
 
 from __future__ import annotations
@@ -95,6 +95,15 @@ def int4_floats(packed: Bytes) -> Floats:
     return out
 
 
+def code_floats(packed: Bytes, bits: int) -> Floats:
+    """Packed codes of 4 or 8 bits, bytes [n] -> codes less the middle of their range, as float32."""
+    import numpy as np
+
+    if bits == 4:
+        return int4_floats(packed)
+    return packed.astype(np.float32) - np.float32(128)
+
+
 def floats(data: Bytes, dtype: str) -> Floats:
     """Bytes of BF16, F16, F32 or F64 numbers as float32 (F64 rounds)."""
     import numpy as np
@@ -108,9 +117,11 @@ def floats(data: Bytes, dtype: str) -> Floats:
 
 
 def scale_floats(data: Bytes, dtype: str) -> Floats:
-    """Scales as float32; U8 and F8_E8M0 are exponents."""
+    """Scales as float32; U8 and F8_E8M0 are exponents, F8_E4M3 (NVFP4's) numbers."""
     import numpy as np
 
+    if dtype in FP8:
+        return fp8_floats(data, dtype)
     if dtype not in ("F8_E8M0", "U8"):
         return floats(data, dtype)
     table = np.array([2.0 ** (e - 127) for e in range(255)] + [nan], np.float32)

@@ -17,6 +17,7 @@ from qconvert.family import Dims, Place
 from qconvert.names import scale_candidates, split_parameter
 from qconvert.validators._decode import FP8
 from qconvert.validators._forms import Form, Forms, Unread
+from qconvert.validators._nvfp4 import parts_of
 
 Key = tuple[str, int | None, int | None, str]  # role (or module), layer, expert, parameter
 Runs = tuple[tuple[int, int], ...]
@@ -243,7 +244,7 @@ def _label(role: str) -> str:
 
 def _as_weight(parameter: str) -> str:
     """A weight is one however it is stored."""
-    return "weight" if parameter == "weight_packed" else parameter
+    return "weight" if parameter in ("weight_packed", "qweight") else parameter
 
 
 def _plain_name(name: str) -> str:
@@ -255,9 +256,16 @@ def _plain_name(name: str) -> str:
 
 def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
     """Tensors that are part of how a weight is stored."""
+    nvfp4 = parts_of(checkpoint, name)
+    if nvfp4 is not None:
+        return {part.name for part in (nvfp4.scale, nvfp4.own) if part is not None}
     if name.endswith(".weight_packed"):
         module = name.removesuffix(".weight_packed")
-        return {f"{module}.weight_scale", f"{module}.weight_shape"}
+        parts = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        return {f"{module}.{part}" for part in parts}
+    if name.endswith(".qweight"):
+        module = name.removesuffix(".qweight")
+        return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
     if checkpoint[name].type.dtype in FP8:
         return {scale for scale in scale_candidates(name) if scale in checkpoint}
     return set()

@@ -133,7 +133,7 @@ def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
             if at not in seen:
                 seen.add(at)
                 yield from _linear_attention(model, at)
-        elif parameter == "weight_packed" or output.type.dtype in WEIGHT_DTYPES:
+        elif parameter in ("weight_packed", "qweight") or output.type.dtype in WEIGHT_DTYPES:
             stored = model.matrix(module)
             kind = TensorType("BF16", (stored.rows, stored.columns))
             name = plain_name(f"{module}.weight")

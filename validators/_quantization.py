@@ -94,6 +94,70 @@ def packed_ints(configs: Iterable[QuantConfig]) -> Ints | None:
     return found.pop() if len(found) == 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedInts:
+    """How packed integers are stored, by a config: `bits` 4 or 8, a scale for each `group` columns
+    (None: for a row), zero points unless `symmetric`; `ordered`: which group a column is of is stored
+    beside (g_idx)."""
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    ordered: bool
+
+
+def ints_of(configs: Iterable[QuantConfig], module: str) -> PackedInts | None:
+    """What compressed-tensors blocks (0.19) say of a packed module: the one form that all integer
+    groups have, or that of those whose targets name it. None where there is none, or several."""
+    found = [(stated, entries) for config in configs for stated, entries in _packed_groups(config)]
+    forms = {stated for stated, _ in found}
+    if len(forms) > 1:
+        forms = {stated for stated, listed in found if listed.names(module)}
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _packed_groups(config: QuantConfig) -> Iterator[tuple[PackedInts, Listed]]:
+    groups = config.block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or weights.get("type") != "int":
+            continue
+        size, bits = weights.get("group_size"), weights.get("num_bits")
+        by_row = weights.get("strategy") == "channel"
+        if bits not in (4, 8) or not (by_row or (type(size) is int and size > 0)):
+            continue
+        named = group.get("targets")
+        entries = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
+        stated = PackedInts(
+            bits,
+            None if by_row else size,
+            weights.get("symmetric", True) is not False,
+            weights.get("actorder") == "group",
+        )
+        yield stated, Listed("compressed-tensors", entries)
+
+
+def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
+    """The block of GPTQ's own form."""
+    return next((config for config in configs if config.method == "gptq"), None)
+
+
+def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
+    """What a block of GPTQ's own form says (AutoGPTQ 0.7, GPTQModel), and its version: 1 stores zero
+    points less one. None where there is none, or one that cannot be meant."""
+    config = gptq_block(configs)
+    if config is None:
+        return None
+    block = config.block
+    bits, size = block.get("bits"), block.get("group_size")
+    version = {"gptq": 1, "gptq_v2": 2}.get(block.get("checkpoint_format", "gptq"))
+    if bits not in (4, 8) or type(size) is not int or (size < 1 and size != -1) or version is None:
+        return None
+    group = None if size == -1 else size
+    ordered = bool(block.get("desc_act"))
+    return PackedInts(bits, group, block.get("sym", True) is not False, ordered), version
+
+
 def scheme(config: QuantConfig) -> tuple[Any, ...]:
     """What a block says of the format, comparable with another's."""
     block = config.block

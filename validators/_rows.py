@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.graph import Source
 from qconvert.spec import DTYPE_BITS
 from qconvert.tasks import Reads
-from qconvert.validators._decode import floats, fp8_floats, int4_floats, scale_floats, warm
-from qconvert.validators._forms import Form, Grid
+from qconvert.validators._decode import code_floats, floats, fp8_floats, scale_floats, warm
+from qconvert.validators._forms import Codes, Form, Grid
 from qconvert.validators._matrices import Matrix
+from qconvert.validators._nvfp4 import NVFP4, fp4_floats
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qconvert.validators._decode import Bytes, Floats
+
+    Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 # Elements worked on at a time: a few copies of them stay near a core.
 TILE = 1 << 17
@@ -53,18 +59,20 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
 
 
 def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
-    """Columns of what is stored: a short read for each stored row."""
+    """Columns of what is stored: a short read for each stored row. Words of packed integers come out as
+    those of a matrix that is stored by rows."""
     import numpy as np
 
     form = matrix.form
     width = DTYPE_BITS[form.weight.type.dtype] // 8
+    lines = form.row_nbytes // width
     parts = []
     for first, last in matrix.spans(start, stop):
-        block = np.empty((form.columns, (last - first) * width), np.uint8)
-        for column in range(form.columns):
-            at = form.at + (column * form.rows + first) * width
-            reader.read(form.weight, at, block[column].data)
-        cells = block.reshape(form.columns, last - first, width)
+        block = np.empty((lines, (last - first) * width), np.uint8)
+        for line in range(lines):
+            at = form.at + (line * form.rows + first) * width
+            reader.read(form.weight, at, block[line].data)
+        cells = block.reshape(lines, last - first, width)
         parts.append(np.ascontiguousarray(cells.transpose(1, 0, 2)).reshape(-1))
     return np.concatenate(parts)
 
@@ -76,14 +84,22 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     form = matrix.form
     data = row_bytes(reader, matrix, start, stop)
     dtype = form.weight.type.dtype
-    if form.format == "w4a16":
-        values = int4_floats(data)
+    if form.codes is not None:
+        values = code_floats(data, form.codes.bits)
     elif form.format == "fp8":
         values = fp8_floats(data, dtype)
+    elif form.format == NVFP4:
+        values = fp4_floats(data)
     else:
         values = floats(data, dtype)
     values = values.reshape(stop - start, form.columns)
-    if form.grid is not None:
+    if form.codes is not None and form.codes.zeros is not None:
+        with np.errstate(all="ignore"):
+            values -= spread(reader, zero_points(reader, matrix, start, stop), form)
+    if form.codes is not None and form.codes.order is not None:
+        with np.errstate(all="ignore"):
+            values *= spread(reader, scales(reader, matrix, start, stop), form)
+    elif form.grid is not None:
         at = 0
         with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic makes of it
             for first, last in matrix.spans(start, stop):
@@ -106,12 +122,71 @@ def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def spread(scale: Floats, form: Form) -> Floats:
-    """Scales [rows, columns of the grid] over the columns they stand for: [rows, columns]."""
+def zero_points(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
+    """Zero points of rows [start, stop) less the middle of their range, float32 [rows, groups]; 0 where
+    none are stored."""
+    import numpy as np
+
+    form = matrix.form
+    assert form.codes is not None
+    assert form.grid is not None
+    if form.codes.zeros is None:
+        return np.zeros((stop - start, form.grid.columns), np.float32)
+    parts = [
+        _zeros(reader, form.codes, form.codes.zeros, form.grid, first, last)
+        for first, last in matrix.spans(start, stop)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, last: int) -> Floats:
+    """Those of stored rows [first, last)."""
+    import numpy as np
+
+    low, high = first // codes.word, -(-last // codes.word)
+    groups = grid.columns
+    if grid.turned:
+        words = np.empty((groups, high - low), "<u4")
+        line = zeros.type.shape[1]
+        for group in range(groups):
+            reader.read(zeros, 4 * (group * line + low), words[group].view(np.uint8).data)
+    else:
+        raw = np.empty((high - low) * groups, "<u4")
+        reader.read(zeros, 4 * low * groups, raw.view(np.uint8).data)
+        words = raw.reshape(high - low, groups).T
+    shifts = np.arange(codes.word, dtype=np.uint32) * np.uint32(codes.bits)
+    each = words[:, :, None] >> shifts & np.uint32((1 << codes.bits) - 1)
+    skip = first - low * codes.word
+    lines = each.reshape(groups, -1)[:, skip : skip + last - first].T
+    middle = (1 << (codes.bits - 1)) - codes.less
+    found: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
+    return found
+
+
+def group_of(reader: Reads, form: Form) -> Numbers | None:
+    """The group of each column [columns], -1 for one that is none; None where they lie side by side."""
+    import numpy as np
+
+    if form.codes is None or form.codes.order is None:
+        return None
+    assert form.grid is not None
+    kind = form.codes.order.type
+    raw = np.empty(kind.nbytes, np.uint8)
+    reader.read(form.codes.order, 0, raw.data)
+    found = raw.view("<i4" if kind.dtype == "I32" else "<i8").astype(np.int64)
+    return np.where((found >= 0) & (found < form.grid.columns), found, -1)
+
+
+def spread(reader: Reads, scale: Floats, form: Form) -> Floats:
+    """Scales [rows, columns of the grid] over the columns they stand for: [rows, columns]; NaN for a
+    column of no group."""
     import numpy as np
 
     assert form.grid is not None
     wide = form.grid.block[1]
+    groups = group_of(reader, form)
+    if groups is not None:
+        return np.where(groups >= 0, scale[:, groups], np.float32(np.nan))
     if wide >= form.columns:
         return np.broadcast_to(scale, (scale.shape[0], form.columns))
     return np.repeat(scale, wide, axis=1)[:, : form.columns]
@@ -145,6 +220,13 @@ def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
 
     kind = grid.scale.type
     width = DTYPE_BITS[kind.dtype] // 8
+    if grid.turned:
+        block = np.empty((grid.columns, (last - first) * width), np.uint8)
+        for column in range(grid.columns):
+            reader.read(grid.scale, (column * grid.rows + first) * width, block[column].data)
+        lines = scale_floats(block.reshape(-1), kind.dtype).reshape(grid.columns, last - first)
+        return np.ascontiguousarray(lines.T)
     data = np.empty((last - first) * grid.columns * width, np.uint8)
     reader.read(grid.scale, (grid.first + first * grid.columns) * width, data.data)
-    return scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
+    lines = scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
+    return lines if grid.own is None else grid.own.applied(reader, lines)

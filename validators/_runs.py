@@ -25,7 +25,13 @@ _BLOCK_SUMS, _SUMS, _KL_SUMS = 0.2, 0.6, 0.5
 # layers, weights gaussian, student-t of 4 and 3 degrees of freedom, and with outlier channels: AMXINT8
 # 0.011 to 0.056, packed INT4 0.16 to 0.56, AMXINT4 0.19 to 0.70. Experts in another order: 1.2 to 2.5
 # by themselves, and as little as 0.6 with shared ones, which is why routed experts are a block too.
-_ROUNDED: Mapping[Format, float] = {"fp8": 0.2, "amxint8": 0.2, "int4": 0.9, "amxint4": 0.9}
+_ROUNDED: Mapping[Format, float] = {
+    "fp8": 0.2,
+    "amxint8": 0.2,
+    "int4": 0.9,
+    "int8": 0.2,
+    "amxint4": 0.9,
+}
 PARTS = ("attention", "experts", "mlp")
 
 

@@ -19,7 +19,9 @@ from qconvert.family import text_config
 from qconvert.graph import Source
 from qconvert.names import parse
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.ops.gptq import DequantGptq
 from qconvert.ops.int4 import DequantInt4
+from qconvert.ops.ints import DequantInts
 from qconvert.plan import Plan
 from qconvert.quantization import Fp8Scheme, fp8_scheme
 from qconvert.run.reader import Reader
@@ -33,7 +35,7 @@ from qconvert.weights import Stored, fp8_reading, fp8_scale_name, read_matrix
 if TYPE_CHECKING:
     from qconvert.validators._amx import Floats
 
-Format = Literal["bf16", "fp8", "int4", "amxint4", "amxint8"]
+Format = Literal["bf16", "fp8", "int4", "int8", "amxint4", "amxint8"]
 
 _CHUNK = 4 << 20
 
@@ -116,6 +118,8 @@ def format_of(stored: Stored) -> Format:
     """What a matrix is stored as, where a consumer's arithmetic depends on it."""
     if isinstance(stored.decoder, DequantFp8):
         return "fp8"
+    if isinstance(stored.decoder, DequantInts | DequantGptq):
+        return "int4" if stored.decoder.bits == 4 else "int8"
     return "int4" if isinstance(stored.decoder, DequantInt4) else "bf16"
 
 

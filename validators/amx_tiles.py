@@ -89,6 +89,11 @@ def _work(folder: Folder) -> tuple[_Work | None, str]:
     work = _Work(block, layers, None)
     if folder.source is None:
         return work, "not compared with the source: give --against SRC"
+    if block.rounding == "gptq":
+        return work, (
+            "not compared with the source weight by weight: calibration found the codes, which "
+            "--level full --against SRC judges"
+        )
     try:
         return replace(work, sources=matching_source(block, folder)), ""
     except NotChecked as reason:

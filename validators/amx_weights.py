@@ -28,6 +28,7 @@ from qconvert.validators._amx import (
     source_weights,
 )
 from qconvert.validators._decode import warm
+from qconvert.validators._int_bounds import lost_row
 from qconvert.validators._sums import Sums
 from qconvert.weights import Stored
 
@@ -45,6 +46,8 @@ RULES = (
 )
 
 _SAMPLE = 4
+# Of the step that a row's largest weight leads to, the least that calibration tries.
+_LEAST_CLIP = 0.25
 _LARGEST = {"int4": 7, "int8": 127}
 # Half a step where codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
 # what that made a half of is rounded up.
@@ -140,6 +143,10 @@ class MatrixTask:
                         f"within the rounding of a step of {step[at[0]]:g}; found {found[at]:g}",
                     )
                     return
+                lost = _lost_row(self.block, wanted, found, step)
+                if lost is not None:
+                    yield self._finding(base, f"row {top + rows.start + lost[0]}: {lost[1]}")
+                    return
                 odd = _odd_step(self.block, wanted, found, step)
                 if odd is not None:
                     largest = float(abs(wanted[odd]).max())
@@ -177,6 +184,8 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
     largest code stands for all that lies beyond it too."""
     import numpy as np
 
+    if block.rounding == "gptq":  # one weight's error is made up for by others: see _lost_row
+        return None
     bound = _BOUND.get((block.method, block.rounding), 0.5)
     with np.errstate(all="ignore"):
         size = step[:, None]
@@ -191,9 +200,25 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
     return row, column
 
 
+def _lost_row(
+    block: Block, expected: Floats, found: Floats, step: Floats
+) -> tuple[int, str] | None:
+    """Of codes that calibration found: the first row of them that has too little to do with the
+    source's weights, and how little."""
+    import numpy as np
+
+    if block.rounding != "gptq":
+        return None
+    with np.errstate(all="ignore"):
+        size, top = step[:, None], _LARGEST[block.method]
+        best = np.clip(np.rint(expected / size), -top, top) * size
+    return lost_row(expected, found, np.where(np.isfinite(best), best, np.float32(0)))
+
+
 def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> int | None:
     """The first row whose step is not the one its largest weight leads to; or, where steps are searched
-    for, is so large that the largest code goes unused, or leaves a larger error than that one could."""
+    for, is so large that the largest code goes unused, or leaves a larger error than that one could;
+    or, where calibration chose it, is none of the parts of that one which it tries."""
     import numpy as np
 
     top = _LARGEST[block.method]
@@ -208,6 +233,9 @@ def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> in
             wrong = (step > plain * (top / (top - 0.5) + _SLACK)) | (
                 (off**2).mean(axis=1) > half**2
             )
+        elif block.rounding == "gptq":
+            wrong = step > plain * (1 + _STEP_SLACK)
+            wrong |= step < plain * (_LEAST_CLIP * (1 - _STEP_SLACK))
         else:
             wrong = np.abs(step - plain) > plain * _STEP_SLACK
         wrong &= largest > _FLUSHED

@@ -61,6 +61,10 @@ _HELP = {
         "int4",
     ): "a smaller W4A16 group (its recipe's `group`), or experts left as the source has them",
     (
+        "codes",
+        "int8",
+    ): "experts left as the source has them",
+    (
         "int8",
         "",
     ): "no codes can help: the CPU's kernels round activations whatever the weights are; "

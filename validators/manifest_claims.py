@@ -4,6 +4,7 @@ QC051 it says that linear attention is fused (or split) in an order that the ten
 QC053 it says something else of the model than tensors or config do.
 QC054 what it says of a pipeline stage is not what lies in the folder.
 QC055 a tensor that it says was dropped is there.
+QC092, QC093, QC094: see _quantizing.
 
 Whether the model's class takes the form and order that is stated is QC052's, in projections.
 """
@@ -21,6 +22,7 @@ from qconvert.names import weight_candidates
 from qconvert.plan import ELSEWHERE
 from qconvert.validation import Folder, Need, NotChecked
 from qconvert.validators._model import FP8, LINEAR_ATTENTION, Stage, forms_in, holds, stage_of
+from qconvert.validators._quantizing import quantizing_claims
 
 FACT = "gdn_groups"
 
@@ -71,6 +73,7 @@ class ManifestClaims:
         yield from _stage(checkpoint)
         yield from _dropped(checkpoint, manifest)
         yield from _other_claims(checkpoint, manifest)
+        yield from quantizing_claims(checkpoint, manifest)
         if "amx" not in manifest:
             yield from _fused_order(checkpoint, manifest)
 
@@ -176,7 +179,9 @@ def _pair(checkpoint: Checkpoint, manifest: dict[str, Any], pair: Any) -> Iterat
     elif (side == "cpu") != ("amx" in manifest):
         message = f"says this is the {side} side, and the folder is the other"
         yield Finding("QC053", "error", MANIFEST, message)
-    elif side == "gpu" and not any(name.endswith(".weight_packed") for name in checkpoint):
+    elif side == "gpu" and not any(
+        name.endswith((".weight_packed", ".qweight")) for name in checkpoint
+    ):
         message = "says this is the gpu side, and no expert is packed"
         yield Finding("QC053", "error", MANIFEST, message)
 

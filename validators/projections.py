@@ -33,6 +33,7 @@ from qconvert.validators._model import (
     member_of,
     stage_of,
 )
+from qconvert.validators._prepared import prepared_tensors
 
 RULES = (
     Rule(
@@ -149,6 +150,8 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
             side: {n for n, role in roles.items() if role.name in census.present}
             for side, roles in sides.items()
         }
+        if forms is EXPERTS and prepared_tensors(checkpoint):
+            continue  # QC106: their layers are counted there
         if not layers_of or any(there[side] == forms.members(side) for side in sides):
             continue
         side = max(sides, key=lambda side: len(there[side]))

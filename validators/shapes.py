@@ -4,6 +4,7 @@ QC026 a tensor has another shape than the config leads to.
 QC027 a quantized weight, or what belongs to it, has a type or shape that its format has not.
 QC038 packed weights have a scale for another number of columns than the config states.
 QC047 there is linear attention, and the config does not state its sizes.
+QC087, QC088, QC089, QC091: see _int_parts.
 
 Packed INT4 is compressed-tensors' (0.19, `compressors/pack_quantized/base.py`): `weight_packed` I32
 [N, K / 8], `weight_scale` [N, K / group], `weight_shape` [2]. Linear attention: transformers 5.17,
@@ -21,6 +22,7 @@ from qconvert.findings import Finding, Rule
 from qconvert.names import scale_candidates, weight_candidates
 from qconvert.spec import TensorType, ceil_div
 from qconvert.validation import Folder, Need
+from qconvert.validators._int_parts import int_parts
 from qconvert.validators._model import FP8, known_family
 from qconvert.validators._quantization import Ints, packed_ints, states_ue8m0
 
@@ -84,6 +86,9 @@ class Shapes:
         yield from _roles(checkpoint, ints)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint, ints)
+        census = checkpoint.census
+        roles = expected_shapes(checkpoint.config, census.dims, census.family.name)
+        yield from int_parts(checkpoint, roles)
         known_family(checkpoint)
 
 

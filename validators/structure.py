@@ -27,8 +27,19 @@ from qconvert.validators._model import FP8, forms_in, other, stage_of, where_of
 from qconvert.validators._quantization import HF_QUANT_CONFIG, KNOWN_METHODS, fp8_blocks, judged
 
 # Dtypes or parameters only quantized checkpoints have.
-_PACKED = (".weight_packed", ".qweight", "_blocks")
+_PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
 _TIE = "tie_word_embeddings"
+# Parameters that say the same as one, or go with it: QC011 and QC088 speak of what lacks a part.
+_OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
+    "weight": ("weight_packed", "qweight"),
+    "weight_packed": ("weight", "qweight"),
+    "weight_shape": ("weight", "qweight"),
+    "weight_scale": ("weight", "qweight"),
+    "weight_zero_point": ("weight", "qweight", "weight_packed"),
+    "weight_g_idx": ("weight", "qweight", "weight_packed"),
+    "qweight": ("weight", "weight_packed"),
+    **dict.fromkeys(("qzeros", "scales", "g_idx"), ("weight", "weight_packed", "qweight")),
+}
 # Qwen3.5's: of what the multi-modal class has, a text-only one lacks a component in its names.
 _LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
 
@@ -256,9 +267,7 @@ def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
     if any(weight in checkpoint for weight in weight_candidates(name)):
         return True
     module, parameter = split_parameter(name)
-    others = {"weight": "weight_packed", "weight_packed": "weight", "weight_shape": "weight",
-              "weight_scale": "weight"}  # fmt: skip
-    return parameter in others and f"{module}.{others[parameter]}" in checkpoint
+    return any(f"{module}.{one}" in checkpoint for one in _OTHER_FORMS.get(parameter, ()))
 
 
 def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 from qconvert.findings import Finding, Rule
 from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need, Yield
-from qconvert.validators._decode import FP8, scale_floats
+from qconvert.validators._decode import FP8, code_floats, scale_floats
 from qconvert.validators._forms import Grid
 from qconvert.validators._matrices import Matrix, matrices
-from qconvert.validators._rows import row_bytes
+from qconvert.validators._nvfp4 import NVFP4, is_part
+from qconvert.validators._rows import group_of, row_bytes, zero_points
 
 if TYPE_CHECKING:
     from qconvert.validators._decode import Bytes, Floats
@@ -58,7 +59,7 @@ _A_FEW = 8  # at level sample: tensors of each kind
 _STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
 # No weight of a trained model is as large, and these are the largest codes.
 _ABSURD = 2.0**15
-_LARGEST = {"fp8": 448.0, "w4a16": 8.0}
+_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, NVFP4: 6.0}
 _EXPONENTS = (64, 190)  # numbers that scales are when they are exponents: 2^-63 to 2^63
 
 
@@ -76,23 +77,29 @@ class Values:
         kinds: dict[tuple[str, str], list[Numbers | ScalesOf]] = {}
         stacks: dict[str, set[tuple[int, int]]] = {}
         graded: set[str] = set()
+        blanks: dict[str, int] = {}
         for matrix in matrices(checkpoint).values():
             grid = matrix.form.grid
             # Rows of a matrix that is stored turned lie all over it: of those, experts are told apart.
             begin = 0 if matrix.form.turned else matrix.runs[0][0]
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
+            codes = matrix.form.codes
+            if codes is not None and codes.symmetric:
+                blanks[matrix.tensor] = _BLANK[codes.bits]
             if grid is not None:
                 graded.add(grid.scale.name)
+                graded |= set() if grid.own is None else {grid.own.scale.name}  # QC100
                 kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
         for name, source in checkpoint.items():
             place = checkpoint.census.places.get(name)
             kind = (place.role.name if place else "", source.type.dtype)
-            packed = name.endswith(".weight_packed") and source.type.dtype == "I32"
-            floats = source.type.dtype in _BITS and name not in graded
-            if (floats or packed) and source.type.numel:
+            blank = blanks.get(name, 0)
+            judged = name in graded or is_part(checkpoint, name)
+            floats = source.type.dtype in _BITS and not judged
+            if (floats or blank) and source.type.numel:
                 parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
                 spans = None if full else _stretches(source.type.nbytes)
-                task = Numbers(tensor=source, spans=spans, parts=parts, packed=packed)
+                task = Numbers(tensor=source, spans=spans, parts=parts, blank=blank)
                 kinds.setdefault(kind, []).append(task)
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
@@ -100,10 +107,11 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Watch):
-    """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero."""
+    """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero: of
+    packed integers, whether each byte is `blank` (0: these are floats)."""
 
     parts: int
-    packed: bool
+    blank: int
     scratch: ClassVar[int] = 2 * CHUNK
 
     def look(self) -> _Numbers:
@@ -126,8 +134,8 @@ class _Numbers:
         if self._fault:
             return
         task, raw = self._task, np.frombuffer(data, np.uint8)
-        if task.packed:
-            some = self._zero.any() and _differs(raw, _ZEROS)
+        if task.blank:
+            some = self._zero.any() and _differs(raw, task.blank)
         else:
             width, mask, bad = _BITS[task.tensor.type.dtype]
             largest = _largest(raw, width, mask)
@@ -144,7 +152,7 @@ class _Numbers:
         if self._task.parts == 1:
             self._zero[0] = False
             return
-        blank = _ZEROS if self._task.packed else 0
+        blank = self._task.blank
         part = self._task.tensor.type.nbytes // self._task.parts
         for number in range(start // part, min(self._task.parts, -(-(start + data.size) // part))):
             low, high = number * part - start, (number + 1) * part - start
@@ -197,7 +205,7 @@ def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
 
 
 _GLANCE = 4096
-_ZEROS = 0x88  # two INT4 codes of zero
+_BLANK = {4: 0x88, 8: 0x80}  # two codes of zero, or one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,12 +268,20 @@ class _Scales:
                 return
 
     def _finding(self, severity: str, at: int, message: str) -> Finding:
-        row, column = divmod(at, self._task.grid.columns)
+        row, column = self._place(at)
         which = "" if self._task.matrix.expert is None else f"expert {self._task.matrix.expert}, "
         text = f"{which}scale [{row}, {column}]: {message}"
         return Finding(
             "QC068", "error" if severity == "error" else "warning", self._task.where, text
         )
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Row and column of a scale by its number."""
+        grid = self._task.grid
+        if grid.turned:
+            column, row = divmod(at, grid.rows)
+            return row, column
+        return divmod(at, grid.columns)
 
     def _has_codes(self, room: Room, at: int) -> bool:
         """Whether a scale's block holds any code but zero."""
@@ -273,16 +289,23 @@ class _Scales:
 
         matrix, (high, wide) = self._task.matrix, self._task.grid.block
         form = matrix.form
-        row, column = divmod(at, self._task.grid.columns)
+        row, column = self._place(at)
         stored = Matrix(matrix.key, "", "", None, None, form, ((0, form.rows),))
         stop = min((row + 1) * high, form.rows)
         step = max(1, CHUNK // max(1, form.row_nbytes))
         for start in range(row * high, stop, step):
             end = min(start + step, stop)
             lines = row_bytes(room.output, stored, start, end).reshape(end - start, -1)
-            if form.format == "w4a16":
-                block = lines[:, column * wide // 2 : (column + 1) * wide // 2]
-                if bool((block != _ZEROS).any()):
+            if form.codes is not None:
+                values = code_floats(lines.reshape(-1), form.codes.bits).reshape(len(lines), -1)
+                values -= zero_points(room.output, stored, start, end)[:, column : column + 1]
+                groups = group_of(room.output, form)
+                here = slice(column * wide, (column + 1) * wide)
+                if bool(values[:, here if groups is None else groups == column].any()):
+                    return True
+            elif form.format == NVFP4:
+                half = wide // 2
+                if bool((lines[:, column * half : (column + 1) * half] & np.uint8(0x77)).any()):
                     return True
             elif bool((lines[:, column * wide : (column + 1) * wide] & np.uint8(0x7F)).any()):
                 return True

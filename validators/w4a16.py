@@ -1,6 +1,6 @@
 """A Triton kernel multiplies tokens with packed INT4 matrices, as a GPU that serves them does: on
 random weights, and on the folder's. The products must be those of the weights that the format means,
-but for rounding in float32 sums.
+but for rounding in float32 sums. The kernel computes compressed-tensors' symmetric INT4 alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from qconvert.errors import PlanError
 from qconvert.findings import Rule
+from qconvert.ops.gptq import DequantGptq
 from qconvert.ops.int4 import DequantInt4
+from qconvert.ops.ints import DequantInts
 from qconvert.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation import Folder, Need
@@ -28,7 +30,7 @@ RULES = (
     ),
 )
 
-_PACKED = ".weight_packed"
+_PACKED = (".weight_packed", ".qweight")
 _TOKENS = 7
 
 
@@ -69,12 +71,39 @@ def _matrices(folder: Folder) -> tuple[list[tuple[str, Stored]], str]:
     plan = Plan.identity(folder.checkpoint)
     try:
         found = [
-            (name, read_matrix(plan, name.removesuffix(_PACKED))[0])
+            (name, read_matrix(plan, name.rpartition(".")[0])[0])
             for name in chosen(names, folder.request.layers)
         ]
     except PlanError as error:
         return [], f"the folder's INT4 weights cannot be read: {error}"
-    return found, "" if found else "the layers asked for hold no packed INT4 weights"
+    if not found:
+        return [], "the layers asked for hold no packed INT4 weights"
+    taken = [pair for pair in found if _group(pair[1]) is not None]
+    other = next((stored for _, stored in found if _group(stored) is None), None)
+    note = "" if other is None else f"it computes symmetric INT4 alone, not {_called(other)}"
+    return taken, note
+
+
+def _group(stored: Stored) -> int | None:
+    """Columns that share a scale in a form that the kernel takes, None of others."""
+    decoder = stored.decoder
+    if isinstance(decoder, DequantInt4):
+        return decoder.group
+    if isinstance(decoder, DequantInts) and decoder.bits == 4:
+        plain = decoder.symmetric and not decoder.g_idx
+        return (decoder.group or stored.columns) if plain else None
+    return None
+
+
+def _called(stored: Stored) -> str:
+    """A form in words."""
+    decoder = stored.decoder
+    if isinstance(decoder, DequantGptq):
+        return f"INT{decoder.bits} in GPTQ's form"
+    if not isinstance(decoder, DequantInts):
+        return "weights of this form"
+    kind = "" if decoder.symmetric else "asymmetric "
+    return f"{kind}INT{decoder.bits}" + (" with a g_idx" if decoder.g_idx else "")
 
 
 def _cases(
@@ -89,7 +118,8 @@ def _cases(
     reader = Reader(folder.checkpoint.shards)
     try:
         for name, stored in matrices:
-            assert isinstance(stored.decoder, DequantInt4)
+            group = _group(stored)
+            assert group is not None
             count = head(stored.rows, stored.columns, 1, where)
             packed, scales = (arg.rows(0, count) for arg in stored.args)
             words = read(reader, packed).view(torch.int32).reshape(packed.type.shape)
@@ -99,7 +129,7 @@ def _cases(
             of = "" if count == stored.rows else f" of {stored.rows}"
             case = w4a16.compared(
                 f"{name}, {count}{of} x {stored.columns}, {_TOKENS} tokens bf16",
-                tokens.to(where), words.to(where), factors.to(where), stored.decoder.group,
+                tokens.to(where), words.to(where), factors.to(where), group,
             )  # fmt: skip
             yield name, case
     finally:

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.calibration import FACT as CALIBRATION
 from qconvert.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation import Folder, Need, Yield
 from qconvert.validators._compare import Compare, How, described
 from qconvert.validators._decode import FLOATS
 from qconvert.validators._forms import RAW
 from qconvert.validators._matrices import Key, Matrix, matrices
+from qconvert.validators._nvfp4 import NVFP4, is_part
+from qconvert.validators._prepared import bases, prepared_tensors
 
 RULES = (
     Rule(
@@ -66,9 +69,16 @@ class Weights:
         kinds: dict[tuple[object, ...], list[Compare]] = {}
         unread: list[tuple[Matrix, str]] = []
         holes = {_whole(m): m.note for m in theirs.values() if m.note}
+        moved = prepared_tensors(folder.checkpoint)
+        inputs = 0
         for key, mine in ours.items():
+            if mine.tensor in moved:
+                continue
             yours = _counterpart(folder, key, theirs)
             hole = mine.note or holes.get(_whole(mine), "")
+            if yours is None and is_part(folder.checkpoint, mine.tensor):
+                inputs += 1
+                continue
             if yours is None and hole:
                 unread.append((mine, hole))
                 continue
@@ -89,6 +99,10 @@ class Weights:
                 task = Compare(mine, yours, _how(folder, mine, yours), _is_full(folder))
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
+        if inputs:
+            yield Skipped(f"{inputs} input scales (a calibration found them; the source has none)")
+        if moved:
+            yield Skipped(f"{len(moved)} prepared tensors against weights (see `prepared`)")
         if unread:
             first, reason = unread[0]
             text = f"{len(unread)} tensors were not compared; {first.tensor}: {reason}"
@@ -116,7 +130,10 @@ def _missing(
     # A head that is not the embeddings cannot be left out, whatever the folder's config says.
     tied = folder.checkpoint.census.dims.tied and folder.source.census.dims.tied
     gone: dict[str, str] = {}
+    moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 asks for all of theirs
     for key, matrix in theirs.items():
+        if matrix.tensor.startswith(moved):
+            continue
         spare = tied and key[0] == "lm_head"
         if key not in ours and matrix.tensor not in dropped and not spare:
             gone.setdefault(
@@ -157,10 +174,16 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     another."""
     if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
         return "rounded"
-    if mine.format not in ("fp8", "w4a16"):
+    packed = mine.form.codes is not None
+    if mine.format not in ("fp8", NVFP4) and not packed:
         return "equal"
-    steps = {step.get("name") for step in (folder.checkpoint.manifest or {}).get("passes", [])}
-    anew = mine.format == "w4a16" and "w4a16" in steps
+    manifest = folder.checkpoint.manifest or {}
+    if mine.format == NVFP4:
+        made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
+        return "nearest" if made or yours.format != NVFP4 else "equal"
+    anew = packed and "w4a16" in {step.get("name") for step in manifest.get("passes", [])}
+    if anew and CALIBRATION in manifest and mine.key[0].startswith("experts."):
+        return "calibrated"
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not anew
     return "equal" if mine.format == yours.format and same else "nearest"
 

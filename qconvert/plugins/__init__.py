@@ -1,0 +1,1 @@
+"""What runs inside other projects' processes. A plug-in imports nothing of qconvert."""
