@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -468,8 +469,14 @@ def _caught(
 
 
 def _gone(pids: list[int]) -> None:
-    """Wait until processes have ended. One that stays hangs the test, which is its failure."""
+    """Wait until processes have ended. One that stays hangs the test, which is its failure. One that
+    was stopped with its family before it could ask to die with its parent is let go on: it finds the
+    parent gone."""
     while any(_state(pid) not in ("Z", "") for pid in pids):
+        for pid in pids:
+            if _state(pid) == "T":
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         time.sleep(0.005)
 
 
