@@ -38,7 +38,8 @@ from qconvert.reports import (
 from qconvert.reports.figures import groups, worst
 from qconvert.reports.places import Place, places
 from qconvert.reports.plots import EXACT, UNKNOWN, plot_data
-from qconvert.reports.words import printable, split_reason
+from qconvert.reports.words import split_reason
+from qconvert.shown import printable
 from qconvert.validation import Report
 
 _ROOT = Path(__file__).parent.parent

@@ -172,14 +172,14 @@ def _message(folder: Path) -> str:
 
 
 def _hidden(files: Sequence[str]) -> str:
-    from qconvert.reports.words import printable
+    from qconvert.shown import printable
 
     more = f" and {len(files) - _MOST_LISTED} more" if len(files) > _MOST_LISTED else ""
     return printable(f"not sent, hidden files: {', '.join(files[:_MOST_LISTED])}{more}")
 
 
 def _tell_findings(report: Report) -> None:
-    from qconvert.reports.words import printable
+    from qconvert.shown import printable
 
     for finding in report.findings[:_MOST_LISTED]:
         line = f"{finding.severity} {finding.rule} {finding.where}: {finding.message}"

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from qconvert.findings import Rule
 from qconvert.reports.places import places
-from qconvert.reports.words import claims, printable, totals
+from qconvert.reports.words import claims, totals
+from qconvert.shown import printable
 from qconvert.validation import Report
 
 _MOST = 20

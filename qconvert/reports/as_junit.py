@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree as ET
 
 from qconvert.findings import Finding, Rule
-from qconvert.reports.words import by_rule, printable, split_reason
+from qconvert.reports.words import by_rule, split_reason
+from qconvert.shown import printable
 from qconvert.validation import Report
 
 _SUITE = "qconvert validate"

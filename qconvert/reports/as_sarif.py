@@ -16,7 +16,8 @@ from urllib.parse import quote
 from qconvert import __version__
 from qconvert.findings import Finding, Rule
 from qconvert.reports.places import Place, places
-from qconvert.reports.words import by_rule, claims, printable
+from qconvert.reports.words import by_rule, claims
+from qconvert.shown import printable
 from qconvert.validation import Report
 
 _MOST = 25_000

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from qconvert.findings import Rule, Table
 from qconvert.reports.figures import COLUMNS, cells, decibel, groups, worst
-from qconvert.reports.words import by_rule, claims, is_figure, printable, totals
+from qconvert.reports.words import by_rule, claims, is_figure, totals
+from qconvert.shown import printable
 from qconvert.validation import Report
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qconvert.findings import Measure
 from qconvert.names import natural_key
-from qconvert.reports.words import printable
+from qconvert.shown import printable
 
 # SQNR in tenths of a dB; these two are no level that a format can have.
 EXACT, UNKNOWN = 99999, -99999

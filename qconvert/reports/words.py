@@ -9,17 +9,6 @@ from qconvert.findings import Finding, Rule
 from qconvert.validation import Report
 
 
-def printable(text: str, keep: str = "") -> str:
-    """The text with every character that cannot be seen written as Python does (`\\x1b`): control
-    codes, direction marks, halves of surrogate pairs. Names come from the folder, which may be
-    anyone's: they must neither drive a terminal nor break a file. `keep` is left as it is."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def count(number: int, what: str) -> str:
     """`1 error`, `2 errors`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

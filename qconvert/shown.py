@@ -1,0 +1,30 @@
+"""Foreign text made safe to show: names and values come from folders that may be anyone's."""
+
+from __future__ import annotations
+
+MOST_SHOWN = 1500  # characters of one message; more is a name or a value, not something to read
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with every character that cannot be seen written as Python does (`\\x1b`): control
+    codes, newlines, direction marks, halves of surrogate pairs. Foreign names must neither drive a
+    terminal, nor begin a line of their own in a CI log, nor break a file. `keep` is left as it is."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def shortened(text: str, most: int = MOST_SHOWN) -> str:
+    """At most `most` characters: beginning and end stay, what is left out is counted."""
+    if len(text) <= most:
+        return text
+    note = f" ... ({len(text) - most} characters left out) ... "
+    half = max(0, most - len(note)) // 2
+    return text[:half] + note + text[len(text) - half :]
+
+
+def message(text: str) -> str:
+    """A message of one line: printable, and of a length that a person reads."""
+    return shortened(printable(text))
