@@ -23,6 +23,8 @@ from qconvert.commands.stages import join, split
 from qconvert.commands.upload import upload
 from qconvert.commands.w4a16 import w4a16
 from qconvert.errors import QConvertError
+from qconvert.say import say, say_error
+from qconvert.shown import message
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -83,13 +85,13 @@ def main(arguments: list[str] | None = None) -> None:
         code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else OK)
     except click.ClickException as error:
-        error.show()
+        _say_usage(error)
         sys.exit(USAGE)
     except QConvertError as error:
-        click.echo(f"qconvert: error: {error}", err=True)
+        say_error(str(error))
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
-        click.echo(
+        say(
             "qconvert: interrupted; of a conversion finished work is kept, the same command goes on",
             err=True,
         )
@@ -97,5 +99,35 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         # Met outside of what names its file itself: say which file, keep the traceback to us.
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"qconvert: error: {where}{error.strerror or error}", err=True)
+        say_error(f"{where}{error.strerror or error}")
         sys.exit(FAILED)
+    except (MemoryError, RecursionError) as error:
+        # The last line of defence: whatever is read has a limit of size and depth of its own.
+        what = "memory" if isinstance(error, MemoryError) else "stack"
+        error.__traceback__ = None  # and with it all that its frames hold
+        say_error(
+            f"{_command(arguments)}: ran out of {what}; give it more, or a smaller input, and report "
+            "this with the input if it is one that others convert"
+        )
+        sys.exit(FAILED)
+
+
+def _command(arguments: list[str] | None) -> str:
+    """The command that runs, in the words that were typed."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return next((word for word in words if word in cli.commands), "qconvert")
+
+
+def _say_usage(error: click.ClickException) -> None:
+    """What click itself prints, line by line: its messages quote arguments, and those may be names of
+    files."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        say(*error.format_message().splitlines(), err=True)  # the help, which is all ours
+        return
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        say(*context.get_usage().splitlines(), err=True)
+        if context.command.get_help_option(context) is not None:
+            names = context.help_option_names
+            say(f"Try '{context.command_path} {names[-1]}' for help.", "", err=True)
+    say(f"Error: {message(error.format_message())}", err=True)

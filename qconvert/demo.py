@@ -7,17 +7,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import click
-
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import OutputError, RunError
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
 from qconvert.plan import Pass, Plan, run_passes
-from qconvert.report import Rates, plan_text
+from qconvert.report import Rates, plan_lines
 from qconvert.reports import render
 from qconvert.run.executor import Options, prepare, run_prepared
 from qconvert.sample import write_sample
+from qconvert.say import say, say_report
 from qconvert.validation import Request, validate_folder
 
 
@@ -42,31 +41,31 @@ def run_demo(folder: Path | None) -> None:
 def _demo(folder: Path) -> None:
     source, fused, plain = (folder / n for n in ("sample-fp8", "sample-fused", "sample-bf16"))
     write_sample(source)
-    click.echo("$ qconvert fuse sample-fp8 sample-fused --for sglang")
+    say("$ qconvert fuse sample-fp8 sample-fused --for sglang")
     _convert(source, fused, Fuse(consumer="sglang"))
     _validate(source, fused)
-    click.echo("\n$ qconvert dequant sample-fused sample-bf16")
+    say("", "$ qconvert dequant sample-fused sample-bf16")
     _convert(fused, plain, Dequant())
     _validate(fused, plain)
     count = _compare_with_torch(fused, plain)
-    click.echo(f"proved: {count} weights equal torch's own decoding, bit for bit")
+    say(f"proved: {count} weights equal torch's own decoding, bit for bit")
 
 
 def _convert(source: Path, out: Path, step: Pass) -> None:
     """Plan, show, run."""
     plan = run_passes(Plan.identity(Checkpoint.open(source)), (step,))
     ready = prepare(plan, Options(jobs=1))
-    text = plan_text(ready, out.name, Rates(None, None))
-    click.echo(text.replace(str(source), source.name))
+    lines = plan_lines(ready, out.name, Rates(None, None))
+    say(*(line.replace(str(source), source.name) for line in lines))
     receipt = run_prepared(ready, out)
-    click.echo(f"\nwrote {out.name}: {', '.join(receipt.files)}")
+    say("", f"wrote {out.name}: {', '.join(receipt.files)}")
 
 
 def _validate(source: Path, out: Path) -> None:
     """Validate at every level there is. Raises RunError for anything less than proved."""
-    click.echo(f"\n$ qconvert validate {out.name} --against {source.name} --level full")
+    say("", f"$ qconvert validate {out.name} --against {source.name} --level full")
     report = validate_folder(out, str(source), request=Request("full"))
-    click.echo(render(report, "text"))
+    say_report(render(report, "text"), "text")
     if report.findings:
         raise RunError(f"{out.name} did not validate")
 

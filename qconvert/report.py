@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ def quantization_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
+def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
     """The plan as a person reads it before a long run: at most a screen."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
@@ -98,7 +98,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
             f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _calibration_lines(plan: Plan) -> list[str]:
@@ -244,7 +244,7 @@ def format_time(seconds: float) -> str:
 
 
 def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
-    """All of `plan_text`, and a line for every tensor."""
+    """All of `plan_lines`, and a line for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     dims = checkpoint.census.dims
     return {
@@ -289,11 +289,10 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
     }
 
 
-def dump(plan: Plan) -> str:
+def dump(plan: Plan) -> Iterator[str]:
     """Every output with the expression it comes from, one a line."""
-    return "\n".join(
-        f"{name}: {output.type} = {expression(output)}" for name, output in plan.tensors.items()
-    )
+    for name, output in plan.tensors.items():
+        yield f"{name}: {output.type} = {expression(output)}"
 
 
 def expression(output: Output) -> str:
@@ -346,7 +345,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def inspect_text(checkpoint: Checkpoint) -> str:
+def inspect_lines(checkpoint: Checkpoint) -> list[str]:
     """`inspect_json` for people."""
     found = inspect_json(checkpoint)
     lines = [
@@ -385,7 +384,7 @@ def inspect_text(checkpoint: Checkpoint) -> str:
             lines.append(
                 f"pipeline stage {stage['number']} of {stage['of']}: layers {first} to {stop - 1}"
             )
-    return "\n".join(lines)
+    return lines
 
 
 def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:

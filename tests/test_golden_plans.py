@@ -14,7 +14,7 @@ import pytest
 from qconvert.checkpoint import Checkpoint
 from qconvert.plan import Plan, run_passes
 from qconvert.recipe import load_recipe
-from qconvert.report import Rates, plan_text
+from qconvert.report import Rates, plan_lines
 from qconvert.run.executor import Options, prepare
 
 _FOLDER = Path(__file__).parent / "plans"
@@ -43,7 +43,9 @@ def test_plan(model: str, recipe: str, tmp_path: Path) -> None:
     headers.write_sparse(headers.load(model), tmp_path)
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), load_recipe(recipe).passes)
     ready = prepare(plan, Options(memory=1 << 30, jobs=2))
-    text = plan_text(ready, None, Rates(None, None)).replace(str(tmp_path), model) + "\n"
+    text = (
+        "\n".join(plan_lines(ready, None, Rates(None, None))).replace(str(tmp_path), model) + "\n"
+    )
     golden = _FOLDER / f"{model}.{recipe}.txt"
     if os.environ.get("QCONVERT_UPDATE_PLANS"):
         golden.write_text(text, encoding="utf-8")

@@ -662,9 +662,7 @@ def test_stats_and_weight_only_contradict_one_another(tmp_path: Path) -> None:
 def test_the_plan_names_what_is_read_for_each_scale(tmp_path: Path) -> None:
     source = qwen3_moe(layers=1).write(tmp_path / "source")
     plan = run_passes(Plan.identity(Checkpoint.open(source)), [ToNvfp4("modelopt")])
-    line = next(
-        line for line in dump(plan).splitlines() if ".experts.0.gate_proj.weight_scale_2" in line
-    )
+    line = next(line for line in dump(plan) if ".experts.0.gate_proj.weight_scale_2" in line)
     assert "experts.0.gate_proj.weight" in line
     assert "experts.0.up_proj.weight" in line
     assert "down_proj" not in line

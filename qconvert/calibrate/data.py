@@ -16,7 +16,6 @@ written out here, and not left to a library, so that it stays. Nothing is padded
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from qconvert.calibrate.samples import DATASET, DatasetRows, JsonLines, Samples,
 from qconvert.calibrate.tokenizer import Tokenizer, text_windows, tokenizer_files
 from qconvert.errors import DataError
 from qconvert.family import text_config
+from qconvert.say import say
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +120,7 @@ def digest(spec: DataSpec, folder: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"qconvert: {text}", file=sys.stderr)
+    say(f"qconvert: {text}", err=True)
 
 
 def load_tokens(spec: DataSpec, folder: Path, remark: Callable[[str], None] = _say) -> list[Ids]:

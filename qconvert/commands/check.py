@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import click
 
 from qconvert.commands.options import SOURCE, Size
 from qconvert.commands.progress import Bar
+from qconvert.say import say, say_all, say_json, say_report
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -46,14 +46,15 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
         _tell_fetched(place)
         checkpoint = open_source(place.folder)
         if tensors is not None:
-            click.echo(_tensors(checkpoint, tensors, as_json=as_json), nl=False)
+            _say_tensors(checkpoint, tensors, as_json=as_json)
             return
-        from qconvert.report import inspect_json, inspect_text
+        from qconvert.report import inspect_json, inspect_lines
 
-        text = (
-            json.dumps(inspect_json(checkpoint), indent=2) if as_json else inspect_text(checkpoint)
-        )
-        click.echo(place.named(text))
+        if as_json:
+            found = inspect_json(checkpoint)
+            say_json({**found, "path": place.named(found["path"])})
+        else:
+            say(*(place.named(line) for line in inspect_lines(checkpoint)))
 
 
 def _tell_fetched(place: Place) -> None:
@@ -61,10 +62,10 @@ def _tell_fetched(place: Place) -> None:
 
     if place.fetched:
         size = format_size(place.nbytes)
-        click.echo(f"{place.name}: {size} fetched in {place.requests} requests", err=True)
+        say(f"{place.name}: {size} fetched in {place.requests} requests", err=True)
 
 
-def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
+def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None:
     from fnmatch import fnmatchcase
 
     from qconvert.names import natural_key
@@ -72,9 +73,10 @@ def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
     names = sorted((n for n in checkpoint if fnmatchcase(n, pattern)), key=natural_key)
     if as_json:
         listed = {n: [checkpoint[n].type.dtype, list(checkpoint[n].type.shape)] for n in names}
-        return json.dumps(listed, indent=2) + "\n"
+        say_json(listed)
+        return
     files = {name: checkpoint.shards[checkpoint[name].shard].path.name for name in names}
-    return "".join(f"{name}  {checkpoint[name].type}  {files[name]}\n" for name in names)
+    say_all(f"{name}  {checkpoint[name].type}  {files[name]}" for name in names)
 
 
 @click.command()
@@ -98,12 +100,12 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     found = compare(open_source(a), open_source(b), data=not headers)
     if as_json:
         listed = [{"tensor": d.tensor, "kind": d.kind, "detail": d.detail} for d in found]
-        click.echo(json.dumps(listed, indent=2))
+        say_json(listed)
     else:
         for difference in found:
-            click.echo(f"{difference.kind:<8} {difference.tensor}: {difference.detail}")
+            say(f"{difference.kind:<8} {difference.tensor}: {difference.detail}")
         what = "names, dtypes and shapes" if headers else "tensors"
-        click.echo(f"{len(found)} differences" if found else f"no difference: {what} are equal")
+        say(f"{len(found)} differences" if found else f"no difference: {what} are equal")
     return _FINDINGS if found else 0
 
 
@@ -232,7 +234,7 @@ def validate(
         if explain.upper() not in known:
             raise QConvertError(f"no rule {explain!r}; there are {', '.join(known)}")
         rule = known[explain.upper()]
-        click.echo(f"{rule.id}: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}")
+        say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
         return 0
     if against is None and (logits or attribute):
         raise click.UsageError(
@@ -263,11 +265,12 @@ def validate(
             raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
     form = "json" if as_json else form or ("github" if in_actions else "text")
-    click.echo(render(report, form, terminal=sys.stdout.isatty()))
+    styled = form == "text" and sys.stdout.isatty()
+    say_report(render(report, form, terminal=styled), form, styled=styled)
     for file, kind in zip(files, forms, strict=True):
         file.write_text(render(report, kind), encoding="utf-8")
     try:
         append_step_summary(report)
     except OSError as error:  # says nothing of the folder
-        click.echo(f"qconvert: the job's summary was not written: {error}", err=True)
+        say(f"qconvert: the job's summary was not written: {error}", err=True)
     return _FINDINGS if report.errors else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
@@ -11,6 +10,7 @@ import click
 
 from qconvert.commands.calibration import DATA, split_data
 from qconvert.commands.options import OUT, SOURCE, ModelId, Size, stacked
+from qconvert.say import say, say_all, say_json
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -147,7 +147,7 @@ def convert(
 ) -> None:
     """Plan a recipe and, unless it is a dry run, carry it out, telling the user."""
     if options["print_recipe"]:
-        click.echo(recipe.to_yaml(), nl=False)
+        say(*recipe.to_yaml().splitlines())
         return
     from qconvert.card.of_plan import with_card
     from qconvert.run.executor import prepare
@@ -201,9 +201,9 @@ def _dump(plan: Plan, as_json: bool) -> None:
             }
             for name, output in plan.tensors.items()
         }
-        click.echo(json.dumps(listed, indent=2))
+        say_json(listed)
     else:
-        click.echo(dump(plan))
+        say_all(dump(plan))
 
 
 def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
@@ -227,7 +227,7 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
 def show_plan(folders: Folders, options: RunOptions) -> None:
     """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
     How fast this machine is gets measured for the first only: the run itself will soon tell."""
-    from qconvert.report import Rates, plan_json, plan_text
+    from qconvert.report import Rates, plan_json, plan_lines
     from qconvert.run.probe import read_rate, write_rate
 
     if options["as_json"] and not options["dry_run"]:
@@ -241,10 +241,10 @@ def show_plan(folders: Folders, options: RunOptions) -> None:
         if options["as_json"]:
             found.append(plan_json(ready, rates))
         else:
-            text = plan_text(ready, None if out is None else str(out), rates)
-            click.echo(text, err=not options["dry_run"])
+            lines = plan_lines(ready, None if out is None else str(out), rates)
+            say(*lines, err=not options["dry_run"])
     if options["as_json"]:
-        click.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        say_json(found if len(found) > 1 else found[0])
 
 
 def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
@@ -262,7 +262,7 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
         receipts = run_together(folders, events=bar, maker=maker)
     seconds = time.monotonic() - begin
     for remark in receipts[0].remarks:
-        click.echo(f"remark  {remark}", err=True)
+        say(f"remark  {remark}", err=True)
     if quiet:
         return
     if as_json:
@@ -275,10 +275,10 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
             }
             for receipt in receipts
         ]  # fmt: skip
-        click.echo(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2))
+        say_json(summaries if len(summaries) > 1 else summaries[0])
         return
     for receipt in receipts:
-        click.echo(_ending(receipt, seconds))
+        say(_ending(receipt, seconds))
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:

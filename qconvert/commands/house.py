@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from qconvert.commands.options import OUT, Folder
+from qconvert.say import say
 
 
 @click.group()
@@ -36,7 +37,7 @@ def list_recipes() -> None:
     for name, text in found.items():
         comment = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
         served = re.split(r"[.:;](?: |$)", " ".join(comment))[0]
-        click.echo(f"{name:<{width}}  {served}")
+        say(f"{name:<{width}}  {served}")
 
 
 @recipes.command("show")
@@ -54,7 +55,7 @@ def show_recipe(name: str) -> None:
     found = builtin_recipes()
     if name not in found:
         raise RecipeError(f"no built-in recipe {name!r}; there are {', '.join(found)}")
-    click.echo(found[name], nl=False)
+    say(*found[name].splitlines())
 
 
 @click.command()
@@ -69,7 +70,7 @@ def clean(out: Path) -> None:
     from qconvert.run.files import Files
     from qconvert.run.workspace import clean as drop
 
-    click.echo(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
+    say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
 
 
 @click.command()

@@ -19,6 +19,7 @@ from qconvert.commands.convert import (
     show_plan,
 )
 from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.say import say
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -183,12 +184,13 @@ def _tell_how(
 
     name = RUNTIME_NAME[cpu_side.method]
     gpu = str(checkpoint.root if gpu_out is None else gpu_out)
-    click.echo("\nserve with:\n" + launch_line(name, cpu_side.numa, str(cpu_out), gpu), err=err)
-    click.echo(RUNTIME, err=err)
+    line = launch_line(name, cpu_side.numa, str(cpu_out), gpu)
+    say("", "serve with:", *line.split("\n"), err=err)
+    say(*RUNTIME.split("\n"), err=err)
     known = reads_as_it_is(checkpoint)
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
-        click.echo(
+        say(
             f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
             f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
             err=err,

@@ -6,6 +6,8 @@ import sys
 from types import TracebackType
 from typing import Self
 
+from qconvert.say import shown_line
+
 
 class Bar:
     """Events shown to a person."""
@@ -38,4 +40,4 @@ class Bar:
         self._bar.update(nbytes)
 
     def phase(self, text: str) -> None:
-        self._bar.set_description(text)
+        self._bar.set_description(shown_line(text))

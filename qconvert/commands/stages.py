@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from qconvert.commands.calibration import DATA, split_data
 from qconvert.commands.convert import RUNNING, RunOptions, carry_out, convert, planned, run_options
 from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.recipe import Recipe
@@ -55,16 +55,16 @@ def convert_stages(
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     settings = [f"{variable}={sizes}" for variable in variables]
     if options["as_json"]:
-        click.echo(json.dumps(_stages_json(stages, partition, settings), indent=2))
+        say_json(_stages_json(stages, partition, settings))
     else:
         for line in (whole.checkpoint.model_line, *drop_lines(whole), *loss_lines(whole)):
-            click.echo(line, err=not options["dry_run"])
+            say(line, err=not options["dry_run"])
         _show_stages(stages, err=not options["dry_run"])
     if not options["dry_run"]:
         for folder, ready in stages:
             carry_out([(ready, folder)], as_json=False, quiet=options["as_json"])
     if not options["as_json"]:
-        click.echo("set " + " or ".join(settings))
+        say("set " + " or ".join(settings))
 
 
 def _check_room(out: Path, stages: list[tuple[Path, Prepared]]) -> None:
@@ -108,7 +108,7 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
     for folder, ready in stages:
         first, stop = ready.plan.facts["stage"]["layers"]
         linked = sum(file.link is not None for file in ready.layout.files)
-        click.echo(
+        say(
             f"{folder.name}  layers {first}-{stop - 1}  {len(ready.plan.tensors)} tensors, "
             f"{format_size(ready.plan.bytes_out)}, {len(ready.layout.files)} files, "
             f"{linked} of them hard links; {format_size(ready.share.total)} memory, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from qconvert.commands.options import Folder, ModelId
 from qconvert.commands.progress import Bar
+from qconvert.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.hub.upload import Arrived, Pending
@@ -97,7 +97,7 @@ def upload(
     local_files(folder)  # what is no finished folder is refused before it is read
     hidden = hidden_files(folder)
     if hidden:
-        click.echo(_hidden(hidden), err=True)
+        say(_hidden(hidden), err=True)
     if not dry_run:
         account_for_readme(folder)
     with Bar() as bar:
@@ -106,11 +106,9 @@ def upload(
             report = without_readme(report)
         _tell_findings(report)
         if report.errors and not force:
-            click.echo(
-                f"not uploaded: {report.errors} errors (--force uploads it as it is)", err=True
-            )
+            say(f"not uploaded: {report.errors} errors (--force uploads it as it is)", err=True)
             if as_json:
-                click.echo(json.dumps(_validated(report), indent=2))
+                say_json(_validated(report))
             return _FINDINGS
         instead: dict[str, bytes] = {}
         if dry_run:
@@ -120,31 +118,33 @@ def upload(
         elif not no_card:
             base = write_card(folder, report, base_model, forced=force and bool(report.errors))
             if base is None:
-                click.echo(
+                say(
                     "README.md names no base model, so the Hub lists this under none: --base-model "
                     "ORG/NAME",
                     err=True,
                 )
         message = commit_message or _message(folder)
         target = Target(target.repo, message, private, create_pr)
-        say = partial(click.echo, err=True)
-        work = Upload(folder, target, events=bar, say=say, instead=instead)
+        work = Upload(folder, target, events=bar, say=partial(say, err=True), instead=instead)
         pending = work.pending()
         if dry_run:
             found = {**_validated(report), **_pending(repo, pending, hidden), "dry_run": True}
-            click.echo(json.dumps(found, indent=2) if as_json else _would(repo, pending))
+            if as_json:
+                say_json(found)
+            else:
+                say(*_would(repo, pending))
             return 0
         try:
             sent = work.send(pending)
         except QConvertError:
-            click.echo(err=True)  # the client leaves a bar without an end
+            say("", err=True)  # the client leaves a bar without an end
             raise
         arrived = work.proof(sent, read_back=read_back)
     if as_json:
         found = {**_validated(report), **_pending(repo, pending, hidden), **_arrived(arrived)}
-        click.echo(json.dumps(found, indent=2))
+        say_json(found)
     else:
-        click.echo(_done(pending, arrived))
+        say(*_done(pending, arrived))
     return _FINDINGS if arrived.differences else 0
 
 
@@ -172,24 +172,22 @@ def _message(folder: Path) -> str:
 
 
 def _hidden(files: Sequence[str]) -> str:
-    from qconvert.shown import printable
-
     more = f" and {len(files) - _MOST_LISTED} more" if len(files) > _MOST_LISTED else ""
-    return printable(f"not sent, hidden files: {', '.join(files[:_MOST_LISTED])}{more}")
+    return f"not sent, hidden files: {', '.join(files[:_MOST_LISTED])}{more}"
 
 
 def _tell_findings(report: Report) -> None:
-    from qconvert.shown import printable
-
     for finding in report.findings[:_MOST_LISTED]:
-        line = f"{finding.severity} {finding.rule} {finding.where}: {finding.message}"
-        click.echo(printable(line), err=True)
+        say(
+            f"{finding.severity} {finding.rule} {finding.where}: {finding.message}",
+            err=True,
+        )
     more = len(report.findings) - _MOST_LISTED
     if more > 0:
-        click.echo(f"... and {more} more (qconvert validate lists all)", err=True)
+        say(f"... and {more} more (qconvert validate lists all)", err=True)
 
 
-def _would(repo: str, pending: Pending) -> str:
+def _would(repo: str, pending: Pending) -> list[str]:
     from qconvert.recipe import format_size
 
     made = "" if pending.exists else f", which would be made{' private' if pending.private else ''}"
@@ -197,10 +195,10 @@ def _would(repo: str, pending: Pending) -> str:
     for change in pending.changed:
         lines.append(f"  {change.path}  {format_size(pending.files[change.path])}")
     lines += _stale(pending.stale)
-    return "\n".join([*lines, f"{format_size(pending.nbytes)} in all"])
+    return [*lines, f"{format_size(pending.nbytes)} in all"]
 
 
-def _done(pending: Pending, arrived: Arrived) -> str:
+def _done(pending: Pending, arrived: Arrived) -> list[str]:
     from qconvert.recipe import format_size
 
     sent = f"{len(pending.changed)} of {len(pending.files)} files, {format_size(pending.nbytes)}"
@@ -216,7 +214,7 @@ def _done(pending: Pending, arrived: Arrived) -> str:
     else:
         how = "fetched again and compared" if arrived.read_back else "listed with size and hash"
         lines.append(f"proved  {len(pending.files)} files {how}: as they are here")
-    return "\n".join([*lines, *_stale(arrived.stale)])
+    return [*lines, *_stale(arrived.stale)]
 
 
 def _stale(files: Sequence[str]) -> list[str]:

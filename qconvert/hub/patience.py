@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from qconvert.errors import OutputError, QConvertError, RunError
+from qconvert.say import say
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -36,7 +36,7 @@ def without_userinfo(text: str) -> str:
 
 
 def to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, err=True)
 
 
 class Refused(OutputError):
