@@ -22,7 +22,7 @@ from qconvert.commands.prepare import prepare, unprepare
 from qconvert.commands.stages import join, split
 from qconvert.commands.upload import upload
 from qconvert.commands.w4a16 import w4a16
-from qconvert.errors import QConvertError
+from qconvert.errors import QConvertError, UsageError
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -84,6 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else OK)
     except click.ClickException as error:
         error.show()
+        sys.exit(USAGE)
+    except UsageError as error:
+        click.UsageError(str(error)).show()
         sys.exit(USAGE)
     except QConvertError as error:
         click.echo(f"qconvert: error: {error}", err=True)

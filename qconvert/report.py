@@ -12,8 +12,8 @@ from qconvert.checkpoint import Checkpoint
 from qconvert.graph import Output, Source
 from qconvert.names import parse, split_parameter, weight_candidates
 from qconvert.plan import Plan
-from qconvert.recipe import format_size
 from qconvert.run.executor import Prepared, side_bytes
+from qconvert.sizes import format_size
 
 _MOST_ROWS = 14
 _MOST_NAMES = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Size
+from qconvert.commands.options import SOURCE, Size, SourceName
 from qconvert.commands.progress import Bar
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _FINDINGS = 3
 _MOST_LAYERS = 65_536
+_NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 @click.command()
@@ -57,7 +59,7 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
 
 
 def _tell_fetched(place: Place) -> None:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     if place.fetched:
         size = format_size(place.nbytes)
@@ -78,8 +80,8 @@ def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=SourceName())
+@click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
@@ -107,17 +109,6 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     return _FINDINGS if found else 0
 
 
-class Checked(click.ParamType[str]):
-    """A folder, or a repo on the Hub. An empty name (an unset shell variable) is neither."""
-
-    name = "checked"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value:
-            self.fail("the name is empty; name a folder, `.` for this one", param, ctx)
-        return str(value)
-
-
 class Layers(click.ParamType[tuple[int, ...]]):
     """Layer numbers: 0,3,58-60."""
 
@@ -129,18 +120,18 @@ class Layers(click.ParamType[tuple[int, ...]]):
         numbers: set[int] = set()
         for part in str(value).split(","):
             first, dash, last = part.strip().partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()):
-                self.fail(f"{part!r} is no layer number or range; write 0,3,58-60", param, ctx)
+            if not _NUMBER.fullmatch(first) or (dash and not _NUMBER.fullmatch(last)):
+                self.fail(f"{part!r} is not a layer number or range; write 0,3,58-60", param, ctx)
             begin, end = int(first), int(last or first)
             if end < begin or end > _MOST_LAYERS:
-                self.fail(f"{part!r} is no range of layers from first to last", param, ctx)
+                self.fail(f"{part!r} is not a range of layers from first to last", param, ctx)
             numbers.update(range(begin, end + 1))
         return tuple(sorted(numbers))
 
 
 @click.command()
-@click.argument("out", type=Checked(), required=False)
-@click.option("--against", metavar="SRC", help="The source it was made from.")
+@click.argument("out", type=SourceName(), required=False)
+@click.option("--against", type=SourceName(), metavar="SRC", help="The source it was made from.")
 @click.option(
     "--level",
     type=click.Choice(["headers", "sample", "full"]),
@@ -148,7 +139,12 @@ class Layers(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="`headers` reads no weights, `sample` some of each kind, `full` every byte.",
 )
-@click.option("--pair", metavar="GPU", help="The GPU side a folder of CPU experts is served with.")
+@click.option(
+    "--pair",
+    type=SourceName(),
+    metavar="GPU",
+    help="The GPU side a folder of CPU experts is served with.",
+)
 @click.option(
     "--kernels",
     is_flag=True,
@@ -222,7 +218,7 @@ def validate(
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
-    from qconvert.errors import QConvertError
+    from qconvert.errors import QConvertError, UsageError
     from qconvert.hub.headers import about_repo, place_of
     from qconvert.reports import append_step_summary, render, suffix_format
     from qconvert.validation import Request, rules, validate_folder, validate_kernels
@@ -230,7 +226,7 @@ def validate(
     if explain is not None:
         known = rules()
         if explain.upper() not in known:
-            raise QConvertError(f"no rule {explain!r}; there are {', '.join(known)}")
+            raise UsageError(f"no rule {explain!r}; there are {', '.join(known)}")
         rule = known[explain.upper()]
         click.echo(f"{rule.id}: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}")
         return 0

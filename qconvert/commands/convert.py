@@ -171,6 +171,7 @@ def planned(
     from qconvert.run.workspace import check_apart
     from qconvert.stages import open_source
 
+    _check_dump(recipe, options["dump_after"])
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
     if out is not None:
         check_apart(out, checkpoint)
@@ -179,6 +180,14 @@ def planned(
         _dump(_plan_after(start, recipe, options["dump_after"]), options["as_json"])
         return None
     return run_passes(start, recipe.passes)
+
+
+def _check_dump(recipe: Recipe, wanted: str | None) -> None:
+    known = ["source", *(step.name for step in recipe.passes), "end"]
+    if wanted is not None and wanted not in known:
+        raise click.UsageError(
+            f"--dump-after {wanted}: the recipe has no such pass; choose one of {', '.join(known)}"
+        )
 
 
 def run_options(recipe: Recipe, options: RunOptions) -> Options:
@@ -207,7 +216,6 @@ def _dump(plan: Plan, as_json: bool) -> None:
 
 
 def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
-    from qconvert.errors import RecipeError
     from qconvert.plan import run_passes
 
     names = [step.name for step in recipe.passes]
@@ -215,9 +223,6 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
         return start
     if wanted == "end":
         return run_passes(start, recipe.passes)
-    if wanted not in names:
-        known = ", ".join(["source", *names, "end"])
-        raise RecipeError(f"--dump-after {wanted}: the recipe has no such pass; choose of {known}")
     plan = start
     for step in recipe.passes[: names.index(wanted) + 1]:
         plan = step(plan)
@@ -282,7 +287,7 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     if receipt.already_done:
         return f"{receipt.out} already holds this very result; nothing to do"

@@ -12,7 +12,7 @@ import click
 
 from qconvert.commands.calibration import DATA, split_data
 from qconvert.commands.convert import RUNNING, RunOptions, carry_out, convert, planned, run_options
-from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.commands.options import OUT, SOURCE, Folder, Partition, RuntimeName
 
 if TYPE_CHECKING:
     from qconvert.recipe import Recipe
@@ -103,7 +103,7 @@ def _stages_json(
 
 
 def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     for folder, ready in stages:
         first, stop = ready.plan.facts["stage"]["layers"]
@@ -123,10 +123,17 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
 @click.option(
     "--pp",
     required=True,
+    type=Partition(),
     metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to cut as the runtime would.",
 )
-@click.option("--for", "consumer", metavar="sglang|vllm", help="The runtime. [needed with --pp N]")
+@click.option(
+    "--for",
+    "consumer",
+    type=RuntimeName(),
+    metavar="sglang|vllm",
+    help="The runtime. [needed with --pp N]",
+)
 @click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
 @click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
 @RUNNING
