@@ -13,6 +13,8 @@ from qconvert.graph import Output, Source
 from qconvert.names import parse, split_parameter, weight_candidates
 from qconvert.plan import Plan
 from qconvert.run.executor import Prepared, side_bytes
+from qconvert.run.preview import Outlook
+from qconvert.shown import count
 from qconvert.sizes import format_size
 
 _MOST_ROWS = 14
@@ -99,6 +101,26 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def outlook_lines(look: Outlook | None) -> list[str]:
+    """What of the result the output folder has already; nothing of a new one."""
+    if look is None or look.state in (None, "new"):
+        return []
+    if look.state == "finished":
+        return [f"there   {look.out} already holds this very result; a run has nothing to do"]
+    return [
+        f"there   {look.out} has {look.done} of {count(look.units, 'unit')}; a run goes on there"
+    ]
+
+
+def outlook_json(look: Outlook | None) -> dict[str, Any]:
+    """`out`: the folder, its state (`new`, `unfinished`, `finished`; null where the run refuses to look
+    at it) and units; `refusals`: why the run would not begin."""
+    if look is None:
+        return {"out": None, "refusals": []}
+    out = {"folder": str(look.out), "state": look.state, "units": look.units, "done": look.done}
+    return {"out": out, "refusals": list(look.refusals)}
 
 
 def _calibration_lines(plan: Plan) -> list[str]:

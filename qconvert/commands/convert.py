@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qconvert.plan import Pass, Plan
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Options, Prepared, Receipt
+    from qconvert.run.preview import Outlook
 
     MadeFolders = Sequence[tuple[Prepared, Path]]
     Folders = Sequence[tuple[Prepared, Path | None]]
@@ -58,7 +59,11 @@ _PLANNING: Callable[[F], F] = stacked(
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
     click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print the plan, say what the run would refuse, and write nothing.",
+    ),
 )
 CONVERSION: Callable[[F], F] = stacked(
     RUNNING,
@@ -173,7 +178,7 @@ def planned(
 
     _check_dump(recipe, options["dump_after"])
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
-    if out is not None:
+    if out is not None and not options["dry_run"]:  # a dry run shows the plan first
         check_apart(out, checkpoint)
     start = Plan.identity(checkpoint)
     if options["dump_after"] is not None:
@@ -231,25 +236,50 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
 
 def show_plan(folders: Folders, options: RunOptions) -> None:
     """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
-    How fast this machine is gets measured for the first only: the run itself will soon tell."""
-    from qconvert.report import Rates, plan_json, plan_text
+    How fast this machine is gets measured for the first only: the run itself will soon tell. Raises
+    OutputError, after that, for a dry run of what the run would refuse."""
+    from qconvert.report import Rates, outlook_json, outlook_lines, plan_json, plan_text
     from qconvert.run.probe import read_rate, write_rate
 
     if options["as_json"] and not options["dry_run"]:
         return
+    looks = outlooks(folders) if options["dry_run"] else [None] * len(folders)
+    refused = any(look is not None and look.refusals for look in looks)
     found = []
-    for ready, out in folders:
+    for (ready, out), look in zip(folders, looks, strict=True):
         rates = Rates(None, None)
         if options["dry_run"]:
-            write = write_rate(out) if out is not None else None
+            write = write_rate(out) if out is not None and not refused else None
             rates = Rates(read_rate(ready.plan.checkpoint), write)
         if options["as_json"]:
-            found.append(plan_json(ready, rates))
+            found.append({**plan_json(ready, rates), **outlook_json(look)})
         else:
             text = plan_text(ready, None if out is None else str(out), rates)
-            click.echo(text, err=not options["dry_run"])
+            click.echo("\n".join([text, *outlook_lines(look)]), err=not options["dry_run"])
     if options["as_json"]:
         click.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
+    refuse_foreseen(looks)
+
+
+def outlooks(folders: Folders) -> Sequence[Outlook | None]:
+    """What a run of the plans together would find in their folders, None where none was named."""
+    from qconvert.calibrate.maker import maker_for
+    from qconvert.run.executor import foreseen
+
+    parts = [(ready, out) for ready, out in folders if out is not None]
+    if len(parts) < len(folders):
+        return [None] * len(folders)
+    maker = maker_for([ready.plan for ready, _ in parts], parts[0][0].options.memory)
+    return foreseen(parts, maker=maker)
+
+
+def refuse_foreseen(looks: Sequence[Outlook | None]) -> None:
+    """Raise OutputError where any folder would be refused: a dry run ends as the run would."""
+    from qconvert.errors import OutputError
+
+    refusals = [text for look in looks if look is not None for text in look.refusals]
+    if refusals:
+        raise OutputError("; ".join(dict.fromkeys(refusals)))
 
 
 def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
