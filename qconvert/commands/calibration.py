@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import click
 
-from qconvert.commands.options import DataName, Device, Folder, from_options, stacked
+from qconvert.commands.options import DataName, Device, Folder, Share, from_options, stacked
 
 if TYPE_CHECKING:
     from qconvert.calibration import Calibration
@@ -53,7 +53,7 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option("--column", help="The JSONL key or dataset column that holds the text."),
     click.option(
-        "--dampening", type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        "--dampening", type=Share(),
         help="Part of the Hessian's mean diagonal added to it. [default: 0.01]",
     ),
     click.option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
-from qconvert.commands.options import OUT, SOURCE, ModelId, Size, stacked
+from qconvert.commands.options import OUT, SOURCE, Folder, ModelId, PassName, Size, stacked
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ _PLANNING: Callable[[F], F] = stacked(
     click.option("--jobs", type=click.IntRange(min=1), help="Worker processes. [default: auto]"),
     click.option("--max-shard-size", type=Size(), help="Largest output file. [default: 5GB]"),
     click.option(
-        "--dump-after", metavar="PASS",
+        "--dump-after", metavar="PASS", type=PassName(),
         help="Print every tensor as it stands after PASS (`source`, `end`, or a pass) and stop.",
     ),
     click.option(
@@ -76,7 +76,7 @@ CONVERSION: Callable[[F], F] = stacked(
 @click.command()
 @click.argument("recipe")
 @SOURCE
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=Folder())
 @_PLANNING
 @DATA
 def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:

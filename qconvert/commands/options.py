@@ -112,6 +112,19 @@ class Partition(_Text):
         parse_partition(text)
 
 
+class PassName(_Text):
+    """A pass of some recipe, `source` or `end`. Whether the recipe has it is seen when it is known."""
+
+    name = "pass"
+
+    def check(self, text: str) -> None:
+        from qconvert.passes import passes
+
+        known = ["source", *passes(), "end"]
+        if text not in known:
+            raise ValueError(f"there is no pass {text!r}; passes are {', '.join(known)}")
+
+
 class Pattern(_Text):
     """Modules by name, by the end of one, or by `re:` and a regular expression."""
 
@@ -174,6 +187,21 @@ class Folder(click.Path):
         if "\0" in str(value):
             self.fail("a path cannot hold a null character", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Share(click.FloatRange):
+    """A number between 0 and 1, neither of them, nor NaN, which no comparison refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, min_open=True, max_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if number != number:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 @contextmanager
