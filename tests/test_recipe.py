@@ -246,7 +246,7 @@ def test_a_recipe_is_shown_as_it_is(name: str) -> None:
 
 def test_showing_an_unknown_recipe() -> None:
     result = run_cli("recipes", "show", "dequant-fp9")
-    assert result.code == 1
+    assert result.code == 2
     assert "dequant-fp8" in result.err
 
 

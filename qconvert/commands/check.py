@@ -59,11 +59,12 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
 
 
 def _tell_fetched(place: Place) -> None:
+    from qconvert.shown import count
     from qconvert.sizes import format_size
 
     if place.fetched:
         size = format_size(place.nbytes)
-        click.echo(f"{place.name}: {size} fetched in {place.requests} requests", err=True)
+        click.echo(f"{place.name}: {size} fetched in {count(place.requests, 'request')}", err=True)
 
 
 def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
@@ -83,29 +84,39 @@ def _tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> str:
 @click.argument("a", type=SourceName())
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
+@click.option("--all", "every", is_flag=True, help="A line for every difference.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout: every difference.")
+def diff(a: str, b: str, headers: bool, every: bool, as_json: bool) -> int:
     """Compare two checkpoints tensor by tensor, wherever their shards put them.
 
-    Exit code 0 where they are equal, 3 where they differ.
+    Differences are told by role, at most a screen of them. Exit code 0 where A and B are equal, 3
+    where they differ.
 
     \b
     Examples:
       qconvert diff DeepSeek-V3-bf16 other-bf16
       qconvert diff original resharded --headers
+      qconvert diff one other --all | grep lm_head
     """
-    from qconvert.diff import compare
+    from qconvert.diff import compare, grouped_lines
+    from qconvert.shown import count
     from qconvert.stages import open_source
 
     found = compare(open_source(a), open_source(b), data=not headers)
     if as_json:
-        listed = [{"tensor": d.tensor, "kind": d.kind, "detail": d.detail} for d in found]
+        listed = [
+            {"tensor": d.tensor, "role": d.role, "kind": d.kind, "detail": d.detail} for d in found
+        ]
         click.echo(json.dumps(listed, indent=2))
     else:
-        for difference in found:
-            click.echo(f"{difference.kind:<8} {difference.tensor}: {difference.detail}")
+        if every:
+            for difference in found:
+                click.echo(f"{difference.kind:<8} {difference.tensor}: {difference.detail}")
+        else:
+            for line in grouped_lines(found):
+                click.echo(line)
         what = "names, dtypes and shapes" if headers else "tensors"
-        click.echo(f"{len(found)} differences" if found else f"no difference: {what} are equal")
+        click.echo(count(len(found), "difference") if found else f"no difference: {what} are equal")
     return _FINDINGS if found else 0
 
 
