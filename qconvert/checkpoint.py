@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from qconvert.errors import CheckpointError
+from qconvert.errors import CheckpointError, UsageError
 from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Source
 from qconvert.header import Header, read_header
 from qconvert.names import parse
 from qconvert.repo import cached_folder, parse_repo
+from qconvert.shown import count
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -115,7 +116,8 @@ class Checkpoint(Mapping[str, Source]):
         """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
         @REVISION, hf:// before it, or both).
 
-        Raises CheckpointError for anything unsound: see qconvert.header, and here: a missing or
+        Raises UsageError for a name that is empty or no repo's, and CheckpointError for anything
+        unsound: see qconvert.header, and here: a missing or
         broken config.json, an index naming a missing file or a path outside the folder, a tensor
         in two shards, an index and headers that disagree.
         """
@@ -171,11 +173,11 @@ class Checkpoint(Mapping[str, Source]):
     def model_line(self) -> str:
         """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
         dims, family = self.census.dims, self.family
-        parts = [f"{dims.num_layers} layers"]
+        parts = [count(dims.num_layers, "layer")]
         if dims.num_experts:
-            parts.append(f"{dims.num_experts} experts")
+            parts.append(count(dims.num_experts, "expert"))
         if any(family.is_mtp(name, dims) for name in self):
-            parts.append(f"{dims.mtp_layers or 1} MTP layer{'s' if dims.mtp_layers > 1 else ''}")
+            parts.append(count(dims.mtp_layers or 1, "MTP layer"))
         else:
             parts.append("no MTP tensors")
         kind = self.config.get("model_type")
@@ -285,7 +287,7 @@ def _stat(file: Path) -> os.stat_result:
 def _locate(where: str | Path) -> tuple[Path, Path | None]:
     """The checkpoint's folder and, where a single file was named, that file."""
     if not str(where):  # an unset shell variable; as a path it would be the current folder
-        raise CheckpointError("the source's name is empty; name a folder")
+        raise UsageError("the source's name is empty; name a folder")
     path = Path(where)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -372,7 +374,11 @@ def _shard_files(root: Path, only: Path | None) -> tuple[list[Path], _Index | No
                 f"{root}: {len(found)} .safetensors files, no {INDEX}, and their names do not form "
                 "one complete set; fetch the index, or name one file"
             )
-        return found, None, [f"{INDEX} is missing; the {len(found)} shards' headers were used"]
+        return (
+            found,
+            None,
+            [f"{INDEX} is missing; headers of {count(len(found), 'shard')} were used"],
+        )
     if not found:
         raise CheckpointError(
             f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "

@@ -22,7 +22,7 @@ from qconvert.commands.prepare import prepare, unprepare
 from qconvert.commands.stages import join, split
 from qconvert.commands.upload import upload
 from qconvert.commands.w4a16 import w4a16
-from qconvert.errors import QConvertError
+from qconvert.errors import QConvertError, UsageError
 from qconvert.say import say, say_error
 from qconvert.shown import message
 
@@ -86,6 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else OK)
     except click.ClickException as error:
         _say_usage(error)
+        sys.exit(USAGE)
+    except UsageError as error:
+        _say_usage(click.UsageError(str(error)))
         sys.exit(USAGE)
     except QConvertError as error:
         say_error(str(error))

@@ -1,10 +1,16 @@
 """Every error a user can meet. Each message names the tensor or file, what was expected, what was
-found and what to do; the command line prints it as one sentence and exits 1, without a traceback.
+found and what to do; the command line prints it as one sentence, without a traceback, and exits 1 (2
+for a UsageError).
 """
 
 
 class QConvertError(Exception):
     """Base of all refusals and failures that are about the user's data, plan or machine."""
+
+
+class UsageError(QConvertError):
+    """An argument that is wrong by its own text, whatever files and folders hold: an unknown name, a
+    malformed size, options that exclude one another. The command line exits 2."""
 
 
 class CheckpointError(QConvertError):

@@ -16,22 +16,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from fractions import Fraction
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import DataError, PlanError, RecipeError
+from qconvert.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.foreign_recipe import is_foreign, parse_foreign, pattern_of
 from qconvert.passes import passes
 from qconvert.plan import Pass
+from qconvert.sizes import parse_size
 from qconvert.yaml_lines import compose, construct, did_you_mean, entries, line_of
 
-_UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 _KEYS = ("passes", "max_shard_size")
 
 
@@ -66,26 +61,6 @@ def _options(of: Any) -> dict[str, Any]:
         for field in fields(of)
         if (value := found[field.name]) != field.default
     }
-
-
-def parse_size(text: str | int) -> int:
-    """`5GB` (10^9), `512MiB` (2^20), `4096` -> bytes. Raises RecipeError for anything else."""
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise RecipeError(f"{text!r} is not a size; write 5GB, 512MiB or a number of bytes")
-    size = int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float is not
-    if size < 1:
-        raise RecipeError(f"{text!r} is not a size: it must be at least one byte")
-    return size
-
-
-def format_size(size: float) -> str:
-    """Bytes in decimal units with three figures or so, as disks and repos are sold: `688.6 GB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
 
 
 def builtin_recipes() -> dict[str, str]:
@@ -145,7 +120,7 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
         elif key.value == "max_shard_size":
             try:
                 size = parse_size(value.value if isinstance(value, yaml.ScalarNode) else "a list")
-            except RecipeError as error:
+            except UsageError as error:
                 raise RecipeError(f"{name}:{line_of(value)}: max_shard_size: {error}") from error
         else:
             raise RecipeError(

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.errors import CheckpointError
+from qconvert.errors import CheckpointError, UsageError
 
 _SCHEME = "hf://"
 _PLAIN = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
@@ -35,7 +35,7 @@ class Repo:
 
 def parse_repo(text: str) -> Repo | None:
     """The repo that a text names, None where it may be a path. All behind `@` is the revision: branches
-    may have slashes. Raises CheckpointError for `hf://` with something behind it that is no model repo.
+    may have slashes. Raises UsageError for `hf://` with something behind it that is no model repo.
     """
     said = text.startswith(_SCHEME)
     if not said and not _PLAIN.fullmatch(text):
@@ -53,7 +53,7 @@ def parse_repo(text: str) -> Repo | None:
         why = f": {error.msg.rstrip('.')}"
     if not said:
         return None
-    raise CheckpointError(f"{text} names no model repo{why}; write hf://ORG/NAME[@REVISION]")
+    raise UsageError(f"{text} names no model repo{why}; write hf://ORG/NAME[@REVISION]")
 
 
 def cached_folder(repo: Repo, where: str) -> Path:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qconvert.calibrate.maker import room_bytes
 from qconvert.calibration import FACT
+from qconvert.card.front import base_model_of
+from qconvert.card.of_plan import source_front
 from qconvert.checkpoint import Checkpoint
 from qconvert.graph import Output, Source
+from qconvert.made import made_lines
 from qconvert.names import parse, split_parameter, weight_candidates
 from qconvert.plan import Plan
-from qconvert.recipe import format_size
 from qconvert.run.executor import Prepared, side_bytes
+from qconvert.run.preview import Outlook
+from qconvert.shown import count
+from qconvert.sizes import format_size
+from qconvert.stored import Formats, own_role
 
 _MOST_ROWS = 14
 _MOST_NAMES = 3
@@ -51,12 +57,13 @@ def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
     lines = [
         checkpoint.model_line,
         (
-            f"source  {checkpoint.root}: {len(checkpoint.shards)} files, {len(checkpoint)} tensors, "
+            f"source  {checkpoint.root}: {count(len(checkpoint.shards), 'file')}, "
+            f"{count(len(checkpoint), 'tensor')}, "
             f"{format_size(plan.bytes_in)}"
         ),
         (
-            f"output  {out or '(no folder given)'}: {len(ready.layout.files)} files, "
-            f"{len(plan.tensors)} tensors, {format_size(plan.bytes_out)}"
+            f"output  {out or '(no folder given)'}: {count(len(ready.layout.files), 'file')}, "
+            f"{count(len(plan.tensors), 'tensor')}, {format_size(plan.bytes_out)}"
         ),
         "",
         *_table(plan),
@@ -71,9 +78,11 @@ def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
     lines += _calibration_lines(plan)
     lines += drop_lines(plan)
     lines += loss_lines(plan)
-    unknown = checkpoint.census.unknown
+    unknown = [name for name in _unknown(checkpoint) if name in plan.tensors]
     if unknown:
-        lines.append(f"unknown {len(unknown)} tensors have no known role, copied: {_some(unknown)}")
+        lines.append(
+            f"unknown {count(len(unknown), 'tensor')} of no known role, copied: {_some(unknown)}"
+        )
     if checkpoint.family.name == "generic":
         lines.append(
             f"unknown model_type {checkpoint.config.get('model_type')!r}: layers cannot be counted"
@@ -81,7 +90,7 @@ def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
     absent = checkpoint.absent()
     if absent:
         lines.append(
-            f"warning {len(absent)} tensors that {checkpoint.family.name} has are absent: "
+            f"warning {count(len(absent), 'tensor')} that {checkpoint.family.name} has, absent: "
             f"{_some(absent)}"
         )
     lines += [f"warning {text}" for text in checkpoint.warnings]
@@ -93,12 +102,37 @@ def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
             f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
         ),
         (
-            f"needs   {format_size(ready.share.total)} memory with {ready.share.jobs} "
-            f"job{'' if ready.share.jobs == 1 else 's'}, "
+            f"needs   {format_size(ready.share.total)} memory with "
+            f"{count(ready.share.jobs, 'job')}, "
             f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
     return lines
+
+
+def _unknown(checkpoint: Checkpoint) -> list[str]:
+    """Tensors of no role that a family, or qconvert itself, knows."""
+    return [name for name in checkpoint.census.unknown if own_role(name) is None]
+
+
+def outlook_lines(look: Outlook | None) -> list[str]:
+    """What of the result the output folder has already; nothing of a new one."""
+    if look is None or look.state in (None, "new"):
+        return []
+    if look.state == "finished":
+        return [f"there   {look.out} already holds this very result; a run has nothing to do"]
+    return [
+        f"there   {look.out} has {look.done} of {count(look.units, 'unit')}; a run goes on there"
+    ]
+
+
+def outlook_json(look: Outlook | None) -> dict[str, Any]:
+    """`out`: the folder, its state (`new`, `unfinished`, `finished`; null where the run refuses to look
+    at it) and units; `refusals`: why the run would not begin."""
+    if look is None:
+        return {"out": None, "refusals": []}
+    out = {"folder": str(look.out), "state": look.state, "units": look.units, "done": look.done}
+    return {"out": out, "refusals": list(look.refusals)}
 
 
 def _calibration_lines(plan: Plan) -> list[str]:
@@ -109,8 +143,9 @@ def _calibration_lines(plan: Plan) -> list[str]:
     tokens = "its own tokens" if request.experts == "routed" else "all tokens"
     disk = format_size(room_bytes(plan.calibration))
     line = (
-        f"gptq    {request.samples} samples of up to {request.length} tokens ({data}), an expert sees "
-        f"{tokens}; {disk} more disk while it runs, and what --memory says, or half of what is free"
+        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), an "
+        f"expert sees {tokens}; {disk} more "
+        f"disk while it runs, and what --memory says, or half of what is free"
     )
     return [line]
 
@@ -140,34 +175,59 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
     places = plan.census.places
     first = _first_ports(plan)
     rows: dict[tuple[str, str], _Row] = {}
+    becomes = _Becomes.of(plan)
     for name, output in plan.tensors.items():
         place = places.get(name)
-        role = place.role.name if place is not None else split_parameter(parse(name).template)[0]
+        if place is not None:
+            role = place.role.name
+        else:
+            role = own_role(name) or split_parameter(parse(name).template)[0]
         if place is not None:  # attn.q_proj and attn.k_proj are one row, attn
             role = role.rpartition(".")[0] or role
         if weight_candidates(name):
             role += " scales"
-        row = rows.setdefault((role, _becomes(output)), _Row())
+        row = rows.setdefault((role, becomes(name, output)), _Row())
         row.tensors += 1
         row.bytes_in += _bytes_in(output, first)
         row.bytes_out += output.type.nbytes
     return rows
 
 
-def _becomes(output: Output) -> str:
-    origins = [piece.origin for piece in output.pieces]
-    if all(isinstance(origin, Source) for origin in origins):
-        whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
-        return f"{output.type.dtype} {'as it is' if whole else 'rows moved'}"
-    firsts = {
-        arg.type.dtype
-        for origin in origins
-        if not isinstance(origin, Source)
-        for arg in origin.node.args[:1]
-    }
-    if not firsts:
-        return f"{output.type.dtype} made here"
-    return f"{'/'.join(sorted(firsts))} -> {output.type.dtype}"
+@dataclass(frozen=True, slots=True)
+class _Becomes:
+    """What becomes of a tensor, in words: formats by their names, before and after."""
+
+    stored: Formats
+    planned: Formats
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Becomes:
+        types = {name: output.type for name, output in plan.tensors.items()}
+        then = replace(plan.checkpoint, config=plan.config)
+        return cls(Formats.of(plan.checkpoint), Formats(types, then, plan.facts))
+
+    def __call__(self, name: str, output: Output) -> str:
+        origins = [piece.origin for piece in output.pieces]
+        made = self.planned.label(name)
+        if all(isinstance(origin, Source) for origin in origins):
+            whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
+            return f"{made} {'as it is' if whole else 'rows moved'}"
+        firsts = {
+            self._read(arg)
+            for origin in origins
+            if not isinstance(origin, Source)
+            for arg in origin.node.args[:1]
+        }
+        if not firsts:
+            return f"{made} made here"
+        return f"{'/'.join(sorted(firsts))} -> {made}"
+
+    def _read(self, arg: Output) -> str:
+        """The format of an argument that is read from a tensor of the source, else its dtype."""
+        origin = arg.pieces[0].origin
+        if isinstance(origin, Source) and origin.type.dtype == arg.type.dtype:
+            return self.stored.label(origin.name)
+        return arg.type.dtype
 
 
 def _first_ports(plan: Plan) -> dict[int, int]:
@@ -195,10 +255,9 @@ def _bytes_in(output: Output, first: Mapping[int, int]) -> int:
 def loss_lines(plan: Plan) -> list[str]:
     """What the plan's steps lose, with how many tensors."""
     losses = plan.losses()
-    count = f"{len(losses)} step{'' if len(losses) == 1 else 's'}{':' if losses else ''}"
     return [
-        f"lossy   {count}",
-        *(f"        {what} ({number} times)" for what, number in losses.items()),
+        f"lossy   {count(len(losses), 'step')}{':' if losses else ''}",
+        *(f"        {what} ({count(number, 'time')})" for what, number in losses.items()),
     ]
 
 
@@ -211,7 +270,7 @@ def drop_lines(plan: Plan) -> list[str]:
     for rule, names in rules.items():
         size = sum(plan.checkpoint[name].type.nbytes for name in names)
         lines.append(
-            f"drops   {len(names)} tensors, {format_size(size)}, by {rule!r}: {_some(names)}"
+            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: {_some(names)}"
         )
     lines += [f"drops   file {name}, by {rule!r}" for name, rule in plan.dropped_files.items()]
     return lines or ["drops   nothing"]
@@ -247,6 +306,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
     """All of `plan_lines`, and a line for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     dims = checkpoint.census.dims
+    becomes = _Becomes.of(plan)
     return {
         "model_type": checkpoint.config.get("model_type"),
         "family": checkpoint.family.name,
@@ -271,7 +331,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
         "denied_files": list(checkpoint.denied_files),
         "side_files": list(plan.side_files),
         "lossy_steps": plan.losses(),
-        "unknown": list(checkpoint.census.unknown),
+        "unknown": _unknown(checkpoint),
         "warnings": list(checkpoint.warnings),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
@@ -282,7 +342,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
             name: {
                 "dtype": output.type.dtype,
                 "shape": list(output.type.shape),
-                "from": _becomes(output),
+                "from": becomes(name, output),
             }
             for name, output in plan.tensors.items()
         },
@@ -318,11 +378,16 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += source.type.nbytes
+    formats, known = Formats.of(checkpoint), checkpoint.census.places
+    stored: dict[str, dict[str, int]] = {}
     roles: dict[str, dict[str, int]] = {}
-    for name, place in checkpoint.census.places.items():
-        entry = roles.setdefault(place.role.name, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["bytes"] += checkpoint[name].type.nbytes
+    for name, source in checkpoint.items():
+        role = known[name].role.name if name in known else own_role(name)
+        for table, key in ((stored, formats.label(name)), (roles, role)):
+            if key is not None:
+                entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
+                entry["tensors"] += 1
+                entry["bytes"] += source.type.nbytes
     return {
         "path": str(checkpoint.root),
         "model_type": checkpoint.config.get("model_type"),
@@ -334,15 +399,22 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensors": len(checkpoint),
         "bytes": checkpoint.nbytes,
         "dtypes": dtypes,
+        "formats": stored,
         "roles": roles,
-        "unknown": list(checkpoint.census.unknown),
+        "unknown": _unknown(checkpoint),
         "missing": checkpoint.absent(),
         "quantization": quantization_lines(checkpoint),
         "side_files": list(checkpoint.side_files),
         "denied_files": list(checkpoint.denied_files),
         "warnings": list(checkpoint.warnings),
         "made_by": checkpoint.manifest,
+        "made_from": _base(checkpoint),
     }
+
+
+def _base(checkpoint: Checkpoint) -> str | None:
+    """The repo of the source that a folder of ours was made from, as its card names it."""
+    return None if checkpoint.manifest is None else base_model_of(source_front(checkpoint))
 
 
 def inspect_lines(checkpoint: Checkpoint) -> list[str]:
@@ -351,11 +423,12 @@ def inspect_lines(checkpoint: Checkpoint) -> list[str]:
     lines = [
         checkpoint.model_line,
         (
-            f"{found['path']}: {found['files']} files, {found['tensors']} tensors, "
+            f"{found['path']}: {count(found['files'], 'file')}, "
+            f"{count(found['tensors'], 'tensor')}, "
             f"{format_size(found['bytes'])}"
         ),
         *(f"quantized  {line}" for line in found["quantization"]),
-        *_counted("dtype", found["dtypes"]),
+        *_counted("dtype", found["formats"]),
         *_counted("role", found["roles"]),
     ]
     for label, names in (
@@ -367,23 +440,8 @@ def inspect_lines(checkpoint: Checkpoint) -> list[str]:
         if names:
             lines.append(f"{label}: {len(names)}: {_some(names)}")
     lines += [f"warning: {text}" for text in found["warnings"]]
-    made = found["made_by"]
-    if made is not None:
-        passes = ", ".join(step["spec"] for step in made["passes"]) or "none: a plain copy"
-        version = made["identity"]["qconvert"]
-        lines.append(f"made by qconvert {version}, passes: {passes}")
-        if "gdn_groups" in made:
-            groups = made["gdn_groups"]
-            order = (
-                "split" if groups == 0 else f"fused in {groups} group{'' if groups == 1 else 's'}"
-            )
-            lines.append(f"linear-attention projections: {order}")
-        if "stage" in made:
-            stage = made["stage"]
-            first, stop = stage["layers"]
-            lines.append(
-                f"pipeline stage {stage['number']} of {stage['of']}: layers {first} to {stop - 1}"
-            )
+    if found["made_by"] is not None:
+        lines += made_lines(found["made_by"], found["made_from"])
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Foreign text made safe to show: names and values come from folders that may be anyone's."""
+"""Text for people: foreign text made safe to show (names and values come from folders that may be
+anyone's), and counts."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def count(number: int, what: str, several: str | None = None) -> str:
+    """`1 error`, `1,536 tensors`; `several` is the plural where it is not `what` with an s."""
+    return f"{number:,} {what if number == 1 else several or what + 's'}"
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:

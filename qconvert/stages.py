@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
 from qconvert.consumers import parse_consumer
-from qconvert.errors import CheckpointError, PlanError
+from qconvert.errors import CheckpointError, PlanError, UsageError
 from qconvert.family import Census, Place
 from qconvert.graph import Output, Source
 from qconvert.plan import LASTING_FACTS, Plan, nodes
+from qconvert.shown import count
 
 Runtime = Literal["sglang", "vllm"]
 VARIABLE: dict[str, str] = {
@@ -55,7 +56,7 @@ def default_partition(layers: int, stages: int, runtime: Runtime) -> tuple[int, 
     more layer to the last rem stages; vLLM to rem stages counted backwards from the second-last
     (the last one has the head to carry). Raises PlanError for fewer layers than stages."""
     if not 1 <= stages <= layers:
-        raise PlanError(f"{layers} layers cannot be cut into {stages} stages")
+        raise PlanError(f"{count(layers, 'layer')} cannot be cut into {count(stages, 'stage')}")
     share, rest = divmod(layers, stages)
     sizes = [share] * stages
     if runtime == "sglang":
@@ -81,25 +82,36 @@ def check_partition(partition: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def check_runtime(name: str | None) -> Runtime | None:
-    """The runtime of `--for`, `NAME[==VERSION]`. Raises PlanError for one that has no stages here."""
+    """The runtime of `--for`, `NAME[==VERSION]`. Raises UsageError for one that has no stages here,
+    PlanError for an unknown one."""
     plain = None if name is None else parse_consumer(name).name
     if plain not in (None, "sglang", "vllm"):
-        raise PlanError(f"{name!r} is no runtime with pipeline stages; choose sglang or vllm")
+        raise UsageError(f"{name!r} is not a runtime with pipeline stages; choose sglang or vllm")
     return plain  # type: ignore[return-value]
 
 
+def parse_partition(text: str) -> tuple[int, ...]:
+    """`15,15,15,16`, the layers of each stage; or one number, of stages. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
+        raise UsageError(f"{text!r} is not a partition; write 15,15,15,16 or a number of stages")
+    sizes = tuple(map(int, parts))
+    if 0 in sizes:
+        raise UsageError(
+            f"{text!r} is not a partition: "
+            + ("every stage needs a layer" if len(sizes) > 1 else "there must be a stage")
+        )
+    return sizes
+
+
 def partition_of(text: str, layers: int, runtime: Runtime | None) -> tuple[int, ...]:
-    """`15,15,15,16`, or a number of stages to cut as the runtime would. Raises PlanError."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PlanError(
-            f"{text!r} is no partition; write 15,15,15,16 or a number of stages"
-        ) from None
+    """`15,15,15,16`, or a number of stages to cut as the runtime would. Raises UsageError for a text
+    that is neither and for a number without a runtime, PlanError where the layers are others."""
+    sizes = parse_partition(text)
     if len(sizes) > 1:
         return check_partition(sizes, layers)
     if runtime is None:
-        raise PlanError(
+        raise UsageError(
             f"{text} stages are cut differently by each runtime: say --for sglang or --for vllm, or "
             "state the partition"
         )

@@ -19,13 +19,14 @@ _RANK = {
     "layout": 3, "rows": 4, "consumers": 4, "checkpoint": 5, "ops": 5, "quantization": 6, "plan": 7,
     "ignore": 8, "units": 8, "formats": 6, "integers": 7, "kt": 8, "linears": 8,
     "beside": 8, "weights": 8, "experts": 9, "passes": 10, "input_scales": 6, "relabel": 8,
-    "nvfp4_beside": 9, "nvfp4_weights": 9,
+    "nvfp4_beside": 9, "nvfp4_weights": 9, "stored": 8, "made": 1,
     "stages": 9, "pair": 11, "recipe": 11, "recipes": 11, "run": 11,
     "findings": 1, "tasks": 12, "validation": 13, "sample": 11, "diff": 12, "validators": 14,
     "reports": 14, "report": 13, "demo": 15, "commands": 16, "cli": 17, "__main__": 18, "__init__": 0,
     "plugins": 0,
     "repo": 1, "manifest": 8, "card": 10, "hub": 14,
-    "shown": 0, "say": 1, "regular": 1, "yaml_lines": 1, "foreign_options": 7, "foreign_recipe": 8,
+    "shown": 0, "say": 1, "sizes": 1, "regular": 1, "yaml_lines": 1, "foreign_options": 7,
+    "foreign_recipe": 8,
     "calibrate": 12, "calibrate.data": 4, "calibrate.samples": 4, "calibrate.tokenizer": 4,
     "calibration": 6,
 }  # fmt: skip
@@ -34,7 +35,7 @@ _RANK = {
 _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
           "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "rich", "datasets"}  # fmt: skip
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
-_FOUNDATION = ("errors", "spec", "names", "graph", "header", "shown", "say", "regular")
+_FOUNDATION = ("errors", "spec", "names", "graph", "header", "shown", "say", "sizes", "regular")
 
 
 def modules() -> list[Path]:

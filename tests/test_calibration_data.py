@@ -151,12 +151,10 @@ def test_the_rest_of_a_text_is_left_out_and_a_short_text_is_one_sample(
     half = len(whole) - 1
     samples, said = load(DataSpec(data, samples=9, length=half), model)
     assert samples == [whole[:half]]
-    assert said == [f"{data}: found 1 samples, where 9 were asked for"]
+    assert said == [f"{data}: found 1 sample, where 9 were asked for"]
     samples, said = load(DataSpec(data, samples=1, length=1000), model)
     assert samples == [whole]
-    assert said == [
-        f"{data}: 1 of 1 samples are shorter than 1000 tokens; there are {len(whole)} tokens in all"
-    ]
+    assert said == [f"{data}: 1 of 1 sample shorter than 1000 tokens; {len(whole)} tokens in all"]
 
 
 def test_a_seed_draws_windows_of_the_whole_text(model: Path, tmp_path: Path) -> None:
@@ -229,9 +227,7 @@ def test_lines_are_samples(model: Path, tmp_path: Path) -> None:
     assert samples == [document[:24], [5, 6, 7], talk[:24], talk[:24]]
     short, total = sum(len(s) < 24 for s in samples), sum(map(len, samples))
     assert 0 < short < 4
-    assert said == [
-        f"{data}: {short} of 4 samples are shorter than 24 tokens; there are {total} tokens in all"
-    ]
+    assert said == [f"{data}: {short} of 4 samples shorter than 24 tokens; {total} tokens in all"]
 
 
 def test_documents_have_the_special_tokens_of_the_tokenizer(with_bos: Path, tmp_path: Path) -> None:
@@ -253,7 +249,7 @@ def test_lines_without_text_are_passed_over_and_said(model: Path, tmp_path: Path
     )
     samples, said = load(DataSpec(data, samples=2, length=1), model)
     assert samples == [ids_of(model, "fox")[:1], ids_of(model, "cat")[:1]]
-    assert said == [f"{data}: 2 samples without a token were passed over"]
+    assert said == [f"{data}: 2 samples without a token passed over"]
 
 
 def test_seed_0_keeps_the_order_of_lines(model: Path, tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_what_was_proved_and_what_was_not() -> None:
     report.about["against"] = "/data/source"
     text = card(manifest(amx=AMX), BF16, {}, report, base_model=BASE)
     for line in (
-        "`qconvert validate` at level full, with its source: 0 errors, 1 warnings.",
+        "`qconvert validate` at level full, with its source: 0 errors, 1 warning.",
         "- warning QC063: DIR/t.weight: is \\`far\\` off",
         "- kt-kernel computes the same",
         "- fused in 1 group, says qconvert.json",

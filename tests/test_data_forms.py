@@ -161,7 +161,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     report = validated(out, source)
     said = [text for text in report.not_checked if "not compared" in text]
     why = "its scale is U8, and no scale_fmt says that those are exponents"
-    assert said == [f"1 tensors were not compared; {Q}.weight: {why}"]
+    assert said == [f"1 tensor not compared; {Q}.weight: {why}"]
     assert not [text for text in report.proved if text.startswith("every weight is")]
     assert "QC060" not in rules(report)
 

@@ -23,7 +23,7 @@ from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub
 
 from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError
+from qconvert.errors import CheckpointError, UsageError
 from qconvert.hub.headers import place_of
 from qconvert.repo import Repo, cached_id, parse_repo
 from qconvert.validation import validate_folder
@@ -378,7 +378,7 @@ def test_what_names_a_repo(text: str, repo: Repo | None) -> None:
     "text", ["hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt", "hf://a/b@"]
 )
 def test_what_says_it_is_a_repo_and_is_none(text: str) -> None:
-    with pytest.raises(CheckpointError, match="hf://ORG/NAME"):
+    with pytest.raises(UsageError, match="hf://ORG/NAME"):
         parse_repo(text)
 
 

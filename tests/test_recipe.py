@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.calibration import Calibration
-from qconvert.errors import RecipeError
+from qconvert.errors import RecipeError, UsageError
 from qconvert.passes import passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
@@ -20,11 +20,10 @@ from qconvert.passes.drop import Drop
 from qconvert.recipe import (
     Recipe,
     builtin_recipes,
-    format_size,
     load_recipe,
     parse_recipe,
-    parse_size,
 )
+from qconvert.sizes import exact_size, format_size, parse_size
 
 
 def test_a_recipe() -> None:
@@ -152,7 +151,7 @@ def test_sizes(text: str | int, size: int) -> None:
     ["", "GB", "5 G B", "5PB", "-1", "1e9", "0", "0.4", "1,5GB", "\u0665GB", "nan", "9" * 5000],
 )
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(RecipeError, match="is not a size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
 
 
@@ -173,6 +172,11 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
 )
 def test_sizes_for_people(size: float, text: str) -> None:
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize("text", ["1 KB", "1 KiB", "512 MiB", "1500 B", "3 TiB", "5 GB", "1 B"])
+def test_a_size_is_echoed_as_it_was_written(text: str) -> None:
+    assert exact_size(parse_size(text)) == text
 
 
 # --- Written out ---------------------------------------------------------------------------------
@@ -242,7 +246,7 @@ def test_a_recipe_is_shown_as_it_is(name: str) -> None:
 
 def test_showing_an_unknown_recipe() -> None:
     result = run_cli("recipes", "show", "dequant-fp9")
-    assert result.code == 1
+    assert result.code == 2
     assert "dequant-fp8" in result.err
 
 

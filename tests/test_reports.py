@@ -240,7 +240,7 @@ def test_text_lines() -> None:
         f"only read: read {shown}",
         f"not checked: claim (a (b) c) {shown} (give --against SRC (or not))",
     ]
-    assert lines[-1] == "2 errors, 1 warnings"
+    assert lines[-1] == "2 errors, 1 warning"
     assert all(line.isprintable() for line in lines)
 
 
@@ -484,7 +484,7 @@ def test_github_commands() -> None:
     assert data == f"tensor {shown}: said {shown}\nWhat to do: Do <this>, then `that`."
     assert [line for line in lines if line.startswith("::")] == lines[:3]
     assert lines[3].startswith("proved: ")
-    assert lines[-1] == "2 errors, 1 warnings"
+    assert lines[-1] == "2 errors, 1 warning"
 
 
 def test_github_properties_are_escaped() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Proved, Rule, Skipped
+from qconvert.shown import count
 from qconvert.validation import Folder, Need, Yield
 from qconvert.validators._nvfp4 import BLOCK, Dialect
 from qconvert.validators._prepared import (
@@ -150,7 +151,9 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
         and len(layers) < len(moe)
         and not _has_others(checkpoint)
     ):
-        message = f"the config leads to {len(moe)} layers of experts, {len(layers)} are prepared"
+        message = (
+            f"the config leads to {count(len(moe), 'layer')} of experts, {len(layers)} are prepared"
+        )
         yield Finding("QC106", "error", config.where, message)
     for layer in layers:
         yield from _layer_faults(layer, layout)

@@ -18,6 +18,7 @@ from qconvert.checkpoint import MANIFEST, Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Role
 from qconvert.findings import Finding, Rule
+from qconvert.shown import count
 from qconvert.validation import Folder, Need
 from qconvert.validators._matrices import GROUPS_FACT, gdn_groups
 from qconvert.validators._model import (
@@ -157,7 +158,7 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         side = max(sides, key=lambda side: len(there[side]))
         lacking = sorted(forms.members(side) - there[side])
         where = sides[side][lacking[0]].module.removeprefix("@").replace("{L}", str(layers_of[0]))
-        message = f"{forms.what}: {', '.join(lacking)} in none of {len(layers_of)} layers"
+        message = f"{forms.what}: {', '.join(lacking)} in none of {count(len(layers_of), 'layer')}"
         have = ", ".join(sorted(there[side]))
         yield Finding("QC018", "error", where, f"{message}, beside {have}" if have else message)
 
@@ -173,7 +174,7 @@ def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Find
     split = [next(iter(one.split.values())) for one in here if one.split and not one.fused]
     if family == "qwen3_next" and split and not fused:
         message = (
-            f"is split, as in {len(split)} layers, and no loader of qwen3_next takes it: their "
+            f"is split, as in {count(len(split), 'layer')}, and no loader of qwen3_next takes it: their "
             "projections are in_proj_qkvz and in_proj_ba, interleaved by key head"
         )
         yield Finding("QC052", "error", split[0], message)

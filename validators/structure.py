@@ -21,6 +21,7 @@ from qconvert.errors import PlanError
 from qconvert.findings import Finding, Proved, Rule, Skipped
 from qconvert.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.quantization import grid_fault
+from qconvert.shown import count
 from qconvert.spec import TensorType
 from qconvert.validation import Folder, Need
 from qconvert.validators._model import FP8, forms_in, other, stage_of, where_of
@@ -301,7 +302,7 @@ def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
     for prefix, named in found.items():
         first = dict(reversed(named)) if prefix != usual else {}
         for name in reversed(first.values()):
-            others = f"{len(found[usual])} others by {usual!r}"
+            others = f"{count(len(found[usual]), 'other')} by {usual!r}"
             yield Finding("QC046", "error", name, f"goes by the prefix {prefix!r}, {others}")
     if usual == _LANGUAGE and checkpoint.config.get("model_type") in _TEXT_ONLY:
         message = (

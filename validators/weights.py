@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from qconvert.calibration import FACT as CALIBRATION
 from qconvert.findings import Finding, Proved, Rule, Skipped
+from qconvert.shown import count
 from qconvert.validation import Folder, Need, Yield
 from qconvert.validators._compare import Compare, How, described
 from qconvert.validators._decode import FLOATS
@@ -100,12 +101,16 @@ class Weights:
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
         if inputs:
-            yield Skipped(f"{inputs} input scales (a calibration found them; the source has none)")
+            yield Skipped(
+                f"{count(inputs, 'input scale')} (found by a calibration; the source has none)"
+            )
         if moved:
-            yield Skipped(f"{len(moved)} prepared tensors against weights (see `prepared`)")
+            yield Skipped(
+                f"{count(len(moved), 'prepared tensor')} against weights (see `prepared`)"
+            )
         if unread:
             first, reason = unread[0]
-            text = f"{len(unread)} tensors were not compared; {first.tensor}: {reason}"
+            text = f"{count(len(unread), 'tensor')} not compared; {first.tensor}: {reason}"
             yield Skipped(text)
             if kinds:
                 yield Proved("every weight that was compared is the source's within its rounding")

@@ -28,6 +28,7 @@ from qconvert.calibrate.tokenizer import Tokenizer, text_windows, tokenizer_file
 from qconvert.errors import DataError
 from qconvert.family import text_config
 from qconvert.say import say
+from qconvert.shown import count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,14 +168,16 @@ def _remark(
     spec: DataSpec, found: Sequence[Ids], empty: int, remark: Callable[[str], None]
 ) -> None:
     if empty:
-        remark(f"{spec.data}: {empty} samples without a token were passed over")
+        remark(f"{spec.data}: {count(empty, 'sample')} without a token passed over")
     if len(found) < spec.samples:
-        remark(f"{spec.data}: found {len(found)} samples, where {spec.samples} were asked for")
+        remark(
+            f"{spec.data}: found {count(len(found), 'sample')}, where {spec.samples} were asked for"
+        )
     short = sum(ids.size < spec.length for ids in found)
     if short:
         remark(
-            f"{spec.data}: {short} of {len(found)} samples are shorter than {spec.length} tokens; "
-            f"there are {sum(ids.size for ids in found)} tokens in all"
+            f"{spec.data}: {short} of {count(len(found), 'sample')} shorter than {spec.length} tokens; "
+            f"{count(sum(ids.size for ids in found), 'token')} in all"
         )
 
 

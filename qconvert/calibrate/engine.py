@@ -28,6 +28,7 @@ from qconvert.experts import Projection, routed_experts
 from qconvert.formats.scheme import IntScheme
 from qconvert.plan import Plan
 from qconvert.run.files import Files
+from qconvert.shown import count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,18 +171,18 @@ def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]
         shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
         what = "calibrated with every token" if settings.few == "all" else "rounded to nearest"
         yield (
-            f"layer {layer}: {len(stats.few)} experts got fewer than {settings.min_tokens} tokens and "
-            f"were {what}: {shown}"
+            f"layer {layer}: {count(len(stats.few), 'expert')} with fewer than "
+            f"{count(settings.min_tokens, 'token')} {what}: {shown}"
         )
     silent = sorted(set(stats.rounded) - set(stats.few))
     if silent:
         yield f"layer {layer}: inputs of experts {silent} were all zero; they were rounded to nearest"
-    dead = {kind: count for kind, count in stats.dead_columns.items() if count}
+    dead = {kind: number for kind, number in stats.dead_columns.items() if number}
     if dead:
         yield f"layer {layer}: input columns that were zero throughout, their weights are zeroed: {dead}"
     if stats.fallbacks:
         shown = ", ".join(f"{expert} {kind}" for expert, kind in stats.fallbacks[:16])
         yield (
-            f"layer {layer}: {len(stats.fallbacks)} matrices were rounded to nearest, their Hessian "
-            f"could not be factorized: {shown}"
+            f"layer {layer}: {count(len(stats.fallbacks), 'matrix', 'matrices')} rounded to nearest, "
+            f"for want of a Hessian that can be factorized: {shown}"
         )

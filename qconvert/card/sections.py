@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.kt import RUNTIME, launch_line
+from qconvert.shown import count
 
 if TYPE_CHECKING:
     from qconvert.validation import Report
@@ -55,9 +56,9 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         lines += ["Every tensor as it is.", ""]
     losses = manifest["lossy_steps"]
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
-    lines += [f"  - {_plain(what)} ({count:,} times)" for what, count in losses.items()]
+    lines += [f"  - {_plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
     for rule, names in manifest["dropped"].items():
-        lines.append(f"- left out: {len(names):,} tensors, by the rule {_code(rule)}")
+        lines.append(f"- left out: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
     for file, rule in manifest["dropped_files"].items():
         if file == "README.md":
             continue  # this is what stands in its place
@@ -145,7 +146,7 @@ def proof(report: Report | None, *, forced: bool) -> str:
         )
     source = "with its source" if "against" in report.about else "without its source"
     level = _plain(report.about.get("level", "headers"))
-    tally = f"{report.errors} errors, {report.warnings} warnings"
+    tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     lines = [*head, f"`qconvert validate` at level {level}, {source}: {tally}."]
     if forced:
         lines += ["", "**Uploaded although it does not validate.**"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import click
 
-from qconvert.commands.options import stacked
+from qconvert.commands.options import DataName, Device, Folder, Share, from_options, stacked
 
 if TYPE_CHECKING:
     from qconvert.calibration import Calibration
@@ -30,14 +31,14 @@ class CalibrationOptions(TypedDict):
     experts: Literal["routed", "all"] | None
     min_tokens: int | None
     few: Literal["all", "rtn"] | None
-    save_stats: str | None
+    save_stats: Path | None
     devices: tuple[str, ...]
 
 
 # For commands whose recipe says whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
     click.option(
-        "--data", metavar="FILE",
+        "--data", metavar="FILE", type=DataName(),
         help="Calibration data: text, JSONL (`text`, or `messages` under the model's chat template), "
         "tokenized safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
     ),
@@ -47,10 +48,12 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option("--samples", type=click.IntRange(min=1), help="Samples. [default: 512]"),
     click.option("--length", type=click.IntRange(min=2), help="Tokens a sample. [default: 2048]"),
-    click.option("--seed", type=int, help="Which samples are taken. [default: 0]"),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**32 - 1), help="Which samples are taken. [default: 0]"
+    ),
     click.option("--column", help="The JSONL key or dataset column that holds the text."),
     click.option(
-        "--dampening", type=click.FloatRange(min=0, min_open=True),
+        "--dampening", type=Share(),
         help="Part of the Hessian's mean diagonal added to it. [default: 0.01]",
     ),
     click.option(
@@ -66,12 +69,12 @@ DATA: Callable[[F], F] = stacked(
         help="`all`: such an expert is calibrated on all tokens. `rtn`: it is rounded. [default: all]",
     ),
     click.option(
-        "--save-stats", metavar="DIR",
+        "--save-stats", metavar="DIR", type=Folder(),
         help="Keep expert counts, moments of activations, and a hotness map for "
         "--init-expert-location.",
     ),
     click.option(
-        "--device", "devices", multiple=True, metavar="NAME",
+        "--device", "devices", multiple=True, metavar="NAME", type=Device(),
         help="cpu, cuda:0, ...; may be given several times. [default: all GPUs, or else the CPU]",
     ),
 )  # fmt: skip
@@ -102,23 +105,30 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
         raise click.UsageError(
             "--gptq needs --data FILE; or --synthetic, random tokens, to try things out"
         )
-    return Calibration(**given)
+    with from_options():
+        return Calibration(**given)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a Calibration for the options that were given."""
     return {
-        _FIELDS.get(name, name): value
+        _FIELDS.get(name, name): str(value) if isinstance(value, Path) else value
         for name, value in options.items()
         if name != "gptq" and value not in (None, False, ())
     }
 
 
 def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a command with DATA: the fields of a Calibration that were given, and all other options."""
+    """Of a command with DATA: the fields of a Calibration that were given, and all other options.
+    Raises click.UsageError for options that exclude one another."""
+    from qconvert.calibration import Calibration
+
     names = CalibrationOptions.__annotations__
-    own = {name: value for name, value in given.items() if name in names}
-    return _given(own), {name: value for name, value in given.items() if name not in names}
+    own = _given({name: value for name, value in given.items() if name in names})
+    if own:
+        with from_options():
+            Calibration(**own)
+    return own, {name: value for name, value in given.items() if name not in names}
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:

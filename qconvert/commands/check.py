@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Size
+from qconvert.commands.options import SOURCE, Size, SourceName
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_all, say_json, say_report
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _FINDINGS = 3
 _MOST_LAYERS = 65_536
+_NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 @click.command()
@@ -58,11 +60,12 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
 
 
 def _tell_fetched(place: Place) -> None:
-    from qconvert.recipe import format_size
+    from qconvert.shown import count
+    from qconvert.sizes import format_size
 
     if place.fetched:
         size = format_size(place.nbytes)
-        say(f"{place.name}: {size} fetched in {place.requests} requests", err=True)
+        say(f"{place.name}: {size} fetched in {count(place.requests, 'request')}", err=True)
 
 
 def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None:
@@ -80,44 +83,41 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=SourceName())
+@click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
+@click.option("--all", "every", is_flag=True, help="A line for every difference.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout: every difference.")
+def diff(a: str, b: str, headers: bool, every: bool, as_json: bool) -> int:
     """Compare two checkpoints tensor by tensor, wherever their shards put them.
 
-    Exit code 0 where they are equal, 3 where they differ.
+    Differences are told by role, at most a screen of them. Exit code 0 where A and B are equal, 3
+    where they differ.
 
     \b
     Examples:
       qconvert diff DeepSeek-V3-bf16 other-bf16
       qconvert diff original resharded --headers
+      qconvert diff one other --all | grep lm_head
     """
-    from qconvert.diff import compare
+    from qconvert.diff import compare, grouped_lines
+    from qconvert.shown import count
     from qconvert.stages import open_source
 
     found = compare(open_source(a), open_source(b), data=not headers)
     if as_json:
-        listed = [{"tensor": d.tensor, "kind": d.kind, "detail": d.detail} for d in found]
+        listed = [
+            {"tensor": d.tensor, "role": d.role, "kind": d.kind, "detail": d.detail} for d in found
+        ]
         say_json(listed)
     else:
-        for difference in found:
-            say(f"{difference.kind:<8} {difference.tensor}: {difference.detail}")
+        if every:
+            say_all(f"{d.kind:<8} {d.tensor}: {d.detail}" for d in found)
+        else:
+            say_all(grouped_lines(found))
         what = "names, dtypes and shapes" if headers else "tensors"
-        say(f"{len(found)} differences" if found else f"no difference: {what} are equal")
+        say(count(len(found), "difference") if found else f"no difference: {what} are equal")
     return _FINDINGS if found else 0
-
-
-class Checked(click.ParamType[str]):
-    """A folder, or a repo on the Hub. An empty name (an unset shell variable) is neither."""
-
-    name = "checked"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value:
-            self.fail("the name is empty; name a folder, `.` for this one", param, ctx)
-        return str(value)
 
 
 class Layers(click.ParamType[tuple[int, ...]]):
@@ -131,18 +131,18 @@ class Layers(click.ParamType[tuple[int, ...]]):
         numbers: set[int] = set()
         for part in str(value).split(","):
             first, dash, last = part.strip().partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()):
-                self.fail(f"{part!r} is no layer number or range; write 0,3,58-60", param, ctx)
+            if not _NUMBER.fullmatch(first) or (dash and not _NUMBER.fullmatch(last)):
+                self.fail(f"{part!r} is not a layer number or range; write 0,3,58-60", param, ctx)
             begin, end = int(first), int(last or first)
             if end < begin or end > _MOST_LAYERS:
-                self.fail(f"{part!r} is no range of layers from first to last", param, ctx)
+                self.fail(f"{part!r} is not a range of layers from first to last", param, ctx)
             numbers.update(range(begin, end + 1))
         return tuple(sorted(numbers))
 
 
 @click.command()
-@click.argument("out", type=Checked(), required=False)
-@click.option("--against", metavar="SRC", help="The source it was made from.")
+@click.argument("out", type=SourceName(), required=False)
+@click.option("--against", type=SourceName(), metavar="SRC", help="The source it was made from.")
 @click.option(
     "--level",
     type=click.Choice(["headers", "sample", "full"]),
@@ -150,7 +150,12 @@ class Layers(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="`headers` reads no weights, `sample` some of each kind, `full` every byte.",
 )
-@click.option("--pair", metavar="GPU", help="The GPU side a folder of CPU experts is served with.")
+@click.option(
+    "--pair",
+    type=SourceName(),
+    metavar="GPU",
+    help="The GPU side a folder of CPU experts is served with.",
+)
 @click.option(
     "--kernels",
     is_flag=True,
@@ -224,7 +229,7 @@ def validate(
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
-    from qconvert.errors import QConvertError
+    from qconvert.errors import QConvertError, UsageError
     from qconvert.hub.headers import about_repo, place_of
     from qconvert.reports import append_step_summary, render, suffix_format
     from qconvert.validation import Request, rules, validate_folder, validate_kernels
@@ -232,7 +237,7 @@ def validate(
     if explain is not None:
         known = rules()
         if explain.upper() not in known:
-            raise QConvertError(f"no rule {explain!r}; there are {', '.join(known)}")
+            raise UsageError(f"no rule {explain!r}; there are {', '.join(known)}")
         rule = known[explain.upper()]
         say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
         return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
-from qconvert.commands.options import OUT, SOURCE, ModelId, Size, stacked
+from qconvert.commands.options import OUT, SOURCE, Folder, ModelId, PassName, Size, stacked
 from qconvert.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qconvert.plan import Pass, Plan
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Options, Prepared, Receipt
+    from qconvert.run.preview import Outlook
 
     MadeFolders = Sequence[tuple[Prepared, Path]]
     Folders = Sequence[tuple[Prepared, Path | None]]
@@ -46,7 +47,7 @@ _PLANNING: Callable[[F], F] = stacked(
     click.option("--jobs", type=click.IntRange(min=1), help="Worker processes. [default: auto]"),
     click.option("--max-shard-size", type=Size(), help="Largest output file. [default: 5GB]"),
     click.option(
-        "--dump-after", metavar="PASS",
+        "--dump-after", metavar="PASS", type=PassName(),
         help="Print every tensor as it stands after PASS (`source`, `end`, or a pass) and stop.",
     ),
     click.option(
@@ -58,7 +59,11 @@ _PLANNING: Callable[[F], F] = stacked(
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
     click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print the plan, say what the run would refuse, and write nothing.",
+    ),
 )
 CONVERSION: Callable[[F], F] = stacked(
     RUNNING,
@@ -71,7 +76,7 @@ CONVERSION: Callable[[F], F] = stacked(
 @click.command()
 @click.argument("recipe")
 @SOURCE
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=Folder())
 @_PLANNING
 @DATA
 def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
@@ -171,14 +176,23 @@ def planned(
     from qconvert.run.workspace import check_apart
     from qconvert.stages import open_source
 
+    _check_dump(recipe, options["dump_after"])
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
-    if out is not None:
+    if out is not None and not options["dry_run"]:  # a dry run shows the plan first
         check_apart(out, checkpoint)
     start = Plan.identity(checkpoint)
     if options["dump_after"] is not None:
         _dump(_plan_after(start, recipe, options["dump_after"]), options["as_json"])
         return None
     return run_passes(start, recipe.passes)
+
+
+def _check_dump(recipe: Recipe, wanted: str | None) -> None:
+    known = ["source", *(step.name for step in recipe.passes), "end"]
+    if wanted is not None and wanted not in known:
+        raise click.UsageError(
+            f"--dump-after {wanted}: the recipe has no such pass; choose one of {', '.join(known)}"
+        )
 
 
 def run_options(recipe: Recipe, options: RunOptions) -> Options:
@@ -207,7 +221,6 @@ def _dump(plan: Plan, as_json: bool) -> None:
 
 
 def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
-    from qconvert.errors import RecipeError
     from qconvert.plan import run_passes
 
     names = [step.name for step in recipe.passes]
@@ -215,9 +228,6 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
         return start
     if wanted == "end":
         return run_passes(start, recipe.passes)
-    if wanted not in names:
-        known = ", ".join(["source", *names, "end"])
-        raise RecipeError(f"--dump-after {wanted}: the recipe has no such pass; choose of {known}")
     plan = start
     for step in recipe.passes[: names.index(wanted) + 1]:
         plan = step(plan)
@@ -226,25 +236,50 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
 
 def show_plan(folders: Folders, options: RunOptions) -> None:
     """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
-    How fast this machine is gets measured for the first only: the run itself will soon tell."""
-    from qconvert.report import Rates, plan_json, plan_lines
+    How fast this machine is gets measured for the first only: the run itself will soon tell. Raises
+    OutputError, after that, for a dry run of what the run would refuse."""
+    from qconvert.report import Rates, outlook_json, outlook_lines, plan_json, plan_lines
     from qconvert.run.probe import read_rate, write_rate
 
     if options["as_json"] and not options["dry_run"]:
         return
+    looks = outlooks(folders) if options["dry_run"] else [None] * len(folders)
+    refused = any(look is not None and look.refusals for look in looks)
     found = []
-    for ready, out in folders:
+    for (ready, out), look in zip(folders, looks, strict=True):
         rates = Rates(None, None)
         if options["dry_run"]:
-            write = write_rate(out) if out is not None else None
+            write = write_rate(out) if out is not None and not refused else None
             rates = Rates(read_rate(ready.plan.checkpoint), write)
         if options["as_json"]:
-            found.append(plan_json(ready, rates))
+            found.append({**plan_json(ready, rates), **outlook_json(look)})
         else:
             lines = plan_lines(ready, None if out is None else str(out), rates)
-            say(*lines, err=not options["dry_run"])
+            say(*lines, *outlook_lines(look), err=not options["dry_run"])
     if options["as_json"]:
         say_json(found if len(found) > 1 else found[0])
+    refuse_foreseen(looks)
+
+
+def outlooks(folders: Folders) -> Sequence[Outlook | None]:
+    """What a run of the plans together would find in their folders, None where none was named."""
+    from qconvert.calibrate.maker import maker_for
+    from qconvert.run.executor import foreseen
+
+    parts = [(ready, out) for ready, out in folders if out is not None]
+    if len(parts) < len(folders):
+        return [None] * len(folders)
+    maker = maker_for([ready.plan for ready, _ in parts], parts[0][0].options.memory)
+    return foreseen(parts, maker=maker)
+
+
+def refuse_foreseen(looks: Sequence[Outlook | None]) -> None:
+    """Raise OutputError where any folder would be refused: a dry run ends as the run would."""
+    from qconvert.errors import OutputError
+
+    refusals = [text for look in looks if look is not None for text in look.refusals]
+    if refusals:
+        raise OutputError("; ".join(dict.fromkeys(refusals)))
 
 
 def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
@@ -282,7 +317,7 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     if receipt.already_done:
         return f"{receipt.out} already holds this very result; nothing to do"

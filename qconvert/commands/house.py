@@ -49,12 +49,12 @@ def show_recipe(name: str) -> None:
     Example:
       qconvert recipes show dequant-fp8 > mine.yaml
     """
-    from qconvert.errors import RecipeError
+    from qconvert.errors import UsageError
     from qconvert.recipe import builtin_recipes
 
     found = builtin_recipes()
     if name not in found:
-        raise RecipeError(f"no built-in recipe {name!r}; there are {', '.join(found)}")
+        raise UsageError(f"no built-in recipe {name!r}; there are {', '.join(found)}")
     say(*found[name].splitlines())
 
 

@@ -155,9 +155,10 @@ def _convert_pair(
     from qconvert.run.executor import prepare_together
     from qconvert.run.workspace import check_apart, check_folders_apart
 
-    for out in (cpu_out, gpu_out):
-        check_apart(out, checkpoint)
-    check_folders_apart(gpu_out, cpu_out)
+    if not options["dry_run"]:  # a dry run shows the plan first
+        for out in (cpu_out, gpu_out):
+            check_apart(out, checkpoint)
+        check_folders_apart(gpu_out, cpu_out)
     if options["dump_after"] is not None:
         raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
     pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())

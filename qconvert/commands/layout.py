@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from qconvert.commands.convert import CONVERSION, RunOptions, convert
-from qconvert.commands.options import OUT, SOURCE
+from qconvert.commands.options import OUT, SOURCE, ConsumerName
 
 if TYPE_CHECKING:
     from qconvert.plan import Pass
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option(
     "--for",
     "consumer",
+    type=ConsumerName(),
     metavar="NAME[==VERSION]",
     help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
 )
@@ -61,7 +62,7 @@ def fuse(
     from qconvert.recipe import Recipe
     from qconvert.stages import open_source
 
-    if consumer is None and groups is None and what == "gdn":
+    if consumer is None and groups is None:
         raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
     steps: tuple[Pass, ...] = (step,)

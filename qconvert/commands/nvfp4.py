@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 import click
 
 from qconvert.commands.convert import CONVERSION, RunOptions, convert
-from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.commands.options import OUT, SOURCE, Folder, from_options
 
 if TYPE_CHECKING:
     from qconvert.ops.fp4 import Dialect
@@ -63,5 +63,6 @@ def nvfp4(
 
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: leave --stats out")
-    step = ToNvfp4(dialect, targets, weight_only, None if stats is None else str(stats))
+    with from_options():
+        step = ToNvfp4(dialect, targets, weight_only, None if stats is None else str(stats))
     convert(Recipe("nvfp4", (step,), options["max_shard_size"]), source, out, options)

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
-from qconvert.commands.convert import RUNNING, RunOptions, carry_out, convert, planned, run_options
-from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.commands.convert import (
+    RUNNING,
+    RunOptions,
+    carry_out,
+    convert,
+    outlooks,
+    planned,
+    refuse_foreseen,
+    run_options,
+)
+from qconvert.commands.options import OUT, SOURCE, Folder, Partition, RuntimeName
 from qconvert.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Prepared
+    from qconvert.run.preview import Outlook
 
 
 def convert_stages(
@@ -33,7 +43,7 @@ def convert_stages(
     from dataclasses import replace
 
     from qconvert.card.of_plan import with_card
-    from qconvert.report import drop_lines, loss_lines
+    from qconvert.report import drop_lines, loss_lines, outlook_json, outlook_lines
     from qconvert.run.executor import prepare
     from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
 
@@ -50,21 +60,45 @@ def convert_stages(
         (out / plan.facts["stage"]["folder"], prepare(with_card(plan.check(), base), chosen))
         for plan in split_plan(whole, partition, known)
     ]
-    _check_room(out, stages)
+    looks = _foreseen(out, stages) if options["dry_run"] else []
+    if not options["dry_run"]:
+        _check_room(out, stages)
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     settings = [f"{variable}={sizes}" for variable in variables]
     if options["as_json"]:
-        say_json(_stages_json(stages, partition, settings))
+        listed = _stages_json(stages, partition, settings)
+        if options["dry_run"]:
+            listed["refusals"] = [text for look in looks for text in look.refusals]
+            for entry, look in zip(listed["stages"], looks[1:], strict=True):
+                entry.update(outlook_json(look))
+        say_json(listed)
     else:
         for line in (whole.checkpoint.model_line, *drop_lines(whole), *loss_lines(whole)):
             say(line, err=not options["dry_run"])
         _show_stages(stages, err=not options["dry_run"])
+        for line in (line for look in looks for line in outlook_lines(look)):
+            say(line)
+    refuse_foreseen(looks)
     if not options["dry_run"]:
         for folder, ready in stages:
             carry_out([(ready, folder)], as_json=False, quiet=options["as_json"])
     if not options["as_json"]:
         say("set " + " or ".join(settings))
+
+
+def _foreseen(out: Path, stages: list[tuple[Path, Prepared]]) -> list[Outlook]:
+    """Of the folder of all stages, then of each: what a run would find, and refuse."""
+    from qconvert.errors import QConvertError
+    from qconvert.run.preview import Outlook
+
+    try:
+        _check_room(out, stages)
+        refusals: tuple[str, ...] = ()
+    except QConvertError as error:
+        refusals = (str(error),)
+    each = [look for folder, ready in stages for look in outlooks([(ready, folder)])]
+    return [Outlook(out, None, 0, 0, refusals), *filter(None, each)]
 
 
 def _check_room(out: Path, stages: list[tuple[Path, Prepared]]) -> None:
@@ -103,14 +137,15 @@ def _stages_json(
 
 
 def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
-    from qconvert.recipe import format_size
+    from qconvert.shown import count
+    from qconvert.sizes import format_size
 
     for folder, ready in stages:
         first, stop = ready.plan.facts["stage"]["layers"]
         linked = sum(file.link is not None for file in ready.layout.files)
         say(
-            f"{folder.name}  layers {first}-{stop - 1}  {len(ready.plan.tensors)} tensors, "
-            f"{format_size(ready.plan.bytes_out)}, {len(ready.layout.files)} files, "
+            f"{folder.name}  layers {first}-{stop - 1}  {count(len(ready.plan.tensors), 'tensor')}, "
+            f"{format_size(ready.plan.bytes_out)}, {count(len(ready.layout.files), 'file')}, "
             f"{linked} of them hard links; {format_size(ready.share.total)} memory, "
             f"{format_size(ready.layout.written)} disk",
             err=err,
@@ -123,10 +158,17 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
 @click.option(
     "--pp",
     required=True,
+    type=Partition(),
     metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to cut as the runtime would.",
 )
-@click.option("--for", "consumer", metavar="sglang|vllm", help="The runtime. [needed with --pp N]")
+@click.option(
+    "--for",
+    "consumer",
+    type=RuntimeName(),
+    metavar="sglang|vllm",
+    help="The runtime. [needed with --pp N]",
+)
 @click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
 @click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
 @RUNNING

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import Folder, ModelId
+from qconvert.commands.options import Branch, Folder, ModelId, SourceName
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_json
 
@@ -25,7 +25,12 @@ _MOST_LISTED = 12
 @click.argument("folder", metavar="DIR", type=Folder())
 @click.argument("repo", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Make the repo private, if it has to be made.")
-@click.option("--revision", metavar="BRANCH", help="Commit to a branch, made where it is missing.")
+@click.option(
+    "--revision",
+    metavar="BRANCH",
+    type=Branch(),
+    help="Commit to a branch, made where it is missing.",
+)
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead.")
 @click.option("--commit-message", metavar="TEXT", help="[default: what made the folder]")
 @click.option(
@@ -35,7 +40,10 @@ _MOST_LISTED = 12
     help="The source's repo, for the model card.",
 )
 @click.option(
-    "--against", metavar="SRC", help="Validate against the source, and say so in the card."
+    "--against",
+    metavar="SRC",
+    type=SourceName(),
+    help="Validate against the source, and say so in the card.",
 )
 @click.option(
     "--level",
@@ -153,7 +161,7 @@ def _repo(text: str, revision: str | None) -> Any:
 
     found = parse_repo(text)
     if found is None:
-        raise click.UsageError(f"{text!r} is no name of a repo; write ORG/NAME")
+        raise click.UsageError(f"{text!r} is not a valid repo id; write ORG/NAME")
     if found.revision is not None and revision is not None:
         raise click.UsageError(f"{text} and --revision {revision} name two revisions")
     return Repo(found.id, revision or found.revision)
@@ -188,7 +196,7 @@ def _tell_findings(report: Report) -> None:
 
 
 def _would(repo: str, pending: Pending) -> list[str]:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     made = "" if pending.exists else f", which would be made{' private' if pending.private else ''}"
     lines = [f"{len(pending.changed)} of {len(pending.files)} files would go to {repo}{made}:"]
@@ -199,7 +207,7 @@ def _would(repo: str, pending: Pending) -> list[str]:
 
 
 def _done(pending: Pending, arrived: Arrived) -> list[str]:
-    from qconvert.recipe import format_size
+    from qconvert.sizes import format_size
 
     sent = f"{len(pending.changed)} of {len(pending.files)} files, {format_size(pending.nbytes)}"
     lines = [

@@ -9,7 +9,7 @@ import click
 
 from qconvert.commands.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.commands.convert import CONVERSION, convert
-from qconvert.commands.options import OUT, SOURCE
+from qconvert.commands.options import OUT, SOURCE, Pattern, from_options
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -35,13 +35,14 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     help="How it is stored; gptq and gptq-v2 differ in how zero points are.",
 )  # fmt: skip
 @click.option(
-    "--target", "targets", multiple=True, metavar="NAME",
+    "--target", "targets", multiple=True, type=Pattern(), metavar="NAME",
     help="What is quantized: a module's name, the end of one, re:PATTERN, or Linear (all linears that "
     "runtimes load so). May be repeated. [default: routed experts]",
 )  # fmt: skip
 @click.option(
-    "--ignore", multiple=True, metavar="NAME", help="Of these, what is left. May be repeated."
-)
+    "--ignore", multiple=True, type=Pattern(), metavar="NAME",
+    help="Of these, what is left. May be repeated.",
+)  # fmt: skip
 @click.option(
     "--tp", type=click.IntRange(min=1), metavar="N",
     help="Refuse what would not load on N tensor-parallel ranks.",
@@ -94,16 +95,17 @@ def w4a16(
         raise click.UsageError("say how weights are rounded: --rtn, or --gptq with --data")
     if rtn and actorder is not None:
         raise click.UsageError("--actorder goes with --gptq")
-    step = ExpertsToW4A16(
-        group=group,
-        bits=8 if bits == "8" else 4,
-        symmetric=not asymmetric,
-        packing=packing,
-        targets=targets or (EXPERTS,),
-        ignore=ignore,
-        leave_bf16=leave_bf16,
-        tp=tp,
-        actorder=actorder,
-        calibrate=calibration_from(asked),
-    )
+    with from_options():
+        step = ExpertsToW4A16(
+            group=group,
+            bits=8 if bits == "8" else 4,
+            symmetric=not asymmetric,
+            packing=packing,
+            targets=targets or (EXPERTS,),
+            ignore=ignore,
+            leave_bf16=leave_bf16,
+            tp=tp,
+            actorder=actorder,
+            calibrate=calibration_from(asked),
+        )
     convert(Recipe("w4a16", (step,), options["max_shard_size"]), source, out, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qconvert.errors import CheckpointError
+from qconvert.errors import UsageError
 from qconvert.reports import (
     as_github,
     as_html,
@@ -40,21 +40,20 @@ FORMATS = tuple(_RENDER)
 
 def render(report: Report, format: str, *, terminal: bool = False) -> str:
     """The report in one of FORMATS, without a newline at its end. Text has colours and keeps to the
-    terminal's width where it is for a `terminal`. Any other format: CheckpointError."""
+    terminal's width where it is for a `terminal`. Raises UsageError for any other format."""
     if format not in _RENDER:
-        raise CheckpointError(f"{format!r} is no format of reports; known: {', '.join(FORMATS)}")
+        raise UsageError(f"{format!r} is not a format of reports; known: {', '.join(FORMATS)}")
     if format == "text":
         return as_text.render(report, rules(), terminal=terminal)
     return _RENDER[format](report, rules())
 
 
 def suffix_format(path: str | Path) -> str:
-    """The format that a report file's name asks for. Raises CheckpointError for a suffix that names
-    none."""
+    """The format that a report file's name asks for. Raises UsageError for a suffix that names none."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIX:
         known = ", ".join(f"{end} ({name})" for end, name in _SUFFIX.items())
-        raise CheckpointError(
+        raise UsageError(
             f"{path}: its suffix {suffix!r} names no format of reports; give it one of {known}"
         )
     return _SUFFIX[suffix]

@@ -20,8 +20,8 @@ from qconvert import __version__
 from qconvert.findings import Finding, Measure, Rule, Table
 from qconvert.reports.figures import COLUMNS, cells, decibel, groups, worst
 from qconvert.reports.plots import EXACT, UNKNOWN, plot_data
-from qconvert.reports.words import by_rule, claims, count, is_figure, verdict
-from qconvert.shown import printable
+from qconvert.reports.words import by_rule, claims, is_figure, verdict
+from qconvert.shown import count, printable
 from qconvert.validation import Report
 
 # Of one rule, and rows of one table: the page is to stay small enough to be mailed.

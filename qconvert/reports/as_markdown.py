@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qconvert.findings import Rule, Table
 from qconvert.reports.figures import COLUMNS, cells, decibel, groups, worst
-from qconvert.reports.words import by_rule, claims, count, verdict
-from qconvert.shown import printable
+from qconvert.reports.words import by_rule, claims, verdict
+from qconvert.shown import count, printable
 from qconvert.validation import Report
 
 _MOST = 100

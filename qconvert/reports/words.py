@@ -6,12 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from qconvert.findings import Finding, Rule
+from qconvert.shown import count
 from qconvert.validation import Report
-
-
-def count(number: int, what: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def verdict(report: Report) -> str:
@@ -20,8 +16,8 @@ def verdict(report: Report) -> str:
 
 
 def totals(report: Report) -> str:
-    """Last line of the text report; scripts read it, so it is not bent to grammar."""
-    return f"{report.errors} errors, {report.warnings} warnings"
+    """Last line of the text report: `1 error, 0 warnings`. Scripts read --format json instead."""
+    return f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
 
 
 def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:

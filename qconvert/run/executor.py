@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256 as new_sha256
 from pathlib import Path
@@ -26,6 +26,7 @@ from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, share_out
 from qconvert.run.outside import Maker, Wanted, made_outside, open_desk
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
+from qconvert.run.preview import Onlooker, Outlook
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.worker import Done, Progress, Setup
@@ -284,15 +285,8 @@ def _open_journals(
     parts: Sequence[tuple[Prepared, Path]], spaces: Sequence[Workspace]
 ) -> list[Journal | None]:
     """Go on where all folders can; else begin all of them anew. A folder that is finished needs no
-    journal. Raises OutputError where one is finished that another begun anew would be written to."""
-    begun = {None if s.remembered is None else s.remembered.run for s in spaces if not s.done}
-    resumable = None not in begun and len(begun) == 1
-    finished = [space for space in spaces if space.done]
-    if finished and not (resumable and _all_units_kept(parts[0][0], spaces[0])):
-        raise OutputError(
-            f"{finished[0].out} is finished, and its other half {spaces[0].out} is not; remove the "
-            "former to make both again"
-        )
+    journal. Raises as `_resumable` does."""
+    resumable = _resumable(parts, spaces)
     if not resumable:
         # The first folder's journal goes first: it speaks of files in all of them.
         for space in spaces:
@@ -308,6 +302,20 @@ def _open_journals(
         else:
             journals.append(space.begin(ready.layout, run))
     return journals[::-1]
+
+
+def _resumable(parts: Sequence[tuple[Prepared, Path]], spaces: Sequence[Workspace]) -> bool:
+    """Whether all folders can be gone on with. Raises OutputError where one is finished that another
+    begun anew would be written to."""
+    begun = {None if s.remembered is None else s.remembered.run for s in spaces if not s.done}
+    resumable = None not in begun and len(begun) == 1
+    finished = [space for space in spaces if space.done]
+    if finished and not (resumable and _all_units_kept(parts[0][0], spaces[0])):
+        raise OutputError(
+            f"{finished[0].out} is finished, and its other half {spaces[0].out} is not; remove the "
+            "former to make both again"
+        )
+    return resumable
 
 
 def _all_units_kept(ready: Prepared, space: Workspace) -> bool:
@@ -534,3 +542,46 @@ def manifest_of(ready: Prepared) -> dict[str, Any]:
     time and no path, so the same conversion writes the same bytes anywhere."""
     identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
     return {"identity": identity, **described(ready.plan)}
+
+
+def foreseen(
+    parts: Sequence[tuple[Prepared, Path]], *, maker: Maker | None = None
+) -> list[Outlook]:
+    """What `run_together` would find in each folder and refuse to begin, by its own checks, without a
+    write. Refusals of the folders as a whole stand with the first one's."""
+    common: list[str] = []
+    with _noted(common):
+        _check_maker(parts[0][0], maker)
+        _check_folders(parts, 0 if maker is None else maker.disk_bytes())
+    spaces: list[Onlooker | None] = [None for _ in parts]
+    own: list[list[str]] = [[] for _ in parts]
+    for number, (ready, out) in enumerate(parts):
+        if not common:  # of a folder on top of the source, say, what lies in it is no news
+            with _noted(own[number]):
+                commit = ready.layout.commit_name
+                spaces[number] = Onlooker(out, _identity(ready), commit, Files())
+    there = [space for space in spaces if space is not None]
+    if len(there) == len(parts):
+        with _noted(common):
+            _check_all_done(there) if there[0].done else _resumable(parts, there)
+            if maker is not None and not all(space.done for space in there):
+                maker.check([out for _, out in parts])
+    own[0] = [*common, *own[0]]
+    units = len(parts[0][0].units)
+    journal = spaces[0].remembered if spaces[0] is not None else None  # it speaks of all folders
+    kept = 0 if journal is None else len(journal.units)
+    done = {"finished": units, "unfinished": kept}
+    return [
+        Outlook(out, None if space is None else space.state,
+                0 if space is None else done.get(space.state, 0), units, tuple(refusals))
+        for (_, out), space, refusals in zip(parts, spaces, own, strict=True)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _noted(refusals: list[str]) -> Iterator[None]:
+    """Errors that a user is to see, kept as text."""
+    try:
+        yield
+    except QConvertError as error:
+        refusals.append(str(error))

@@ -13,10 +13,10 @@ from qconvert.errors import OutputError
 _TRIES, _PAUSE_SECONDS = 20, 0.1
 
 
-def _patiently(fd: int) -> bool:
+def _patiently(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     for attempt in range(_TRIES):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if attempt + 1 < _TRIES:
                 time.sleep(_PAUSE_SECONDS)
@@ -46,18 +46,37 @@ def take_lock(path: Path) -> Lock | None:
     except OSError as error:
         raise OutputError(f"{path}: cannot lock: {error.strerror or error}") from error
     if not _patiently(fd):
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise OutputError(
-            f"{path.parent.parent}: another qconvert (process {holder or 'unknown'}) is at "
-            "work there; wait for it, or choose another folder"
-        )
+        raise _held(fd, path)
     if not _is(fd, path):
         os.close(fd)
         return None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return Lock(fd)
+
+
+def _held(fd: int, path: Path) -> OutputError:
+    """The refusal of a lock that another run holds, by the process it names. Closes `fd`."""
+    holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    os.close(fd)
+    return OutputError(
+        f"{path.parent.parent}: another qconvert (process {holder or 'unknown'}) is at "
+        "work there; wait for it, or choose another folder"
+    )
+
+
+def refuse_locked(path: Path) -> None:
+    """Raise OutputError if another run holds the lock `path`. Leaves the lock and its file as they
+    are."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OutputError(f"{path}: cannot lock: {error.strerror or error}") from error
+    if not _patiently(fd, fcntl.LOCK_SH):
+        raise _held(fd, path)
+    os.close(fd)
 
 
 def _is(fd: int, path: Path) -> bool:

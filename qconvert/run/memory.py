@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qconvert.errors import PlanError
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
+from qconvert.sizes import exact_size, format_size
 from qconvert.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
 
 # What is taken unasked; more where the plan and a worker for each core need it.
@@ -68,6 +69,7 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
+    given = None if memory is None else exact_size(memory)
     if memory is None:
         each = PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
         full = plan + PROCESS_BYTES + wanted * each
@@ -76,7 +78,8 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
         raise PlanError(
             f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
             f"{_mib(plan)} for the plan and {_mib(need - plan - worst.peak)} for a worker, the smallest "
-            f"--memory that would do is {_mib(need)} (given: {_mib(memory)})"
+            f"--memory that would do is {_mib(need)} "
+            + (f"(given: {given})" if given else f"(half of what is free: {format_size(memory)})")
         )
     for count in range(wanted, 0, -1):
         processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)

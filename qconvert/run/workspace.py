@@ -75,6 +75,11 @@ class Workspace:
         self._identity = identity
         if out.exists() and not out.is_dir():
             raise OutputError(f"{out} is not a folder")
+        self._claim(commit)
+
+    def _claim(self, commit: str) -> None:
+        """Take the lock, and learn what is there. Raises OutputError where it cannot be ours."""
+        files = self._files
         while True:
             claimed = self.work.is_dir()
             if not claimed:
