@@ -23,6 +23,7 @@ from qconvert.commands.stages import join, split
 from qconvert.commands.upload import upload
 from qconvert.commands.w4a16 import w4a16
 from qconvert.errors import QConvertError
+from qconvert.shown import message
 
 OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -87,6 +88,22 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(USAGE)
     except QConvertError as error:
         click.echo(f"qconvert: error: {error}", err=True)
+        sys.exit(FAILED)
+    except ImportError as error:
+        # numpy and the like, which are loaded when they are needed: broken, or no room for them.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        click.echo(
+            f"qconvert: error: a library cannot be loaded: {message(lines[-1] if lines else '')} (is it "
+            "installed whole, and `ulimit -v` large enough?)",
+            err=True,
+        )
+        sys.exit(FAILED)
+    except MemoryError:
+        click.echo(
+            "qconvert: error: out of memory (or over `ulimit -v`); of a conversion finished work is "
+            "kept. Give less --memory or fewer --jobs, and run the same command again",
+            err=True,
+        )
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         click.echo(

@@ -60,7 +60,8 @@ def show_recipe(name: str) -> None:
 @click.command()
 @OUT
 def clean(out: Path) -> None:
-    """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone.
+    """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone; one that
+    was being repaired is unfinished.
 
     \b
     Example:
