@@ -67,9 +67,12 @@ def clean(out: Path) -> None:
     Example:
       qconvert clean DeepSeek-V3-bf16
     """
+    from qconvert.errors import OutputError
     from qconvert.run.files import Files
     from qconvert.run.workspace import clean as drop
 
+    if not out.is_dir():
+        raise OutputError(f"{out}: no such folder")
     click.echo(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
 
 

@@ -520,11 +520,8 @@ def clean(out: Path, files: Files) -> bool:
     """Drop unfinished work in OUT, and in the folders of pipeline stages in it; published parts of it
     too. False if there was none. Nothing is removed through a symbolic link.
 
-    Raises OutputError if OUT is no folder, if another run holds it, or where its work folder is not
-    as qconvert makes it.
+    Raises OutputError if another run holds it, or where its work folder is not as qconvert makes it.
     """
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such folder")
     stages = [folder for folder in sorted(out.glob("stage-*-of-*")) if not folder.is_symlink()]
     cleaned = [_clean(folder, files) for folder in (out, *stages)]
     return any(cleaned)
