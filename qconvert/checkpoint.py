@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -52,12 +53,14 @@ _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. `size` and `mtime_ns` are what it had when its header was read: a
-    source that changes during a run is refused by them."""
+    """One safetensors file. All but the path is what it had when its header was read: a source that
+    changes during a run is refused by them."""
 
     path: Path
     size: int
     mtime_ns: int
+    ctime_ns: int = 0
+    inode: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class Checkpoint(Mapping[str, Source]):
             before = _stat(file)
             header = read_header(file)
             digest.update(header.raw)
-            shards.append(Shard(file, header.file_size, before.st_mtime_ns))
+            shards.append(_shard(file, header.file_size, before))
             metadata.update(header.metadata)
             for entry in header.entries:
                 if entry.name in sources:
@@ -231,23 +234,37 @@ class Checkpoint(Mapping[str, Source]):
         file = self.root / MANIFEST
         return _read_manifest(file) if file.is_file() else None
 
-    @cached_property
+    @property
     def sample_digest(self) -> str:
         """A hash of evenly spread blocks of every shard and of all side files. Two fine-tunes of one
-        base have the same headers; this tells them apart without reading everything."""
+        base have the same headers; this tells them apart without reading everything. Raises
+        CheckpointError naming a file that cannot be read."""
+        return self._sampled[0]
+
+    @property
+    def side_digests(self) -> Mapping[str, str]:
+        """xxh3-128 of each side file, of the same reading as `sample_digest`."""
+        return self._sampled[1]
+
+    @cached_property
+    def _sampled(self) -> tuple[str, dict[str, str]]:
         digest = xxhash.xxh3_128()
         for shard in self.shards:
             step = max(_SAMPLE_BYTES, shard.size // _SAMPLES)
-            with shard.path.open("rb", buffering=0) as stream:
+            with _naming(shard.path), shard.path.open("rb", buffering=0) as stream:
                 for start in range(0, shard.size, step):
                     stream.seek(start)
                     digest.update(stream.read(_SAMPLE_BYTES))
+        sides: dict[str, str] = {}
         for name in self.side_files:
-            with (self.root / name).open("rb") as stream:
+            side = xxhash.xxh3_128()
+            with _naming(self.root / name), (self.root / name).open("rb") as stream:
                 digest.update(name.encode())
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
-        return digest.hexdigest()
+                    side.update(chunk)
+            sides[name] = side.hexdigest()
+        return digest.hexdigest(), sides
 
     def read_scalar(self, source: Source) -> bytes:
         """The bytes of a one-element tensor: the one thing a plan may read beyond headers, to tell
@@ -261,13 +278,19 @@ class Checkpoint(Mapping[str, Source]):
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if a shard's size or modification time is not what it was."""
-        for shard in self.shards:
-            now = _stat(shard.path)
-            if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
+    def look_again(self) -> tuple[Shard, ...]:
+        """The shards as they are now. Raises CheckpointError if one cannot be read."""
+        return tuple(_shard(shard.path, None, _stat(shard.path)) for shard in self.shards)
+
+    def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
+        """Raise CheckpointError if a shard's size or modification time is not what it was, or, with
+        `since` (an earlier `look_again`), its change time or inode: those show a change after which
+        the modification time was set back."""
+        for before, now in zip(since or self.shards, self.look_again(), strict=True):
+            same = (now.size, now.mtime_ns) == (before.size, before.mtime_ns)
+            if not same or (since is not None and now != before):
                 raise CheckpointError(
-                    f"{shard.path} changed while it was being converted; leave the source alone "
+                    f"{now.path} changed while it was being converted; leave the source alone "
                     "and start again (qconvert clean OUT first)"
                 )
 
@@ -275,6 +298,20 @@ class Checkpoint(Mapping[str, Source]):
 def file_size(file: Path) -> int:
     """Size in bytes. Raises CheckpointError if the file cannot be read (a broken link, say)."""
     return _stat(file).st_size
+
+
+def _shard(file: Path, size: int | None, status: os.stat_result) -> Shard:
+    size = status.st_size if size is None else size
+    return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Reading fails with the file's name: the system's own errors have none."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _stat(file: Path) -> os.stat_result:

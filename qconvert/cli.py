@@ -93,6 +93,14 @@ def main(arguments: list[str] | None = None) -> None:
     except QConvertError as error:
         say_error(str(error))
         sys.exit(FAILED)
+    except ImportError as error:
+        # numpy and the like, which are loaded when they are needed: broken, or no room for them.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        say_error(
+            f"a library cannot be loaded: {lines[-1] if lines else ''} (is it installed whole, and "
+            "`ulimit -v` large enough?)"
+        )
+        sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         say(
             "qconvert: interrupted; of a conversion finished work is kept, the same command goes on",

@@ -119,6 +119,9 @@ def outlook_lines(look: Outlook | None) -> list[str]:
     """What of the result the output folder has already; nothing of a new one."""
     if look is None or look.state in (None, "new"):
         return []
+    if look.damaged:
+        files = count(len(look.damaged), "damaged file")
+        return [f"there   {look.out} holds this result with {files}; a run makes them again"]
     if look.state == "finished":
         return [f"there   {look.out} already holds this very result; a run has nothing to do"]
     return [
@@ -131,7 +134,13 @@ def outlook_json(look: Outlook | None) -> dict[str, Any]:
     at it) and units; `refusals`: why the run would not begin."""
     if look is None:
         return {"out": None, "refusals": []}
-    out = {"folder": str(look.out), "state": look.state, "units": look.units, "done": look.done}
+    out = {
+        "folder": str(look.out),
+        "state": look.state,
+        "units": look.units,
+        "done": look.done,
+        "damaged": list(look.damaged),
+    }
     return {"out": out, "refusals": list(look.refusals)}
 
 

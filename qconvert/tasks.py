@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
@@ -28,6 +27,7 @@ from qconvert.errors import RunError
 from qconvert.findings import Finding, Measure, OnlyRead
 from qconvert.graph import Source
 from qconvert.names import natural_key, parse, split_parameter
+from qconvert.run.pool import undisturbed
 from qconvert.run.reader import Reader
 from qconvert.run.worker import die_with
 
@@ -253,7 +253,7 @@ def run_tasks(
     running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]] = deque()
     try:
         for batch in batches:
-            with _undisturbed():
+            with undisturbed():
                 running.append((batch, pool.submit(_work, batch)))
             if len(running) >= 3 * workers:
                 yield from _finished(running, progress)
@@ -370,17 +370,6 @@ def _together(group: Sequence[Numbered], room: Room) -> Iterator[tuple[int, Resu
 
 
 _room: Room | None = None
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A worker is started without Ctrl-C, which is this process's to answer: it would end in a
-    traceback of its own. A Ctrl-C meanwhile comes as soon as this is over."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _enter(shards: Shards, parent: int) -> None:

@@ -10,7 +10,6 @@ plainly, what was not looked at.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
 from qconvert.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
+from qconvert.receipt import ReceiptText, read_receipt
 from qconvert.stages import open_source
 from qconvert.tasks import AnyTask, Progress, run_tasks
 
@@ -108,41 +108,16 @@ class Folder:
             return things
         return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
-    @cached_property
+    @property
     def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
         """Receipt lines, None where there is none. Raises CheckpointError where it is broken."""
-        file = self.checkpoint.root / RECEIPT
-        if not file.is_file():
-            return None
-        lines = []
-        for number, raw in enumerate(file.read_bytes().splitlines(), 1):
-            try:
-                line = json.loads(raw)
-            except ValueError as error:
-                raise CheckpointError(f"{file}:{number}: is not valid JSON: {error}") from error
-            if not _is_receipt_line(line):
-                raise CheckpointError(f"{file}:{number}: is no receipt of a tensor or file")
-            lines.append(line)
-        return tuple(lines)
+        return None if self.receipt_text is None else self.receipt_text.lines
 
-
-_OF_TENSORS: Mapping[str, type] = {
-    "name": str, "dtype": str, "shape": list, "file": str, "offset": int, "nbytes": int,
-    "xxh3": str, "sources": list,
-}  # fmt: skip
-_OF_FILES: Mapping[str, type] = {"file": str, "nbytes": int}
-_OF_SOURCES: Mapping[str, type] = {"name": str, "start": int, "stop": int, "xxh3": str}
-
-
-def _has(line: Any, kinds: Mapping[str, type]) -> bool:
-    return isinstance(line, dict) and all(isinstance(line.get(k), t) for k, t in kinds.items())
-
-
-def _is_receipt_line(line: Any) -> bool:
-    """Whether validators may rely on a line's keys; what they say is for the rules to judge."""
-    if not isinstance(line, dict) or "name" not in line:
-        return _has(line, _OF_FILES)
-    return _has(line, _OF_TENSORS) and all(_has(part, _OF_SOURCES) for part in line["sources"])
+    @cached_property
+    def receipt_text(self) -> ReceiptText | None:
+        """The receipt with its seal, None where there is none. Raises CheckpointError where it is
+        broken."""
+        return read_receipt(self.checkpoint.root / RECEIPT, len(self.checkpoint))
 
 
 class Validator(Protocol):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import gdn_models
 import numpy as np
+import xxhash
 from checkpoints import (
     INDEX,
     Model,
@@ -356,17 +357,41 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
 
 
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the manifest and seal it again: a broken seal is another rule's."""
     edit_json(folder / MANIFEST, lambda manifest: (edit(manifest), None)[1])
+    sealed_again(folder)
     resized(folder, MANIFEST)
     return folder
 
 
+def sealed_again(folder: Path) -> None:
+    """The seals that the manifest and receipt have now, made anew from their bytes."""
+    file = folder / MANIFEST
+    manifest = json.loads(file.read_bytes())
+    if manifest.pop("seal", None) is not None:
+        body = json.dumps(manifest, indent=2).removesuffix("\n}").encode() + b",\n"
+        seal = f'  "seal": "{xxhash.xxh3_128(body).hexdigest()}"\n}}\n'
+        file.write_bytes(body + seal.encode())
+    file = folder / RECEIPT
+    if file.is_file():
+        lines = file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if not line.startswith(b'{"receipt"')]
+        if kept != lines:
+            file.write_bytes(b"".join(kept) + _seal_of(kept))
+
+
+def _seal_of(lines: list[bytes]) -> bytes:
+    digest = xxhash.xxh3_128(b"".join(lines)).hexdigest()
+    return f'{{"receipt":{{"lines":{len(lines)},"xxh3":"{digest}"}}}}\n'.encode()
+
+
 def edit_receipt(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change every line; those for which `edit` returns False go."""
+    """Change every line; those for which `edit` returns False go. It is sealed again."""
     file = folder / RECEIPT
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    kept = [line for line in lines if edit(line) is not False]
-    file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    kept = [line for line in lines if "receipt" in line or edit(line) is not False]
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+    sealed_again(folder)
 
 
 def resized(folder: Path, name: str) -> None:

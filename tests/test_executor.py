@@ -78,7 +78,11 @@ def _decoded(codes: bytes, factors: bytes, shape: tuple[int, int]) -> bytes:
 
 
 def _receipt(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / RECEIPT).read_bytes().splitlines()]
+    *lines, seal = (folder / RECEIPT).read_bytes().splitlines(keepends=True)
+    assert json.loads(seal) == {
+        "receipt": {"lines": len(lines), "xxh3": xxhash.xxh3_128(b"".join(lines)).hexdigest()}
+    }
+    return [json.loads(line) for line in lines]
 
 
 # --- the bytes --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import ClassVar
 
 import xxhash
 
-from qconvert.findings import Finding, Rule
-from qconvert.tasks import Room, Watch
+from qconvert.errors import CheckpointError
+from qconvert.findings import Finding, Rule, Skipped
+from qconvert.header import read_header
+from qconvert.receipt import digest
+from qconvert.regular import open_regular
+from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need
 from qconvert.validators.receipt import EDITED
 
@@ -32,23 +37,40 @@ class Hashes:
     proves: str = "every byte has the hash it was written with"
     needs: frozenset[Need] = frozenset({"receipt", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | HashTask]:
+    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped | HashTask]:
         checkpoint = folder.checkpoint
         lines = folder.receipt or ()
         tensors = [line for line in lines if line.get("name") in checkpoint]
         for line in folder.some(tensors):
             yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
+        shards = {shard.path.name: shard for shard in checkpoint.shards}
         for line in lines:
+            # Of a shard there is a hash of its header, and one of each tensor; a missing file is QC020.
+            if "name" in line or line["file"] in EDITED:
+                continue
             file = checkpoint.root / line["file"]
-            # A shard has no hash of its own, its tensors do; a missing file is QC020.
-            hashed = "name" not in line and "xxh3" in line and file.is_file()
-            hashed = hashed and line["file"] not in EDITED
-            if hashed and _digest(file) != line["xxh3"]:
+            if "xxh3" in line and file.is_file() and _digest(file) != line["xxh3"]:
+                yield _changed("QC022", line["file"])
+            shard = shards.get(line["file"])
+            if shard is None:
+                continue
+            if "header_xxh3" not in line:
+                yield Skipped(
+                    f"the header of {line['file']} (its receipt is older than such hashes)"
+                )
+            elif digest(read_header(shard.path).raw) != line["header_xxh3"]:
                 yield _changed("QC022", line["file"])
 
 
 def _digest(file: Path) -> str:
-    return xxhash.xxh3_128(file.read_bytes()).hexdigest()
+    found = xxhash.xxh3_128()
+    try:
+        with os.fdopen(open_regular(file), "rb") as stream:
+            while chunk := stream.read(CHUNK):
+                found.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    return found.hexdigest()
 
 
 def _changed(rule: str, where: str) -> Finding:

@@ -32,6 +32,7 @@ class RunOptions(TypedDict):
     jobs: int | None
     max_shard_size: int | None
     sha256: bool
+    verify: bool
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -59,6 +60,12 @@ _PLANNING: Callable[[F], F] = stacked(
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
     click.option("--sha256", is_flag=True, help="Also put each file's sha256 into the receipt."),
+    click.option(
+        "--verify",
+        is_flag=True,
+        help="Hash all that an earlier run left in OUT before building on it. "
+        "[default: sizes, headers, small files, and what was written last]",
+    ),
     click.option(
         "--dry-run",
         is_flag=True,
@@ -94,7 +101,10 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
     from qconvert.recipe import load_recipe
 
     data, rest = split_data(given)
-    options = cast(RunOptions, {**rest, "sha256": False, "dry_run": True, "print_recipe": False})
+    options = cast(
+        RunOptions,
+        {**rest, "sha256": False, "verify": False, "dry_run": True, "print_recipe": False},
+    )
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -200,7 +210,9 @@ def run_options(recipe: Recipe, options: RunOptions) -> Options:
     from qconvert.run.shards import DEFAULT_SHARD_BYTES
 
     shard_size = options["max_shard_size"] or recipe.max_shard_size or DEFAULT_SHARD_BYTES
-    return Options(options["memory"], options["jobs"], shard_size, options["sha256"])
+    return Options(
+        options["memory"], options["jobs"], shard_size, options["sha256"], verify=options["verify"]
+    )
 
 
 def _dump(plan: Plan, as_json: bool) -> None:
@@ -306,7 +318,7 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
                 "out": str(receipt.out), "fingerprint": receipt.fingerprint,
                 "files": list(receipt.files), "bytes": receipt.nbytes, "seconds": seconds,
                 "remarks": list(receipt.remarks), "already_done": receipt.already_done,
-                "resumed_units": receipt.resumed_units,
+                "resumed_units": receipt.resumed_units, "repaired": dict(receipt.repaired),
             }
             for receipt in receipts
         ]  # fmt: skip
@@ -317,10 +329,15 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:
+    from qconvert.shown import message
     from qconvert.sizes import format_size
 
     if receipt.already_done:
         return f"{receipt.out} already holds this very result; nothing to do"
+    if receipt.repaired:
+        shown = ", ".join(f"{name} ({why})" for name, why in list(receipt.repaired.items())[:3])
+        more = f" and {len(receipt.repaired) - 3} more" if len(receipt.repaired) > 3 else ""
+        return message(f"repaired {receipt.out}: {shown}{more}")
     resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
     return (
         f"wrote {receipt.out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "

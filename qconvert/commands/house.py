@@ -61,15 +61,19 @@ def show_recipe(name: str) -> None:
 @click.command()
 @OUT
 def clean(out: Path) -> None:
-    """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone.
+    """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone; one that
+    was being repaired is unfinished.
 
     \b
     Example:
       qconvert clean DeepSeek-V3-bf16
     """
+    from qconvert.errors import OutputError
     from qconvert.run.files import Files
     from qconvert.run.workspace import clean as drop
 
+    if not out.is_dir():
+        raise OutputError(f"{out}: no such folder")
     say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
 
 

@@ -14,6 +14,7 @@ from qconvert.card import README, card, split_front_matter
 from qconvert.card.front import base_model_of
 from qconvert.checkpoint import MANIFEST, RECEIPT
 from qconvert.errors import CheckpointError
+from qconvert.receipt import parse_receipt, sealed_lines
 
 if TYPE_CHECKING:
     from qconvert.validation import Report
@@ -46,16 +47,25 @@ def _true_receipt(folder: Path, readme: bytes) -> bytes | None:
     if not receipt.is_file():
         return None
     lines = receipt.read_bytes().splitlines()
+    # A seal is made anew for what stands behind it only where it was right: a broken receipt is for
+    # validation to name, and must not pass for a sound one afterwards.
+    try:
+        seal = parse_receipt(receipt.read_bytes(), receipt).seal
+    except CheckpointError:
+        return None
+    if seal != "none":
+        lines.pop()
     at, said = _line_of_readme(lines)
     true = _record(readme, said)
-    if true == said:
+    if true == said or seal == "broken":
         return None
     raw = json.dumps(true, separators=(",", ":")).encode()
     if at is None:
         lines.append(raw)
     else:
         lines[at] = raw
-    return b"\n".join(lines) + b"\n"
+    texts = [line.decode() for line in lines]
+    return ("\n".join(sealed_lines(texts) if seal == "sound" else texts) + "\n").encode()
 
 
 def _line_of_readme(lines: list[bytes]) -> tuple[int | None, dict[str, Any]]:
@@ -164,6 +174,8 @@ def _replace(file: Path, data: bytes) -> None:
     """The file anew, whole or not at all; never through a hard link to another folder's."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("wb") as stream:
+        if file.exists():  # who may not read the old one may not read the new one
+            os.fchmod(stream.fileno(), file.stat().st_mode & 0o777)
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())

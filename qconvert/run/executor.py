@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from hashlib import sha256 as new_sha256
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import xxhash
-
-from qconvert import __version__
-from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
+from qconvert.checkpoint import MANIFEST, WORK_DIR, Shard, file_size
 from qconvert.errors import OutputError, PlanError, QConvertError
-from qconvert.manifest import described
 from qconvert.plan import Plan
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
+from qconvert.run.finished import State, look_over
 from qconvert.run.journal import Journal
 from qconvert.run.memory import Share, share_out
 from qconvert.run.outside import Maker, Wanted, made_outside, open_desk
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
 from qconvert.run.preview import Onlooker, Outlook
-from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
+from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, OutFile, lay_out
+from qconvert.run.staging import (
+    check_staged,
+    identity_of,
+    lost_shards,
+    manifest_bytes,
+    planned_places,
+    publish_order,
+    stage_the_rest,
+)
 from qconvert.run.unit_runner import Place, UnitResult
+from qconvert.run.vouched import (
+    LOOK_BACK,
+    check_same_sources,
+    check_sources,
+    check_units,
+    seen,
+    touched,
+    wrong_units,
+)
 from qconvert.run.worker import Done, Progress, Setup
 from qconvert.run.workspace import (
     CALIBRATION,
+    JOURNAL,
     Workspace,
     check_apart,
     check_disk,
@@ -40,7 +54,6 @@ from qconvert.run.workspace import (
 from qconvert.spec import TensorType
 from qconvert.units import Unit, units
 
-_READ_BYTES = 4 << 20
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
 
@@ -76,7 +89,8 @@ class Options:
     """How to run a plan. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
     each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
     `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
-    files that a plan may hold as they are stand in by hard link where they are on the same disk."""
+    files that a plan may hold as they are stand in by hard link where they are on the same disk.
+    `verify` hashes all that an earlier run left, not only what it left last."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -84,12 +98,14 @@ class Options:
     sha256: bool = False
     commit_bytes: int = COMMIT_BYTES
     link_near: Path | None = None
+    verify: bool = False
 
 
 @dataclass(frozen=True)
 class Receipt:
     """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
-    whether it had been finished before."""
+    whether it had been finished before. `repaired` are files of a finished folder that were not as
+    they had been made, and are again, with what was wrong."""
 
     out: Path
     fingerprint: str
@@ -98,6 +114,7 @@ class Receipt:
     remarks: tuple[str, ...] = ()
     resumed_units: int = 0
     already_done: bool = False
+    repaired: Mapping[str, str] = field(default_factory=dict)
     share: Share | None = field(default=None, compare=False)
 
 
@@ -146,6 +163,7 @@ def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
     """The plan's linkable source files that can be hard-linked where the output will be, and are not
     larger than an explicit --max-shard-size."""
     folder = existing_parent(near)
+    linked = _linked_already(near)
     # Published shards are about as large as the default, some a little larger.
     largest = max_shard_size if max_shard_size != DEFAULT_SHARD_BYTES else sys.maxsize
     by_shard: dict[int, list[tuple[str, TensorType, int]]] = {n: [] for n in plan.linkable}
@@ -156,8 +174,14 @@ def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
         Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
         for number, tensors in by_shard.items()
         if (shard := plan.checkpoint.shards[number]).size <= largest
-        and can_link(shard.path, folder)
+        and (shard.inode in linked or can_link(shard.path, folder))
     ]
+
+
+def _linked_already(near: Path) -> frozenset[int]:
+    """Inodes of shards that lie in the output already. Another link would do nothing but change the
+    source's ctime, and a resumed run would have to look whether its bytes are the same."""
+    return frozenset(file.stat().st_ino for file in near.glob("**/*.safetensors") if file.is_file())
 
 
 def execute(
@@ -206,35 +230,51 @@ def run_together(
     """
     told: Events = events or Silent()
     disk = files or Files()
-    _check_maker(parts[0][0], maker)
+    first = parts[0][0]
+    _check_maker(first, maker)
     _check_folders(parts, 0 if maker is None else maker.disk_bytes())
     if maker is not None and not all(_looks_finished(out) for _, out in parts):
         maker.check([out for _, out in parts])
-    parts[0][0].plan.checkpoint.check_unchanged()
+    checkpoint = first.plan.checkpoint
+    # Links of our own change a file's ctime.
+    checkpoint.check_unchanged(None if first.options.link_near else checkpoint.shards)
     spaces: list[Workspace] = []
     journals: list[Journal | None] = []
+    repaired: list[Mapping[str, str]] = [{} for _ in parts]
     try:
         for ready, out in parts:
-            spaces.append(Workspace(out, _identity(ready), ready.layout.commit_name, disk))
-        if spaces[0].done:
-            _check_all_done(spaces)
-            return [
-                Receipt(
-                    out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes,
-                    tuple(maker.idle()) if maker is not None else (), already_done=True,
-                )
-                for ready, out in parts
-            ]  # fmt: skip
-        journals = _open_journals(parts, spaces)
+            tensors = max(len(checkpoint), len(ready.plan.tensors))
+            spaces.append(Workspace(out, identity_of(ready), manifest_bytes(ready), tensors, disk))
+        if all(space.finished or space.in_sight for space in spaces):
+            for space in spaces:
+                if space.in_sight:
+                    space.settle()
+        if spaces[0].finished:
+            _check_all_finished(spaces)
+            states = _looked_over(parts, told)
+            if any(state.faults for state in states):
+                for space in spaces:
+                    space.claim()
+                    if not space.finished:
+                        raise OutputError(f"{space.out}: another run was here; run this one again")
+                states = _looked_over(parts, told)  # nobody else is at it now
+                repaired = [state.faults for state in states]
+            if not any(state.faults for state in states):
+                for space in spaces:
+                    space.withdraw()
+                return [_already(ready, out, maker) for ready, out in parts]
+            journals = _begin_repairs(parts, spaces, states, maker)
+        else:
+            journals = _open_journals(parts, spaces)
         receipts = _fill_and_publish(parts, spaces, journals, told, disk, maker)
         for journal in journals:
             if journal is not None:
                 journal.close()
         journals = []
         for space in reversed(spaces):
-            if not space.done:
+            if not space.finished:
                 space.tidy()
-        return receipts
+        return [replace(r, repaired=faults) for r, faults in zip(receipts, repaired, strict=True)]
     except BaseException:
         for journal in journals:
             if journal is not None:
@@ -242,6 +282,12 @@ def run_together(
         for space in spaces:
             space.withdraw()
         raise
+
+
+def _already(ready: Prepared, out: Path, maker: Maker | None) -> Receipt:
+    remarks = tuple(maker.idle()) if maker is not None else ()
+    names = tuple(publish_order(ready))
+    return Receipt(out, ready.fingerprint, names, ready.layout.nbytes, remarks, already_done=True)
 
 
 def _check_maker(ready: Prepared, maker: Maker | None) -> None:
@@ -272,13 +318,54 @@ def _looks_finished(out: Path) -> bool:
     return (out / MANIFEST).is_file() and not (out / WORK_DIR).is_dir()
 
 
-def _check_all_done(spaces: Sequence[Workspace]) -> None:
+def _check_all_finished(spaces: Sequence[Workspace]) -> None:
     for space in spaces:
-        if not space.done:
+        if not space.finished:
             raise OutputError(
                 f"{spaces[0].out} is finished, and its other half {space.out} is gone; remove the "
                 "former to make both again"
             )
+
+
+def _looked_over(parts: Sequence[tuple[Prepared, Path]], told: Events) -> list[State]:
+    told.phase("checking the finished folder")
+    return [look_over(ready, out, verify=ready.options.verify) for ready, out in parts]
+
+
+def _begin_repairs(
+    parts: Sequence[tuple[Prepared, Path]],
+    spaces: Sequence[Workspace],
+    states: Sequence[State],
+    maker: Maker | None,
+) -> list[Journal | None]:
+    """Make unfinished runs of finished folders: their journals know what is still good, and nothing
+    stays in sight. Folders that were made together are repaired together."""
+    units = parts[0][0].units
+    records = {name: text for state in states for name, text in state.records.items()}
+    kept = {
+        number: [records[name] for name, _ in unit.outputs]
+        for number, unit in enumerate(units)
+        if all(name in records for name, _ in unit.outputs)
+    }
+    wrong = {name for state in states for name in state.wrong}
+    lost = [
+        unit
+        for number, unit in enumerate(units)
+        if number not in kept or any(name in wrong for name, _ in unit.outputs)
+    ]
+    if maker is not None and any(made_outside(unit) is not None for unit in lost):
+        maker.check([out for _, out in parts])
+    for (ready, out), state in zip(parts, states, strict=True):
+        check_disk(
+            out, sum(f.size for f in ready.layout.files if f.name in state.lost and not f.link)
+        )
+    run = secrets.token_hex(8)
+    journals: list[Journal | None] = []
+    # As folders are begun: the first folder's journal, which speaks of all units, comes last.
+    for (ready, _), space, state in reversed(list(zip(parts, spaces, states, strict=True))):
+        known = kept if space is spaces[0] else {}
+        journals.append(space.begin_repair(publish_order(ready), state.edited, known, run))
+    return journals[::-1]
 
 
 def _open_journals(
@@ -295,7 +382,7 @@ def _open_journals(
     journals: list[Journal | None] = []
     # It also comes last, when all files it may speak of are there.
     for (ready, _), space in reversed(list(zip(parts, spaces, strict=True))):
-        if space.done:
+        if space.finished:
             journals.append(None)
         elif resumable:
             journals.append(space.resume())
@@ -307,9 +394,9 @@ def _open_journals(
 def _resumable(parts: Sequence[tuple[Prepared, Path]], spaces: Sequence[Workspace]) -> bool:
     """Whether all folders can be gone on with. Raises OutputError where one is finished that another
     begun anew would be written to."""
-    begun = {None if s.remembered is None else s.remembered.run for s in spaces if not s.done}
+    begun = {None if s.remembered is None else s.remembered.run for s in spaces if not s.finished}
     resumable = None not in begun and len(begun) == 1
-    finished = [space for space in spaces if space.done]
+    finished = [space for space in spaces if space.finished]
     if finished and not (resumable and _all_units_kept(parts[0][0], spaces[0])):
         raise OutputError(
             f"{finished[0].out} is finished, and its other half {spaces[0].out} is not; remove the "
@@ -332,23 +419,37 @@ def _fill_and_publish(
 ) -> list[Receipt]:
     first, journal = spaces[0], journals[0]
     assert journal is not None, "the first folder is published last"
-    kept = dict(first.remembered.units) if first.remembered is not None else {}
-    remarks = list(first.remembered.remarks) if first.remembered is not None else []
+    checkpoint = parts[0][0].plan.checkpoint
+    kept: dict[int, Sequence[str]] = {}
+    again: dict[int, Sequence[str]] = {}
+    remarks: list[str] = []
+    known = identity_of(parts[0][0])["seen"]
+    if first.remembered is not None:
+        kept, again = _built_on(parts, spaces, journals, told)
+        remarks, known = list(first.remembered.remarks), first.remembered.seen
     resumed = len(kept)
+    now: Sequence[Shard] | None = None
     if not any(_is_publishing(space) for space in spaces):
-        _run_units(parts, spaces, journal, told, files, maker, kept, remarks)
-        parts[0][0].plan.checkpoint.check_unchanged()
+        now = checkpoint.look_again()
+        if changed := touched(now, known):
+            if kept:
+                told.phase("the source was touched: hashing it again")
+                check_sources(kept.values(), checkpoint, changed)
+            journal.append([{"seen": seen(now)}])
+        _run_units(parts, spaces, journal, told, files, maker, kept, again, remarks)
+        checkpoint.check_unchanged(now)
     told.phase("publishing")
     for (ready, _), space in zip(parts, spaces, strict=True):
-        if not space.done and not _is_publishing(space):
-            _stage_the_rest(ready, space, kept)
+        if not space.finished and not _is_publishing(space):
+            stage_the_rest(ready, space, kept)
+            checkpoint.check_unchanged(now)
     for (ready, _), space, its in reversed(list(zip(parts, spaces, journals, strict=True))):
         if its is not None:
-            space.publish(_publish_order(ready), its)
+            space.publish(publish_order(ready), its)
     unique = tuple(dict.fromkeys(remarks))
     return [
         Receipt(
-            out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes, unique,
+            out, ready.fingerprint, tuple(publish_order(ready)), ready.layout.nbytes, unique,
             resumed, share=ready.share,
         )
         for ready, out in parts
@@ -359,6 +460,116 @@ def _is_publishing(space: Workspace) -> bool:
     return space.remembered is not None and space.remembered.publish is not None
 
 
+def _built_on(
+    parts: Sequence[tuple[Prepared, Path]],
+    spaces: Sequence[Workspace],
+    journals: Sequence[Journal | None],
+    told: Events,
+) -> tuple[dict[int, Sequence[str]], dict[int, Sequence[str]]]:
+    """What of the work that was left can be built on: units with their records, and those of units that
+    must be done again, because their bytes are not what was recorded. Files that are not as planned
+    are made anew; where some had been published, all are taken out of sight first.
+
+    Raises OutputError for records that are not this plan's, and where another folder of the run is
+    finished and would have to be written to.
+    """
+    told.phase("checking what was done before")
+    units, options = parts[0][0].units, parts[0][0].options
+    remembered = spaces[0].remembered
+    assert remembered is not None
+    kept = remembered.units
+    at = {
+        name: (space, place)
+        for (ready, _), space in zip(parts, spaces, strict=True)
+        for name, place in planned_places(ready.layout.files).items()
+    }
+    check_units(
+        kept, units, {name: place for name, (_, place) in at.items()}, spaces[0].work / JOURNAL
+    )
+
+    def where(name: str) -> tuple[Path, int]:
+        space, (file, offset) = at[name]
+        return space.find(file), offset
+
+    begun = [
+        (ready, space, journal)
+        for (ready, _), space, journal in zip(parts, spaces, journals, strict=True)
+        if journal is not None
+    ]
+    rounds = max(space.withdrawals for _, space, _ in begun)
+    wrong = wrong_units(kept, units, where, None if options.verify else LOOK_BACK)
+    if any(_is_publishing(space) for _, space, _ in begun) and (
+        wrong or any(not _is_sound(ready, space) for ready, space, _ in begun)
+    ):
+        rounds += 1
+    for _, space, journal in begun:
+        if space.withdrawals < rounds:
+            space.withdraw_again(journal)
+    for _, space, _ in begun:
+        space.move_back()
+    if any(_is_publishing(space) for _, space, _ in begun):
+        return kept, {}
+    lost = {
+        (space, file.name): file
+        for ready, space, _ in begun
+        for file in ready.layout.files
+        if file.name in lost_shards(ready, space.stage)
+    }
+    again = _units_again(kept, units, at, set(wrong), lost, begun)
+    if again:
+        for space in spaces:
+            if space.finished:
+                raise OutputError(
+                    f"{spaces[0].out}: unfinished work in it is damaged, and its other half {space.out} "
+                    f"is finished; remove the latter, and run qconvert clean {spaces[0].out}"
+                )
+        assert journals[0] is not None
+        journals[0].append([{"forget": sorted(again)}])
+    for (space, _), file in lost.items():
+        space.make_again(file)
+    return kept, again
+
+
+def _is_sound(ready: Prepared, space: Workspace) -> bool:
+    """Whether a folder that is being published, or about to be, can be."""
+    try:
+        if _is_publishing(space):
+            check_staged(ready, space)
+    except OutputError:
+        return False
+    return _is_publishing(space) or not lost_shards(ready, space.stage)
+
+
+def _units_again(
+    kept: dict[int, Sequence[str]],
+    units: Sequence[Unit],
+    at: Mapping[str, tuple[Workspace, tuple[str, int]]],
+    wrong: set[int],
+    lost: dict[tuple[Workspace, str], OutFile],
+    begun: Sequence[tuple[Prepared, Workspace, Journal]],
+) -> dict[int, Sequence[str]]:
+    """Take units out of `kept` that are wrong or in lost files. A file that would be written to and has
+    a second name, which may be anyone's, is lost too: it is added to `lost`."""
+    shared = {
+        (space, file.name): file
+        for ready, space, _ in begun
+        for file in ready.layout.files
+        if file.link is None
+        and (space, file.name) not in lost
+        and (space.stage / file.name).stat().st_nlink > 1
+    }
+    files = [{(at[name][0], at[name][1][0]) for name, _ in unit.outputs} for unit in units]
+    again: dict[int, Sequence[str]] = {}
+    while True:
+        for number in [n for n in kept if n in wrong or files[n] & lost.keys()]:
+            again[number] = kept.pop(number)
+        written = {file for n, unit in enumerate(files) if n not in kept for file in unit}
+        more = {key: file for key, file in shared.items() if key in written and key not in lost}
+        if not more:
+            return again
+        lost |= more
+
+
 def _run_units(
     parts: Sequence[tuple[Prepared, Path]],
     spaces: Sequence[Workspace],
@@ -367,10 +578,11 @@ def _run_units(
     files: Files,
     maker: Maker | None,
     kept: dict[int, Sequence[str]],
+    again: Mapping[int, Sequence[str]],
     remarks: list[str],
 ) -> None:
     """Run the units that the journal does not know, and add their records to `kept`: those of workers
-    first, then what a maker makes."""
+    first, then what a maker makes. `again` are the records of those that were done before."""
     ready = parts[0][0]
     left = [(number, unit) for number, unit in enumerate(ready.units) if number not in kept]
     total = sum(unit.write for unit in ready.units)
@@ -395,11 +607,13 @@ def _run_units(
     committer = Committer(journal, files, paths, ready.options.commit_bytes)
 
     def finished(number: int, result: UnitResult) -> None:
+        if number in again:
+            check_same_sources(again[number], result.records, ready.plan.checkpoint)
         kept[number] = result.records
         remarks.extend(result.remarks)
         committer.add(number, result)
 
-    locks = [space.lock_fd for space in spaces if not space.done]
+    locks = [space.lock_fd for space in spaces if not space.finished]
     stream: Generator[Progress | Done] = (
         run_here(setup, batches, files)
         if share.jobs == 1
@@ -432,23 +646,6 @@ def _run_units(
     committer.commit()
 
 
-def _identity(ready: Prepared) -> dict[str, Any]:
-    """What makes this run this run. A journal with another identity is not resumed; the manifest
-    keeps all of it but the file times."""
-    checkpoint = ready.plan.checkpoint
-    return {
-        "qconvert": __version__,
-        "fingerprint": ready.fingerprint,
-        "source": checkpoint.header_digest,
-        "source_sample": checkpoint.sample_digest,
-        "passes": [entry.spec for entry in ready.plan.log],
-        "max_shard_size": ready.options.max_shard_size,
-        "sha256": ready.options.sha256,
-        "linked": [file.name for file in ready.layout.files if file.link is not None],
-        "stat": [[shard.size, shard.mtime_ns] for shard in checkpoint.shards],
-    }
-
-
 def side_bytes(plan: Plan) -> int:
     """Size of the side files that travel along. Raises CheckpointError if one cannot be read."""
     return sum(file_size(plan.checkpoint.root / name) for name in plan.side_files)
@@ -459,89 +656,6 @@ def disk_bytes(ready: Prepared) -> int:
     records = _RECORD_BYTES * len(ready.plan.tensors)
     texts = sum(len(text.encode()) for text in ready.plan.new_files.values())
     return ready.layout.written + side_bytes(ready.plan) + texts + records
-
-
-def _publish_order(ready: Prepared) -> list[str]:
-    """Files in the order they are renamed: what makes the folder a checkpoint comes last."""
-    commit = ready.layout.commit_name
-    shards = [file.name for file in ready.layout.files if file.name != commit]
-    others = [*ready.plan.side_files, *ready.plan.new_files]
-    return [*shards, *others, RECEIPT, MANIFEST, "config.json", commit]
-
-
-def _stage_the_rest(
-    ready: Prepared, space: Workspace, records: Mapping[int, Sequence[str]]
-) -> None:
-    """Side files, config, index, manifest and receipt, beside the finished shards."""
-    plan = ready.plan
-    for name in plan.side_files:
-        space.copy_file(plan.checkpoint.root / name, name)
-    for name, text in plan.new_files.items():
-        space.write_file(space.stage / name, memoryview(text.encode()))
-    config = config_bytes(plan)
-    space.write_file(space.stage / "config.json", memoryview(config))
-    index = ready.layout.index_json()
-    if index is not None:
-        space.write_file(space.stage / INDEX, memoryview(index))
-    manifest = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
-    space.write_file(space.stage / MANIFEST, memoryview(manifest))
-    by_name = {
-        name: record
-        for number, made in records.items()
-        for (name, _), record in zip(ready.units[number].outputs, made, strict=True)
-    }
-    lines = [by_name[name] for file in ready.layout.files for name, _, _ in file.tensors]
-    for record in _file_records(ready, space, index is not None):
-        lines.append(json.dumps(record, separators=(",", ":")))
-    space.write_lines(space.stage / RECEIPT, lines)
-
-
-def _file_records(ready: Prepared, space: Workspace, indexed: bool) -> list[dict[str, Any]]:
-    """A receipt line for every file: shards with their size (and sha256 where asked), the others
-    with their hash."""
-    found: list[dict[str, Any]] = []
-    for file in ready.layout.files:
-        line: dict[str, Any] = {"file": file.name, "nbytes": file.size}
-        if ready.options.sha256:
-            line["sha256"] = _hash(space.stage / file.name, new_sha256())
-        found.append(line)
-    plan = ready.plan
-    made = ["config.json", MANIFEST, *([INDEX] if indexed else [])]
-    others = [*plan.side_files, *plan.new_files, *made]
-    for name in others:
-        path = space.stage / name
-        digest = _hash(path, xxhash.xxh3_128())
-        line = {"file": name, "nbytes": path.stat().st_size, "xxh3": digest}
-        if ready.options.sha256:
-            line["sha256"] = _hash(path, new_sha256())
-        found.append(line)
-    return found
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
-def _hash(path: Path, digest: _Hash) -> str:
-    with path.open("rb") as stream:
-        while chunk := stream.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def config_bytes(plan: Plan) -> bytes:
-    """config.json: the source's own bytes where no pass changed it."""
-    if plan.config == plan.checkpoint.config:
-        return plan.checkpoint.config_bytes
-    return (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def manifest_of(ready: Prepared) -> dict[str, Any]:
-    """qconvert.json: what was made, from what, by which passes, and what was lost. It holds no
-    time and no path, so the same conversion writes the same bytes anywhere."""
-    identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
-    return {"identity": identity, **described(ready.plan)}
 
 
 def foreseen(
@@ -558,13 +672,20 @@ def foreseen(
     for number, (ready, out) in enumerate(parts):
         if not common:  # of a folder on top of the source, say, what lies in it is no news
             with _noted(own[number]):
-                commit = ready.layout.commit_name
-                spaces[number] = Onlooker(out, _identity(ready), commit, Files())
+                tensors = max(len(ready.plan.checkpoint), len(ready.plan.tensors))
+                spaces[number] = Onlooker(
+                    out, identity_of(ready), manifest_bytes(ready), tensors, Files()
+                )
     there = [space for space in spaces if space is not None]
+    damaged: list[tuple[str, ...]] = [() for _ in parts]
     if len(there) == len(parts):
         with _noted(common):
-            _check_all_done(there) if there[0].done else _resumable(parts, there)
-            if maker is not None and not all(space.done for space in there):
+            if there[0].finished:
+                _check_all_finished(there)
+                damaged = [tuple(state.faults) for state in _looked_over(parts, Silent())]
+            else:
+                _resumable(parts, there)
+            if maker is not None and not all(space.finished for space in there):
                 maker.check([out for _, out in parts])
     own[0] = [*common, *own[0]]
     units = len(parts[0][0].units)
@@ -573,8 +694,8 @@ def foreseen(
     done = {"finished": units, "unfinished": kept}
     return [
         Outlook(out, None if space is None else space.state,
-                0 if space is None else done.get(space.state, 0), units, tuple(refusals))
-        for (_, out), space, refusals in zip(parts, spaces, own, strict=True)
+                0 if space is None else done.get(space.state, 0), units, tuple(refusals), faults)
+        for (_, out), space, refusals, faults in zip(parts, spaces, own, damaged, strict=True)
     ]  # fmt: skip
 
 

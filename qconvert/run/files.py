@@ -20,6 +20,9 @@ from qconvert.errors import OutputError
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TMPFS = 0x01021994  # linux/magic.h
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+# What is written to must be a file of our own: a symlink under its name would lead anywhere, and
+# opening a pipe would wait.
+_OWN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextmanager
@@ -69,7 +72,7 @@ class Files:
         """Create a file of exactly `size` bytes with its disk blocks reserved, so that a full disk
         shows now. File systems that cannot reserve get a sparse file of that size."""
         with _naming(path, f"reserve {size} bytes"):
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o666)
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | _OWN, 0o666)
             try:
                 if size and not reserve(fd, size):
                     os.ftruncate(fd, size)
@@ -79,7 +82,7 @@ class Files:
     def open(self, path: Path) -> int:
         """A descriptor for reading and writing in place."""
         with _naming(path, "open"):
-            return os.open(path, os.O_RDWR)
+            return os.open(path, os.O_RDWR | _OWN)
 
     def write(self, fd: int, path: Path, data: memoryview, offset: int) -> None:
         """Write all of `data` at byte `offset`."""
@@ -93,7 +96,7 @@ class Files:
         thing (tmpfs, some network file systems)."""
         if hasattr(os, "O_DIRECT"):
             try:
-                return os.open(path, os.O_WRONLY | os.O_DIRECT)
+                return os.open(path, os.O_WRONLY | os.O_DIRECT | _OWN)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise OutputError(f"{path}: cannot open: {error.strerror}") from error
@@ -144,10 +147,17 @@ class Files:
         with _naming(old, f"rename to {new}"):
             old.rename(new)
 
+    def restrict(self, path: Path, mode: int) -> None:
+        """Take permissions away: those that are not in `mode`. None are given."""
+        with _naming(path, "set permissions of"):
+            now = path.stat(follow_symlinks=False).st_mode & 0o777
+            if now & mode != now:
+                path.chmod(now & mode)
+
     def remove(self, path: Path) -> None:
-        """Remove a file or an empty folder."""
+        """Remove a file, a symbolic link or an empty folder."""
         with _naming(path, "remove"):
-            path.rmdir() if path.is_dir() else path.unlink()
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def link(self, old: Path, new: Path) -> None:
         """Give a file a second name. Raises OutputError where the system forbids it."""
@@ -155,6 +165,7 @@ class Files:
             os.link(old, new)
 
     def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it. Symbolic links are removed, never gone through."""
         with _naming(path, "remove"):
             shutil.rmtree(path)
 

@@ -1,13 +1,16 @@
 """What has been done and is safe on disk: an append-only file, one checked line at a time.
 
 A line is written only after the file data it speaks of has been synced, so a line that can be read
-back whole is true. A torn last line (a crash in mid-write) fails its hash and is cut off.
+back whole is true of the moment it was written. A torn last line (a crash in mid-write) fails its hash
+and is cut off. A line with a right hash that this program does not write is refused: a journal may have
+come with a folder that is anyone's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,24 +18,47 @@ from typing import Any
 import xxhash
 
 from qconvert.errors import OutputError
+from qconvert.receipt import is_inside
+from qconvert.regular import SMALL, open_regular
 from qconvert.run.files import Files
 
+# Bytes of one line: a unit may hold the records of many tensors, each with many sources.
+_LONGEST = SMALL
+# Remarks kept; more are no longer something to read.
+_MOST_REMARKS = 10_000
 
-@dataclass(frozen=True)
+
+@dataclass
 class Remembered:
-    """A journal read back: its header, the finished units (number -> receipt lines), whether
-    publishing has begun (the names to publish, in order), and the length of the sound part."""
+    """A journal read back.
+
+    `units` are the finished ones, number to receipt lines, in the order they were finished. `publish`
+    are the names to publish, in order, once that has begun. `withdrawn` are those of a result that
+    was taken out of sight again, to be repaired; `withdrawals` counts how often that was done, and
+    `edited` are files of it that people have changed since they were made. `seen` are ctime and inode
+    of the source's shards when the units were last known to be made from them. `length` is that of the
+    sound part in bytes.
+    """
 
     header: Mapping[str, Any]
     units: dict[int, Sequence[str]] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
     publish: Sequence[str] | None = None
+    withdrawn: Sequence[str] = ()
+    withdrawals: int = 0
+    edited: frozenset[str] = frozenset()
+    seen: Any = None
     length: int = 0
 
     @property
     def run(self) -> Any:
         """What the journals of folders that were begun together have in common, and no others."""
         return self.header.get("run")
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Files that may be in sight, or have been."""
+        return self.publish if self.publish is not None else self.withdrawn
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -41,30 +67,110 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def read_journal(path: Path) -> Remembered | None:
-    """Read a journal; None where there is none, or not even its header got safely to disk."""
+    """Read a journal; None where there is none, or not even its header got safely to disk. Raises
+    OutputError for anything but a regular file, and for sound lines that are not of this program."""
     try:
-        data = path.read_bytes()
+        fd = open_regular(path, follow=False, error=OutputError)
     except FileNotFoundError:
         return None
     found: Remembered | None = None
-    length = 0
-    publish: Sequence[str] | None = None
-    for raw in data.splitlines(keepends=True):
-        digest, _, text = raw.rstrip(b"\n").partition(b" ")
-        if not raw.endswith(b"\n") or xxhash.xxh3_64(text).hexdigest().encode() != digest:
-            break
-        record = json.loads(text)
-        if found is None:
-            found = Remembered(record)
-        elif "unit" in record:
-            found.units[record["unit"]] = record["records"]
-            found.remarks.extend(record["remarks"])
-        elif "publish" in record:
-            publish = record["publish"]
-        length += len(raw)
-    if found is None:
-        return None
-    return Remembered(found.header, found.units, found.remarks, publish, length)
+    number = 0
+    with os.fdopen(fd, "rb") as stream:
+        while raw := stream.readline(_LONGEST):
+            digest, _, text = raw.rstrip(b"\n").partition(b" ")
+            if not raw.endswith(b"\n") or xxhash.xxh3_64(text).hexdigest().encode() != digest:
+                break
+            number += 1
+            try:
+                record = json.loads(text)
+                _expect(isinstance(record, dict), "expected an object")
+                if found is None:
+                    _expect("fingerprint" in record, "the first line says of no run")
+                    _expect(_is_texts(record.get("passes", [])), "the passes are no list of texts")
+                    found = Remembered(record, seen=record.get("seen"))
+                else:
+                    _take(found, record)
+            except (ValueError, RecursionError) as error:
+                raise OutputError(
+                    f"{path}: line {number} was not written by qconvert: {error}; remove "
+                    f"{path.parent} by hand if you trust nothing in it"
+                ) from error
+            found.length += len(raw)
+    return found
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def _take(found: Remembered, record: Mapping[str, Any]) -> None:
+    """Let a line say what it says. Raises ValueError where it is no line of ours."""
+    for kind, take in _KINDS.items():
+        if kind in record:
+            take(found, record)
+            return
+    raise ValueError(f"expected one of {', '.join(_KINDS)}, found {sorted(record)[:3]}")
+
+
+def _unit(found: Remembered, record: Mapping[str, Any]) -> None:
+    number, records, remarks = record["unit"], record.get("records"), record.get("remarks")
+    _expect(type(number) is int and number >= 0, f"unit {number!r} is no number of a unit")
+    _expect(_is_texts(records), f"records of unit {number} are no list of texts")
+    _expect(_is_texts(remarks), f"remarks of unit {number} are no list of texts")
+    assert isinstance(records, list)
+    assert isinstance(remarks, list)
+    found.units.pop(number, None)  # the order is that of the last time
+    found.units[number] = records
+    if len(found.remarks) < _MOST_REMARKS:
+        found.remarks.update(dict.fromkeys(remarks))
+
+
+def _forget(found: Remembered, record: Mapping[str, Any]) -> None:
+    _expect(_is_numbers(record["forget"]), "the units to forget are no list of numbers")
+    for number in record["forget"]:
+        found.units.pop(number, None)
+
+
+def _publish(found: Remembered, record: Mapping[str, Any]) -> None:
+    found.publish = _names(record["publish"])
+
+
+def _withdraw(found: Remembered, record: Mapping[str, Any]) -> None:
+    found.withdrawn, found.publish = _names(record["withdraw"]), None
+    _expect(_is_texts(record.get("edited")), "the edited files are no list of names")
+    found.edited = frozenset(record["edited"])
+    found.withdrawals += 1
+
+
+def _seen(found: Remembered, record: Mapping[str, Any]) -> None:
+    found.seen = record["seen"]
+
+
+def _names(value: Any) -> list[str]:
+    _expect(_is_texts(value), "the names of files are no list of texts")
+    names: list[str] = value
+    for name in names:
+        _expect(is_inside(name), f"{name!r} is not inside the folder")
+    return names
+
+
+_KINDS: Mapping[str, Callable[[Remembered, Mapping[str, Any]], None]] = {
+    "unit": _unit, "forget": _forget, "publish": _publish, "withdraw": _withdraw, "seen": _seen,
+}  # fmt: skip
+
+
+def lines_of(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Journal lines as they are written."""
+    return b"".join(map(_line, records))
 
 
 class Journal:
@@ -78,7 +184,7 @@ class Journal:
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append lines and sync them."""
-        self._files.append(self._fd, self._path, b"".join(map(_line, records)))
+        self._files.append(self._fd, self._path, lines_of(records))
         self._files.sync(self._fd, self._path)
 
     def close(self) -> None:

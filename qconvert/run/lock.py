@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from stat import S_ISREG
 
 from qconvert.errors import OutputError
 
@@ -39,12 +40,24 @@ class Lock:
 def take_lock(path: Path) -> Lock | None:
     """Lock the file `path`. None if its folder is gone, or went while we waited: the run that held
     it has finished and tidied up. Raises OutputError if another run holds it."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        fd = os.open(path, flags, 0o666)
     except FileNotFoundError:
         return None
     except OSError as error:
+        if path.is_symlink():
+            raise OutputError(
+                f"{path}: is a symbolic link, and must be a file of its own"
+            ) from error
         raise OutputError(f"{path}: cannot lock: {error.strerror or error}") from error
+    status = os.fstat(fd)
+    if not S_ISREG(status.st_mode) or status.st_nlink > 1:
+        # It is written to: under another name it may be anyone's.
+        os.close(fd)
+        raise OutputError(
+            f"{path}: must be a file of its own; remove it if no run is at work there"
+        )
     if not _patiently(fd):
         raise _held(fd, path)
     if not _is(fd, path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
+from tempfile import TemporaryFile
 from typing import Any
 
 from qconvert import errors
@@ -16,6 +19,7 @@ from qconvert.run.files import Files
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
+from qconvert.shown import message
 from qconvert.units import Unit
 
 # Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
@@ -50,7 +54,12 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
 
 class _Worker:
     def __init__(self, setup: Setup, locks: Sequence[int]) -> None:
-        ours, theirs = Pipe()
+        try:
+            ours, theirs = Pipe()
+            # What the interpreter says where it cannot even start: kept, for one message of ours.
+            self._said = TemporaryFile()  # noqa: SIM115 - closed by stop
+        except OSError as error:
+            raise _cannot_start(error) from error
         self.connection: Connection[Any, Any] = ours
         # -P: the current folder is not a place to import from. -c, not -m: run as __main__, the
         # worker's message classes would not be those of the module.
@@ -58,13 +67,21 @@ class _Worker:
         command = [sys.executable, "-P", "-c", code]
         # Parts are too small to share out among threads, which numpy and torch would start.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *locks),
-            env={**os.environ, **threads},
-        )
-        theirs.close()
+        try:
+            with undisturbed():
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=(theirs.fileno(), *locks),
+                    env={**os.environ, **threads},
+                )
+        except (OSError, MemoryError) as error:
+            ours.close()
+            self._said.close()
+            raise _cannot_start(error) from error
+        finally:
+            theirs.close()
         self.ahead = 0
         # Where the last batch it was sent begins.
         self.file: int | None = None
@@ -92,16 +109,58 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             code = self.process.wait()
         why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        hint = " (out of memory? try fewer --jobs)" if code == -9 else ""
+        hint = " (out of memory? try fewer --jobs)" if code == -9 else self._last_words()
         return RunError(
             f"worker process {self.process.pid} {why}{hint}; run the same command again to go on"
         )
+
+    def _last_words(self) -> str:
+        """The last line that the interpreter wrote: what it could not do."""
+        said = self._said
+        size = said.seek(0, os.SEEK_END)
+        said.seek(max(0, size - _LAST_WORDS))
+        lines = said.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if not last:
+            return ""
+        short = any(word in last.lower() for word in _OF_MEMORY)
+        hint = (
+            "; there is too little memory for it, see `ulimit -v`, or give --jobs 1"
+            if short
+            else ""
+        )
+        return f" ({message(last)}){hint}"
 
     def stop(self) -> None:
         self.connection.close()
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait()
+        self._said.close()
+
+
+_LAST_WORDS = 4096
+# In what Python, numpy and the loader say where an address space is full.
+_OF_MEMORY = ("memory", "cannot allocate", "failed to map", "can't start new thread", "enomem")
+
+
+def _cannot_start(error: OSError | MemoryError) -> RunError:
+    what = error.strerror if isinstance(error, OSError) else "out of memory"
+    return RunError(
+        f"a worker process cannot be started: {what or error}; raise the limit (`ulimit -n`, "
+        "`ulimit -u`, `ulimit -v`), or give --jobs 1. Run the same command again to go on"
+    )
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A process is started without Ctrl-C, which is this one's to answer: in the middle of its imports
+    it would end in a traceback of its own. A Ctrl-C meanwhile comes as soon as this is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Backlog:

@@ -18,31 +18,33 @@ State = Literal["new", "unfinished", "finished"]
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What a run would meet in the folder `out`, and why it would refuse to begin; `done` of `units`
-    units are finished there. A state of None: the refusals left nothing to be said of it."""
+    units are finished there; `damaged` are files of a finished result that a run would make again. A state
+    of None: the refusals left nothing to be said of it."""
 
     out: Path
     state: State | None
     done: int
     units: int
     refusals: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 class Onlooker(Workspace):
     """A workspace that is not claimed: no lock is kept, and nothing is made or removed. Raises what
     claiming it would."""
 
-    def _claim(self, commit: str) -> None:
+    def _open(self) -> None:
         if self.work.is_dir():
             refuse_locked(self.work / LOCK)
-            self._look_around(commit, claimed=True)
+            self._look_around(claimed=True)
         else:
-            self._refuse_foreign(commit)
-        if not self.done:
+            self._refuse_foreign()
+        if not self.finished:
             check_writable(self.out)
 
     @property
     def state(self) -> State:
-        if self.done:
+        if self.finished:
             return "finished"
         return "new" if self.remembered is None else "unfinished"
 

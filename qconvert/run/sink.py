@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
+from qconvert.errors import RunError
 from qconvert.run.files import Files
 from qconvert.run.handles import Handles
 from qconvert.run.pages import fresh_pages
@@ -141,8 +142,12 @@ class Sink:
             self._write(window)
             return
         if self._thread is None:
-            self._thread = Thread(target=self._serve, daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._serve, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise RunError(f"no thread can be started to write with: {error}") from error
+            self._thread = thread
         self._full.put(window)
 
     def _serve(self) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -166,9 +167,23 @@ def _receive(
 
 def main(descriptor: int) -> None:
     """Serve the main process at the other end of an inherited descriptor."""
+    # It was blocked until now: what came meanwhile is dropped.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection: Connection[Message, Batch | None] = Connection(descriptor)
     setup = Connection.recv(connection)
     assert isinstance(setup, Setup)
     die_with(setup.parent)
-    serve(connection, setup)
+    try:
+        serve(connection, setup)
+    except (MemoryError, OSError, RuntimeError) as error:
+        # An arena, a thread or a module that there is no room for.
+        with suppress(OSError):
+            what = str(error) or "out of memory"
+            connection.send(
+                Failed(
+                    "RunError",
+                    f"worker process {os.getpid()}: {type(error).__name__}: {what} (its limits are in "
+                    "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
+                )
+            )

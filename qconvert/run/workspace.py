@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from stat import S_ISDIR, S_ISREG
+from typing import IO, Any
 
-from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
-from qconvert.errors import OutputError
+import xxhash
+
+from qconvert.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
+from qconvert.errors import CheckpointError, OutputError
+from qconvert.receipt import digest, read_receipt
+from qconvert.regular import open_regular, read_regular
 from qconvert.run.files import Files, existing_parent
-from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
+from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 from qconvert.run.lock import Lock, take_lock
-from qconvert.run.shards import Layout
+from qconvert.run.shards import Layout, OutFile
 
 JOURNAL = "journal.jsonl"
 STAGE = "stage"
@@ -61,68 +66,98 @@ def check_disk(out: Path, needed: int) -> None:
 
 
 class Workspace:
-    """A claimed output folder. `done` says it already holds this very result; `remembered` is what
-    an interrupted run of the same plan left behind."""
+    """A claimed output folder. `finished` says that it holds this very result, whole or damaged, and
+    that nobody is at work there; `remembered` is what an interrupted run of the same plan left behind;
+    `in_sight` that of it all is published, or nothing withdrawn yet.
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], commit: str, files: Files) -> None:
+    `identity` is what the journal's first line and the manifest say of the run, `manifest` the bytes
+    that the manifest has in the end, `tensors` how many are read or written. Raises OutputError for a
+    folder of somebody else, and for a work folder whose parts are symbolic links: it may have come with
+    a folder that is anyone's.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        identity: Mapping[str, Any],
+        manifest: bytes,
+        tensors: int,
+        files: Files,
+    ) -> None:
         self.out = out
         self.work = out / WORK_DIR
         self.stage = self.work / STAGE
-        self.done = False
+        self.finished = False
+        self.in_sight = False
         self.remembered: Remembered | None = None
         self._lock: Lock | None = None
         self._files = files
         self._identity = identity
+        self._manifest = manifest
+        self._tensors = tensors
         if out.exists() and not out.is_dir():
             raise OutputError(f"{out} is not a folder")
-        self._claim(commit)
+        check_own(out)
+        self._open()
 
-    def _claim(self, commit: str) -> None:
-        """Take the lock, and learn what is there. Raises OutputError where it cannot be ours."""
-        files = self._files
+    def _open(self) -> None:
+        """Learn what is there, and take the lock unless it is a finished result. Raises OutputError
+        where it cannot be ours."""
+        if not self.work.is_dir():
+            self._refuse_foreign()
+            if self.finished:
+                return
+        self.claim()
+        if self.finished:  # and nobody had tidied up
+            self.tidy()
+
+    def claim(self) -> None:
+        """Make the work folder, lock it, and learn what an earlier run left. Raises OutputError where
+        another run holds it, or the folder is not ours to go on with."""
         while True:
             claimed = self.work.is_dir()
-            if not claimed:
-                self._refuse_foreign(commit)
-                if self.done:
-                    return
-            _make_safely(self.work.absolute(), files)
+            _make_safely(self.work.absolute(), self._files)
             lock = take_lock(self.work / LOCK)
             if lock is not None:
                 break  # else whoever held it has finished, and removed the folder
         self._lock = lock
         try:
-            self._look_around(commit, claimed)
+            check_own(self.out)
+            self._files.restrict(self.work, 0o700)
+            self._look_around(claimed)
         except BaseException:
             self.release()
             raise
-        if self.done:
-            self.tidy()
 
-    def _look_around(self, commit: str, claimed: bool) -> None:
+    def _look_around(self, claimed: bool) -> None:
         """Learn what an earlier run left. Raises OutputError where it is not ours to go on with."""
+        self.finished = False
         found = read_journal(self.work / JOURNAL)
         if found is not None:
             refuse_other_plan(self.out, found.header, self._identity)
-        if found is None or found.publish is None:
+            staged = _staged(self.stage, found.names)
+            self.in_sight = bool(found.names) and not staged and self._is_ours()
+        if found is None or not found.names:
             try:
-                self._refuse_foreign(commit)
+                self._refuse_foreign()
             except OutputError:
                 if found is None and not claimed:
-                    _discard(self.work, self._files)
+                    with suppress(
+                        OSError, OutputError
+                    ):  # the refusal is what the user must hear of
+                        _discard(self.work, self._files)
                 raise
         self.remembered = found
 
-    def _refuse_foreign(self, commit: str) -> None:
+    def _refuse_foreign(self) -> None:
         """Raise OutputError if OUT holds anything but our work; note it if that is this result."""
         entries = sorted(set(os.listdir(self.out)) - {WORK_DIR}) if self.out.exists() else []
         if not entries:
             return
-        manifest = self.out / MANIFEST
-        if manifest.is_file() and (self.out / commit).is_file():
-            if _identity_in(manifest) == _lasting(self._identity):
-                self.done = True
-                return
+        if self._is_ours():
+            self.finished = True
+            return
+        if identity_in(self.out / MANIFEST) is not None:
             raise OutputError(
                 f"{self.out} already holds the finished result of another plan; choose another "
                 "folder"
@@ -132,10 +167,32 @@ class Workspace:
             "empty or new folder"
         )
 
+    def _is_ours(self) -> bool:
+        """Whether OUT holds this result, if not whole: its manifest says so, or the receipt has the hash
+        of the manifest that it must have."""
+        if identity_in(self.out / MANIFEST) == lasting(self._identity):
+            return True
+        try:
+            found = read_receipt(self.out / RECEIPT, self._tensors, error=OutputError)
+        except OutputError:
+            return False
+        wanted = {"file": MANIFEST, "nbytes": len(self._manifest), "xxh3": digest(self._manifest)}
+        return found is not None and any(wanted.items() <= line.items() for line in found.lines)
+
     @property
     def lock_fd(self) -> int:
         assert self._lock is not None, "a finished folder is not locked"
         return self._lock.fd
+
+    @property
+    def withdrawals(self) -> int:
+        """How often the result was taken out of sight again."""
+        return self.remembered.withdrawals if self.remembered is not None else 0
+
+    def find(self, name: str) -> Path:
+        """Where a file is: staged, or in sight."""
+        staged = self.stage / name
+        return staged if is_there(staged) else self.out / name
 
     def begin(self, layout: Layout, run: str) -> Journal:
         """Create every shard at full size with its header, then the journal. Once the journal's
@@ -146,17 +203,97 @@ class Workspace:
                 self._files.remove_tree(left)
         self._files.make_folder(self.stage)
         for file in layout.files:
-            if file.link is not None:
-                self._files.link(file.link.resolve(), self.stage / file.name)
-                continue
-            self.write_file(self.stage / file.name, memoryview(file.header), file.size)
+            self._place(file)
         self._files.sync_folder(self.stage)
         path = self.work / JOURNAL
+        self._remove_if_there(path)
         self._files.create(path, 0)
         journal = Journal(path, self._files, 0)
         journal.append([{**self._identity, "run": run}])
         self._files.sync_folder(self.work)
         return journal
+
+    def begin_repair(
+        self,
+        names: Sequence[str],
+        edited: Iterable[str],
+        units: Mapping[int, Sequence[str]],
+        run: str,
+    ) -> Journal:
+        """A journal for a finished folder that is to be repaired: it knows the units whose bytes are
+        vouched for, and that these names go back out of sight. It appears whole or not at all; nothing
+        has been moved yet when this returns."""
+        withdraw = {"withdraw": list(names), "edited": sorted(edited)}
+        finished = ({"unit": n, "records": list(r), "remarks": []} for n, r in units.items())
+        data = lines_of([{**self._identity, "run": run}, *finished, withdraw])
+        new, path = self.work / f"{JOURNAL}.new", self.work / JOURNAL
+        for left in (self.stage, self.work / CALIBRATION):
+            if left.exists():
+                self._files.remove_tree(left)
+        self._files.make_folder(self.stage)
+        self._remove_if_there(new)
+        self.write_file(new, memoryview(data))
+        self._files.rename(new, path)
+        self._files.sync_folder(self.work)
+        self.finished = False
+        self.remembered = read_journal(path)
+        assert self.remembered is not None
+        return Journal(path, self._files, self.remembered.length)
+
+    def withdraw_again(self, journal: Journal) -> None:
+        """Note that what was published, or about to be, goes back out of sight."""
+        found = self.remembered
+        assert found is not None
+        names = list(found.names)
+        journal.append([{"withdraw": names, "edited": sorted(found.edited)}])
+        found.withdrawn, found.publish, found.withdrawals = names, None, found.withdrawals + 1
+
+    def move_back(self) -> None:
+        """Rename what was published back into the work folder, what makes the folder a checkpoint
+        first. What is there already, or nowhere, is passed over."""
+        assert self.remembered is not None
+        names = [n for n in self.remembered.withdrawn[::-1] if is_there(self.out / n)]
+        for number, name in enumerate(names):
+            check_way(self.out, name)
+            if not is_there(self.stage / name):
+                self._files.rename(self.out / name, self._room_for(name))
+            else:  # made anew since
+                self._files.remove(self.out / name)
+            if not number:
+                self._files.sync_folder(self.out)
+        if names:
+            for folder in (*_folders(self.out, names), *_folders(self.stage, names)):
+                self._files.sync_folder(folder)
+
+    def make_again(self, file: OutFile) -> None:
+        """A staged shard anew, with its header and no data."""
+        self._remove_if_there(self.stage / file.name)
+        self._place(file)
+        self._files.sync_folder(self.stage)
+
+    def _place(self, file: OutFile) -> None:
+        path = self.stage / file.name
+        if file.link is not None:
+            self._files.link(file.link.resolve(), path)
+        else:
+            self.write_file(path, memoryview(file.header), file.size)
+
+    def _remove_if_there(self, path: Path) -> None:
+        """What a path names is gone afterwards: writing into it could reach what it is a link to."""
+        if is_there(path):
+            if path.is_dir() and not path.is_symlink():
+                self._files.remove_tree(path)
+            else:
+                self._files.remove(path)
+
+    def _room_for(self, name: str) -> Path:
+        """Where a file is staged: nothing has that name yet, and its folder is there."""
+        path = self.stage / name
+        check_way(self.stage, name)
+        self._remove_if_there(path)
+        if path.parent != self.stage:
+            self._files.make_folder(path.parent)
+        return path
 
     def resume(self) -> Journal:
         """The journal of an interrupted run, its torn end cut off."""
@@ -173,39 +310,58 @@ class Workspace:
         finally:
             self._files.close(fd)
 
-    def write_lines(self, path: Path, lines: Sequence[str]) -> None:
-        """Create a file of ASCII lines and sync it. Whole, a large model's receipt would be a
+    def stage_file(self, name: str, data: bytes) -> None:
+        """Stage a small file."""
+        self.write_file(self._room_for(name), memoryview(data))
+
+    def stage_lines(self, name: str, lines: Sequence[str]) -> None:
+        """Stage a file of ASCII lines and sync it. Whole, a large model's receipt would be a
         sizeable piece of memory."""
+        path = self._room_for(name)
         self._files.create(path, sum(len(line) + 1 for line in lines))
         fd = self._files.open(path)
         try:
             at = 0
             for first in range(0, len(lines), _LINES):
-                text = "\n".join([*lines[first : first + _LINES], ""]).encode("ascii")
+                text = "\n".join([*lines[first : first + _LINES], ""]).encode()
                 self._files.write(fd, path, memoryview(text), at)
                 at += len(text)
             self._files.sync(fd, path)
         finally:
             self._files.close(fd)
 
-    def copy_file(self, source: Path, name: str) -> None:
-        """Stage a side file byte for byte. Raises OutputError if it cannot be read."""
-        target = self.stage / name
-        self._files.make_folder(target.parent)
+    def copy_file(self, source: Path, name: str) -> str:
+        """Stage a side file byte for byte, with no more permissions than it has there. Returns xxh3-128
+        of what was copied. Raises CheckpointError where it cannot be read, OutputError where it cannot
+        be written."""
+        target = self._room_for(name)
+        copied = xxhash.xxh3_128()
         try:
-            with source.open("rb") as stream:
-                self._files.create(target, os.fstat(stream.fileno()).st_size)
-                fd = self._files.open(target)
-                try:
-                    at = 0
-                    while chunk := stream.read(_COPY):
-                        self._files.write(fd, target, memoryview(chunk), at)
-                        at += len(chunk)
-                    self._files.sync(fd, target)
-                finally:
-                    self._files.close(fd)
-        except OSError as error:
-            raise OutputError(f"{source}: cannot be copied: {error.strerror or error}") from error
+            fd = open_regular(source)
+        except FileNotFoundError:
+            raise CheckpointError(f"{source}: is gone since the conversion began") from None
+        with os.fdopen(fd, "rb") as stream:
+            status = os.fstat(stream.fileno())
+            self._files.create(target, status.st_size)
+            out = self._files.open(target)
+            try:
+                at = 0
+                while chunk := _read(stream, source):
+                    self._files.write(out, target, memoryview(chunk), at)
+                    copied.update(chunk)
+                    at += len(chunk)
+                if at < status.st_size:
+                    self._files.truncate(out, target, at)
+                self._files.sync(out, target)
+            finally:
+                self._files.close(out)
+        self._files.restrict(target, _without_execution(status.st_mode))
+        return copied.hexdigest()
+
+    def restrict(self, names: Iterable[str], mode: int) -> None:
+        """Take permissions away from staged files, as far as their source has none."""
+        for name in names:
+            self._files.restrict(self.stage / name, _without_execution(mode))
 
     def publish(self, names: Sequence[str], journal: Journal) -> None:
         """Rename staged files into place, in order; the last one makes the folder a checkpoint.
@@ -226,11 +382,12 @@ class Workspace:
 
     def _move(self, name: str) -> None:
         staged, final = self.stage / name, self.out / name
-        if staged.exists():
+        check_way(self.out, name)
+        if is_there(staged):
             if final.parent != self.out:
                 self._files.make_folder(final.parent)
             self._files.rename(staged, final)
-        elif not final.exists():
+        elif not is_there(final):
             raise OutputError(f"{final}: was staged, and is gone; run qconvert clean {self.out}")
 
     def forget(self) -> None:
@@ -239,21 +396,23 @@ class Workspace:
         found, self.remembered = self.remembered, None
         if found is None:
             return
-        names = found.publish or ()
-        staged = {name for name in names if (self.stage / name).exists()}
-        if names:
-            _take_back(self.out, names, staged, self._files)
+        if found.names:
+            _take_back(self.out, found.names, _staged(self.stage, found.names), self._files)
         self._files.remove(self.work / JOURNAL)
         self._files.sync_folder(self.work)
 
     def withdraw(self) -> None:
         """Give up a folder that a refusal met right after it was claimed: nothing of ours stays. Work
         that was begun is left to be resumed."""
-        begun = (self.work / JOURNAL).exists() or self.stage.exists()
-        if self._lock is not None and not begun:
-            with suppress(OSError):  # the refusal is what the user must hear of
+        if self._lock is not None and not (is_there(self.work / JOURNAL) or is_there(self.stage)):
+            with suppress(OSError, OutputError):  # the refusal is what the user must hear of
                 _discard(self.work, self._files)
         self.release()
+
+    def settle(self) -> None:
+        """Take a folder whose files are all in sight for a finished one."""
+        self.tidy()
+        self.finished, self.in_sight, self.remembered = True, False, None
 
     def tidy(self) -> None:
         """Remove the work folder of a finished conversion and give up the lock."""
@@ -265,6 +424,59 @@ class Workspace:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
+
+
+def is_there(path: Path) -> bool:
+    """Whether a name stands for anything, a broken link included."""
+    return os.path.lexists(path)
+
+
+def check_own(out: Path) -> None:
+    """Raise OutputError where the work folder or a part of it is not a folder or file of its own: what
+    is done there would be done to whatever a symbolic link leads to."""
+    work = out / WORK_DIR
+    parts = {
+        work: S_ISDIR, work / STAGE: S_ISDIR, work / CALIBRATION: S_ISDIR,
+        work / JOURNAL: S_ISREG, work / LOCK: S_ISREG,
+    }  # fmt: skip
+    for path, is_right in parts.items():
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if not is_right(mode):
+            kind = "a folder" if is_right is S_ISDIR else "a regular file"
+            raise OutputError(
+                f"{path}: expected {kind} of qconvert's own, found something else (a symbolic link?); "
+                "remove it, or choose another folder"
+            )
+
+
+def check_way(root: Path, name: str) -> None:
+    """Raise OutputError where a folder between `root` and a name below it is a symbolic link."""
+    for parent in Path(name).parents:
+        if parent.parts and (root / parent).is_symlink():
+            raise OutputError(
+                f"{root / parent}: is a symbolic link, and {name!r} is to lie below it"
+            )
+
+
+def _read(stream: IO[bytes], source: Path) -> bytes:
+    try:
+        return stream.read(_COPY)
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
+
+
+def _without_execution(mode: int) -> int:
+    """Permissions a copy may have: those to read and write, and whoever owns it has both."""
+    return (mode & 0o666) | 0o600
+
+
+def _staged(stage: Path, names: Sequence[str]) -> set[str]:
+    return {name for name in names if is_there(stage / name)}
 
 
 def _make_safely(folder: Path, files: Files) -> None:
@@ -279,25 +491,25 @@ def _make_safely(folder: Path, files: Files) -> None:
 def _discard(work: Path, files: Files) -> None:
     """Remove a work folder. Its journal goes first and for good: what is left of a removal that was
     itself interrupted must not be taken for finished work."""
-    if (work / JOURNAL).exists():
+    if is_there(work / JOURNAL):
         files.remove(work / JOURNAL)
         files.sync_folder(work)
     files.remove_tree(work)
     files.sync_folder(work.parent)
 
 
-def _identity_in(manifest: Path) -> Any:
-    """The identity a manifest holds; None where it is not one of ours."""
+def identity_in(manifest: Path) -> Any:
+    """The identity a manifest holds; None where there is none, or it is not one of ours."""
     try:
-        found = json.loads(manifest.read_bytes())
-    except ValueError:
+        found = json.loads(read_regular(manifest, follow=False, error=OutputError))
+    except (FileNotFoundError, OutputError, ValueError, RecursionError):
         return None
     return found.get("identity") if isinstance(found, dict) else None
 
 
-def _lasting(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's identity the manifest keeps: all but the times of this machine's files."""
-    return {key: value for key, value in identity.items() if key != "stat"}
+def lasting(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's identity the manifest keeps: all but what this machine's files are like."""
+    return {key: value for key, value in identity.items() if key not in ("stat", "seen")}
 
 
 def _folders(root: Path, names: Sequence[str]) -> list[Path]:
@@ -310,17 +522,18 @@ def _folders(root: Path, names: Sequence[str]) -> list[Path]:
 
 def clean(out: Path, files: Files) -> bool:
     """Drop unfinished work in OUT, and in the folders of pipeline stages in it; published parts of it
-    too. False if there was none.
+    too. False if there was none. Nothing is removed through a symbolic link.
 
-    Raises OutputError if another run holds it.
+    Raises OutputError if another run holds it, or where its work folder is not as qconvert makes it.
     """
-    folders = [out, *sorted(out.glob("stage-*-of-*"))]
-    cleaned = [_clean(folder, files) for folder in folders]
+    stages = [folder for folder in sorted(out.glob("stage-*-of-*")) if not folder.is_symlink()]
+    cleaned = [_clean(folder, files) for folder in (out, *stages)]
     return any(cleaned)
 
 
 def _clean(out: Path, files: Files) -> bool:
     work = out / WORK_DIR
+    check_own(out)
     if not work.is_dir():
         return False
     lock = take_lock(work / LOCK)
@@ -328,8 +541,8 @@ def _clean(out: Path, files: Files) -> bool:
         return False
     try:
         found = read_journal(work / JOURNAL)
-        names = (found.publish or ()) if found is not None else ()
-        staged = {name for name in names if (work / STAGE / name).exists()}
+        names = found.names if found is not None else ()
+        staged = _staged(work / STAGE, names)
         if staged:  # publishing was interrupted: take back what had already been moved
             _take_back(out, names, staged, files)
         _discard(work, files)
@@ -341,7 +554,9 @@ def _clean(out: Path, files: Files) -> bool:
 def _take_back(out: Path, names: Sequence[str], staged: Set[str], files: Files) -> None:
     """Remove those of the names that had been published, and the folders made for any of them."""
     for name in names:
-        if name not in staged and (out / name).exists():
+        check_way(out, name)
+    for name in names:
+        if name not in staged and is_there(out / name):
             files.remove(out / name)
     for folder in _folders(out, names):
         if folder != out and folder.is_dir() and not os.listdir(folder):
