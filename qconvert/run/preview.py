@@ -18,8 +18,8 @@ State = Literal["new", "unfinished", "finished"]
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What a run would meet in the folder `out`, and why it would refuse to begin; `done` of `units`
-    units are finished there; `damaged` are files of a finished result that a run would make again. A state
-    of None: the refusals left nothing to be said of it."""
+    units are finished there; `damaged` are files of a finished result that a run would make again. A
+    state of None: the refusals left nothing to be said of it."""
 
     out: Path
     state: State | None
