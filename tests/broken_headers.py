@@ -537,6 +537,27 @@ def _another_group_size_than_stated(bench: Bench) -> Repo:
     return bench.write(packed_moe(group_size=4))
 
 
+# --- Seals ---------------------------------------------------------------------------------------
+
+
+@broken("QC049")
+def _a_hash_in_the_receipt_was_edited(bench: Bench) -> Repo:
+    folder = bench.copy("moe_dequantized")
+    file = folder / "qconvert.receipt.jsonl"
+    text = file.read_text()
+    at = text.index('"xxh3":"') + 8
+    file.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    return Repo(folder)
+
+
+@broken("QC049")
+def _the_manifest_s_seal_is_of_other_bytes(bench: Bench) -> Repo:
+    folder = bench.copy("moe_dequantized")
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"layers": 2', '"layers":\t2'))
+    return Repo(folder)
+
+
 # --- Side files ----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_repos import edit_receipt, resized, sealed_again
 from checkpoints import (
     INDEX,
     Model,
@@ -143,23 +144,6 @@ def breaks(rule: str, where: str) -> Callable[[Break], Break]:
     return note
 
 
-def edit_receipt(out: Path, change: Callable[[dict[str, Any]], bool | None]) -> None:
-    """Change receipt lines; those for which `change` returns False go."""
-    lines = [json.loads(line) for line in (out / RECEIPT).read_text().splitlines()]
-    kept = [line for line in lines if change(line) is not False]
-    (out / RECEIPT).write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-
-def resized(out: Path, name: str) -> None:
-    """Let the receipt state a file's size as it now is."""
-
-    def change(line: dict[str, Any]) -> None:
-        if line["file"] == name and "name" not in line:
-            line["nbytes"] = (out / name).stat().st_size
-
-    edit_receipt(out, change)
-
-
 def home(out: Path, name: str) -> Path:
     index = json.loads((out / INDEX).read_bytes())
     return out / str(index["weight_map"][name])
@@ -249,6 +233,7 @@ def _a_tensor_of_the_receipt_is_not_there(out: Path) -> None:
     lines = (out / RECEIPT).read_text().splitlines(keepends=True)
     ghost = {**json.loads(lines[0]), "name": "ghost"}
     (out / RECEIPT).write_text("".join([*lines, json.dumps(ghost) + "\n"]))
+    sealed_again(out)
 
 
 @breaks("QC020", "tokenizer.json")
