@@ -370,7 +370,7 @@ def inspect_lines(checkpoint: Checkpoint) -> list[str]:
     made = found["made_by"]
     if made is not None:
         passes = ", ".join(step["spec"] for step in made["passes"]) or "none: a plain copy"
-        version = made["identity"]["qconvert"]
+        version = made["identity"].get("qconvert", "of an unknown version")
         lines.append(f"made by qconvert {version}, passes: {passes}")
         if "gdn_groups" in made:
             groups = made["gdn_groups"]

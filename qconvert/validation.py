@@ -10,7 +10,6 @@ plainly, what was not looked at.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
 from qconvert.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
+from qconvert.json_text import parse_json
 from qconvert.stages import open_source
 from qconvert.tasks import AnyTask, Progress, run_tasks
 
@@ -112,14 +112,12 @@ class Folder:
     def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
         """Receipt lines, None where there is none. Raises CheckpointError where it is broken."""
         file = self.checkpoint.root / RECEIPT
-        if not file.is_file():
+        data = self.checkpoint.read(RECEIPT, self.checkpoint.receipt_limit)
+        if data is None:
             return None
         lines = []
-        for number, raw in enumerate(file.read_bytes().splitlines(), 1):
-            try:
-                line = json.loads(raw)
-            except ValueError as error:
-                raise CheckpointError(f"{file}:{number}: is not valid JSON: {error}") from error
+        for number, raw in enumerate(data.splitlines(), 1):
+            line = parse_json(raw, f"{file}:{number}")
             if not _is_receipt_line(line):
                 raise CheckpointError(f"{file}:{number}: is no receipt of a tensor or file")
             lines.append(line)
@@ -209,10 +207,11 @@ def validate_folder(
     request: Request = Request(),
     pair: str | None = None,
     progress: Progress | None = None,
+    follow_links: bool = False,
 ) -> Report:
-    """Run every validator that has what it needs. A folder that cannot even be opened is a finding
-    (QC001); a source, or the GPU side `pair`, that cannot be is the caller's error and raises
-    CheckpointError."""
+    """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
+    even be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be is the caller's
+    error and raises CheckpointError."""
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
@@ -223,13 +222,15 @@ def validate_folder(
                 "run its command again, or qconvert clean",
             )
         )  # fmt: skip
-    source = open_source(against) if against is not None else None
-    partner = open_source(pair) if pair is not None else None
+    opened = partial(open_source, follow_links=follow_links)
+    source = opened(against) if against is not None else None
+    partner = opened(pair) if pair is not None else None
     if against is not None:
         report.about["against"] = against
     report.about["level"] = request.level
     try:
-        folder = Folder(Checkpoint.open(out), source, partner, request)
+        here = Checkpoint.open(out, follow_links=follow_links)
+        folder = Folder(here, source, partner, request)
         have = _at_hand(folder)
         report.about["model"] = folder.checkpoint.model_line
     except CheckpointError as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import xxhash
 
+from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Rule
 from qconvert.tasks import Room, Watch
 from qconvert.validation import Folder, Need
 from qconvert.validators.receipt import EDITED
+
+_CHUNK = 1 << 20
 
 RULES = (
     Rule(
@@ -39,16 +41,21 @@ class Hashes:
         for line in folder.some(tensors):
             yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
         for line in lines:
-            file = checkpoint.root / line["file"]
             # A shard has no hash of its own, its tensors do; a missing file is QC020.
-            hashed = "name" not in line and "xxh3" in line and file.is_file()
+            hashed = (
+                "name" not in line and "xxh3" in line and checkpoint.there(line["file"]) is not None
+            )
             hashed = hashed and line["file"] not in EDITED
-            if hashed and _digest(file) != line["xxh3"]:
+            if hashed and _digest(checkpoint, line["file"]) != line["xxh3"]:
                 yield _changed("QC022", line["file"])
 
 
-def _digest(file: Path) -> str:
-    return xxhash.xxh3_128(file.read_bytes()).hexdigest()
+def _digest(checkpoint: Checkpoint, file: str) -> str:
+    digest = xxhash.xxh3_128()
+    with checkpoint.open_file(file) as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _changed(rule: str, where: str) -> Finding:

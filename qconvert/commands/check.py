@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Size
+from qconvert.commands.options import FOLLOW_LINKS, SOURCE, Size
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_all, say_json, say_report
+from qconvert.shown import shortened
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 
 _FINDINGS = 3
 _MOST_LAYERS = 65_536
+_MOST_DIGITS = 20
 
 
 @click.command()
 @SOURCE
 @click.option("--tensors", metavar="PATTERN", help="List tensors whose names fit, e.g. '*.61.*'.")
+@FOLLOW_LINKS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def inspect(source: str, tensors: str | None, as_json: bool) -> None:
+def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
     """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
 
     Works on sources and on outputs of qconvert. Of a repo on the Hub only headers and small files
@@ -44,7 +47,7 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
 
     with place_of(source) as place:
         _tell_fetched(place)
-        checkpoint = open_source(place.folder)
+        checkpoint = open_source(place.folder, follow_links=follow_links)
         if tensors is not None:
             _say_tensors(checkpoint, tensors, as_json=as_json)
             return
@@ -83,8 +86,9 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.argument("a")
 @click.argument("b")
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
+@FOLLOW_LINKS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
+def diff(a: str, b: str, headers: bool, follow_links: bool, as_json: bool) -> int:
     """Compare two checkpoints tensor by tensor, wherever their shards put them.
 
     Exit code 0 where they are equal, 3 where they differ.
@@ -97,7 +101,8 @@ def diff(a: str, b: str, headers: bool, as_json: bool) -> int:
     from qconvert.diff import compare
     from qconvert.stages import open_source
 
-    found = compare(open_source(a), open_source(b), data=not headers)
+    first, second = (open_source(where, follow_links=follow_links) for where in (a, b))
+    found = compare(first, second, data=not headers)
     if as_json:
         listed = [{"tensor": d.tensor, "kind": d.kind, "detail": d.detail} for d in found]
         say_json(listed)
@@ -133,6 +138,8 @@ class Layers(click.ParamType[tuple[int, ...]]):
             first, dash, last = part.strip().partition("-")
             if not first.isdecimal() or (dash and not last.isdecimal()):
                 self.fail(f"{part!r} is no layer number or range; write 0,3,58-60", param, ctx)
+            if len(first) > _MOST_DIGITS or len(last) > _MOST_DIGITS:
+                self.fail(f"{shortened(part, 80)!r} is no layer number or range", param, ctx)
             begin, end = int(first), int(last or first)
             if end < begin or end > _MOST_LAYERS:
                 self.fail(f"{part!r} is no range of layers from first to last", param, ctx)
@@ -191,6 +198,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="FILE",
     help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
+@FOLLOW_LINKS
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
 def validate(
     out: str | None,
@@ -206,6 +214,7 @@ def validate(
     form: str | None,
     as_json: bool,
     files: tuple[Path, ...],
+    follow_links: bool,
     explain: str | None,
 ) -> int:
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
@@ -256,7 +265,12 @@ def validate(
             place = stack.enter_context(place_of(out, weights=weights))
             _tell_fetched(place)
             report = validate_folder(
-                Path(place.folder), against, request=request, pair=pair, progress=bar
+                Path(place.folder),
+                against,
+                request=request,
+                pair=pair,
+                progress=bar,
+                follow_links=follow_links,
             )
             report = about_repo(report, place)
         elif kernels:

@@ -467,7 +467,7 @@ def _stage_the_rest(
     """Side files, config, index, manifest and receipt, beside the finished shards."""
     plan = ready.plan
     for name in plan.side_files:
-        space.copy_file(plan.checkpoint.root / name, name)
+        space.copy_file(plan.checkpoint.real(name), name)
     for name, text in plan.new_files.items():
         space.write_file(space.stage / name, memoryview(text.encode()))
     config = config_bytes(plan)

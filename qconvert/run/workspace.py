@@ -16,6 +16,7 @@ from typing import Any
 
 from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.errors import OutputError
+from qconvert.regular import open_regular
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
 from qconvert.run.lock import Lock, take_lock
@@ -188,7 +189,9 @@ class Workspace:
         target = self.stage / name
         self._files.make_folder(target.parent)
         try:
-            with source.open("rb") as stream:
+            # Links were resolved: what is one now was put there since.
+            opened = open_regular(source, follow=False, error=OutputError)
+            with os.fdopen(opened, "rb") as stream:
                 self._files.create(target, os.fstat(stream.fileno()).st_size)
                 fd = self._files.open(target)
                 try:
