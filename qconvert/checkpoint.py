@@ -401,6 +401,8 @@ def _shard_files(
         files = []
         for name in sorted(set(names.values())):
             file = root / name
+            if file.exists() and not file.is_file():
+                raise CheckpointError(f"{file}: is not a regular file, and {INDEX} names it")
             if not file.is_file():
                 raise CheckpointError(
                     f"{root / INDEX} names {name}, which is missing; the download is incomplete"

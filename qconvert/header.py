@@ -55,10 +55,10 @@ class Header(NamedTuple):
 _SPACE = rb"[ \t\n\r]*"
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
 _MARK = re.compile(_SPACE + rb"([{}:,])" + _SPACE)
-_STRING = re.compile(rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"', re.DOTALL)
+_UNPRINTED = re.compile(rb"[\x00-\x1f]")
 # An entry as writers of safetensors write it. Any other is left to json.
 _USUAL = re.compile(
-    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[(N(?:,N)*)?\],"data_offsets":\[(N),(N)\]\}'.replace(
+    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[(N(?:,N){0,63})?\],"data_offsets":\[(N),(N)\]\}'.replace(
         b"N", _NUMBER
     )
 )
@@ -119,11 +119,16 @@ class _Table:
         return found[1]
 
     def _string(self) -> str:
-        found = _STRING.match(self._raw, self._at)
-        if found is None:
+        raw, start = self._raw, self._at + 1
+        stop = raw.find(b'"', start) if raw[self._at : start] == b'"' else -1
+        # A quote after an odd number of backslashes is part of the text. (A pattern for all this would
+        # take a hundred bytes of stack for each backslash.)
+        while stop > 0 and _backslashes(raw, start, stop) % 2:
+            stop = raw.find(b'"', stop + 1)
+        if stop < 0 or _UNPRINTED.search(raw, start, stop):
             raise ValueError(f"expected a string at byte {self._at}")
-        self._at = found.end()
-        text = found[1].decode("utf-8")
+        self._at = stop + 1
+        text = raw[start:stop].decode("utf-8")
         if "\\" in text:
             text = json.loads(f'"{text}"')
             text.encode()  # half a surrogate pair can be escaped, and cannot be written
@@ -169,6 +174,14 @@ class _Table:
         return _entry(
             self._file, name, value["dtype"], value["shape"], value["data_offsets"], self._start
         )
+
+
+def _backslashes(raw: bytes, start: int, stop: int) -> int:
+    """How many stand right before `stop`."""
+    at = stop
+    while at > start and raw[at - 1] == 0x5C:
+        at -= 1
+    return stop - at
 
 
 def _unique(file: Path) -> Any:
