@@ -35,7 +35,19 @@ _RANK = {
 _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
           "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "rich", "datasets"}  # fmt: skip
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
-_FOUNDATION = ("errors", "spec", "names", "graph", "header", "shown", "say", "regular")
+_FOUNDATION = (
+    "errors",
+    "spec",
+    "names",
+    "graph",
+    "header",
+    "shown",
+    "say",
+    "regular",
+    "links",
+    "json_text",
+    "manifest_keys",
+)
 
 
 def modules() -> list[Path]:
