@@ -6,24 +6,27 @@ is touched, no pickle opened, no remote code run.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from qconvert.errors import CheckpointError, UsageError
 from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Source
-from qconvert.header import Header, read_header
+from qconvert.header import MAX_HEADER, Header, read_header
+from qconvert.json_text import parse_object
+from qconvert.links import is_inside, open_inside, read_inside, resolved
+from qconvert.manifest_keys import parse_manifest
 from qconvert.names import parse
+from qconvert.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.repo import cached_folder, parse_repo
 from qconvert.shown import count
 
@@ -48,19 +51,31 @@ DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_c
 # Of each shard, for Checkpoint.sample_digest: 10 MB in all for the 163 shards of DeepSeek-V3.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
+# The shortest entry of a tensor in a header: `"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`.
+_LEAST_ENTRY = 50
+
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. All but the path is what it had when its header was read: a source that
-    changes during a run is refused by them."""
+    """One safetensors file. Sizes and times are what it had when its header was read: a source that
+    changes during a run is refused by them. `real` is where it lies, found once: what is opened is
+    that, and no link."""
 
     path: Path
     size: int
     mtime_ns: int
     ctime_ns: int = 0
     inode: int = 0
+    real: Path | None = None
+
+    def open(self) -> int:
+        """A descriptor to read it with. Raises CheckpointError where it is gone, or is no file now."""
+        try:
+            return open_regular(self.real or self.path, follow=self.real is None)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,8 @@ class Checkpoint(Mapping[str, Source]):
     """Tensor names to Sources, in natural order of the shards, with config and side files.
 
     `side_files` are relative paths that travel along byte for byte; `denied_files` those that do
-    not. `warnings` are oddities that do not stop a conversion.
+    not. `warnings` are oddities that do not stop a conversion. `follow_links` says that links may lead
+    out of the folder (qconvert/links.py).
     """
 
     root: Path
@@ -101,6 +117,7 @@ class Checkpoint(Mapping[str, Source]):
     indexed: bool
     metadata: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    follow_links: bool = False
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -115,28 +132,33 @@ class Checkpoint(Mapping[str, Source]):
         return id(self)
 
     @classmethod
-    def open(cls, where: str | Path) -> Checkpoint:
+    def open(cls, where: str | Path, *, follow_links: bool = False) -> Checkpoint:
         """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
-        @REVISION, hf:// before it, or both).
+        @REVISION, hf:// before it, or both). `follow_links` lets links lead out of the folder.
 
         Raises UsageError for a name that is empty or no repo's, and CheckpointError for anything
         unsound: see qconvert.header, and here: a missing or
         broken config.json, an index naming a missing file or a path outside the folder, a tensor
-        in two shards, an index and headers that disagree.
+        in two shards, an index and headers that disagree, a link out of the folder.
         """
         root, only = _locate(where)
-        config, config_bytes = _read_config(root)
-        files, index, warnings = _shard_files(root, only)
+        config_bytes = _read_needed(root, "config.json", SMALL, follow_links=follow_links)
+        config = parse_object(config_bytes, root / "config.json")
+        files, index, warnings = _shard_files(root, only, follow_links=follow_links)
         weight_map = index.weight_map if index is not None else None
         shards: list[Shard] = []
         sources: dict[str, Source] = {}
         metadata: dict[str, str] = {}
         digest = sha256()
         for number, file in enumerate(files):
+            name = file.relative_to(root).as_posix()
+            # A file that the user named may be a link, as a folder may.
+            named = file == only
+            real = None if named else resolved(root, name, follow_links=follow_links)
             before = _stat(file)
-            header = read_header(file)
+            header = read_header(file, real)
             digest.update(header.raw)
-            shards.append(_shard(file, header.file_size, before))
+            shards.append(_shard(file, header.file_size, before, real))
             metadata.update(header.metadata)
             for entry in header.entries:
                 if entry.name in sources:
@@ -152,11 +174,52 @@ class Checkpoint(Mapping[str, Source]):
             _check_index_complete(root, weight_map, sources)
         if not sources:
             raise CheckpointError(f"{root}: its safetensors files hold no tensor")
-        side, denied = _side_files(root, {file.relative_to(root).as_posix() for file in files})
+        side, denied = _side_files(
+            root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
+        )
         return cls(
             root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
-            index is not None, metadata, tuple(warnings + _total_size(index, sources)),
+            index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
         )  # fmt: skip
+
+    def real(self, name: str) -> Path:
+        """Where the file of that name below the folder lies; it need not be there. Raises
+        CheckpointError for one that must not be read (qconvert/links.py)."""
+        return resolved(self.root, name, follow_links=self.follow_links)
+
+    def there(self, name: str) -> os.stat_result | None:
+        """The size and times of a regular file of that name, None where there is none, or none that may
+        be read."""
+        try:
+            real = self.real(name)
+            return real.stat() if real.is_file() else None
+        except (CheckpointError, OSError):
+            return None
+
+    def open_file(self, name: str) -> BinaryIO:
+        """A regular file of the folder, to be read in pieces. Raises CheckpointError as `real` does, and
+        where it cannot be opened."""
+        try:
+            fd = open_inside(self.root, name, follow_links=self.follow_links)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.root / name}: cannot be read: {error.strerror}"
+            ) from error
+        return os.fdopen(fd, "rb")
+
+    def read(self, name: str, limit: int = SMALL) -> bytes | None:
+        """A small file of the folder, None where there is none. Raises CheckpointError for anything that
+        is no regular file, is larger than `limit` bytes, or must not be read."""
+        try:
+            return read_inside(self.root, name, limit, follow_links=self.follow_links)
+        except FileNotFoundError:
+            return None
+
+    @property
+    def receipt_limit(self) -> int:
+        """Most bytes of a receipt: it has a line a tensor, which names all that was stacked into it."""
+        rows = (s.type.shape[0] if len(s.type.shape) > 2 else 1 for s in self.sources.values())
+        return SMALL + PER_TENSOR * sum(rows)
 
     @property
     def nbytes(self) -> int:
@@ -219,8 +282,9 @@ class Checkpoint(Mapping[str, Source]):
         """
         found = list(_nested_quantization(self.config, "config.json"))
         extra = self.root / "hf_quant_config.json"
-        if extra.is_file():
-            block = _read_json(extra)
+        data = self.read("hf_quant_config.json")
+        if data is not None:
+            block = parse_object(data, extra)
             inner = block.get("quantization", block)
             if not isinstance(inner, dict):
                 raise CheckpointError(f"{extra}: `quantization` must be an object")
@@ -231,8 +295,13 @@ class Checkpoint(Mapping[str, Source]):
     def manifest(self) -> dict[str, Any] | None:
         """qconvert.json of a folder that qconvert made, else None. Raises CheckpointError if it is
         broken, or another program's."""
-        file = self.root / MANIFEST
-        return _read_manifest(file) if file.is_file() else None
+        data = self.read(MANIFEST, self._manifest_limit)
+        return None if data is None else parse_manifest(data, self.root / MANIFEST)
+
+    @property
+    def _manifest_limit(self) -> int:
+        """It names every tensor that was dropped: of a folder of experts all others of its source."""
+        return 4 * SMALL + PER_TENSOR * len(self.sources)
 
     @property
     def sample_digest(self) -> str:
@@ -251,14 +320,14 @@ class Checkpoint(Mapping[str, Source]):
         digest = xxhash.xxh3_128()
         for shard in self.shards:
             step = max(_SAMPLE_BYTES, shard.size // _SAMPLES)
-            with _naming(shard.path), shard.path.open("rb", buffering=0) as stream:
+            with _naming(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
                 for start in range(0, shard.size, step):
                     stream.seek(start)
                     digest.update(stream.read(_SAMPLE_BYTES))
         sides: dict[str, str] = {}
         for name in self.side_files:
             side = xxhash.xxh3_128()
-            with _naming(self.root / name), (self.root / name).open("rb") as stream:
+            with _naming(self.root / name), self.open_file(name) as stream:
                 digest.update(name.encode())
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
@@ -272,7 +341,7 @@ class Checkpoint(Mapping[str, Source]):
         assert source.type.numel == 1
         path = self.shards[source.shard].path
         try:
-            with path.open("rb") as stream:
+            with os.fdopen(self.shards[source.shard].open(), "rb") as stream:
                 stream.seek(source.offset)
                 return stream.read(source.type.nbytes)
         except OSError as error:
@@ -280,7 +349,9 @@ class Checkpoint(Mapping[str, Source]):
 
     def look_again(self) -> tuple[Shard, ...]:
         """The shards as they are now. Raises CheckpointError if one cannot be read."""
-        return tuple(_shard(shard.path, None, _stat(shard.path)) for shard in self.shards)
+        return tuple(
+            _shard(shard.path, None, _stat(shard.path), shard.real) for shard in self.shards
+        )
 
     def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
         """Raise CheckpointError if a shard's size or modification time is not what it was, or, with
@@ -300,9 +371,9 @@ def file_size(file: Path) -> int:
     return _stat(file).st_size
 
 
-def _shard(file: Path, size: int | None, status: os.stat_result) -> Shard:
+def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
     size = status.st_size if size is None else size
-    return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
 
 
 @contextmanager
@@ -342,50 +413,24 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
     raise CheckpointError(f"{path}: no such file or folder")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> bytes:
     try:
-        value = json.loads(file.read_bytes())
+        return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing; no checkpoint can be read without it") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _read_manifest(file: Path) -> dict[str, Any]:
-    found = _read_json(file)
-    kinds = {"identity": dict, "passes": list, "dropped": dict, "dropped_files": dict}
-    for key, kind in kinds.items():
-        if not isinstance(found.get(key), kind):
-            raise CheckpointError(f"{file}: its {key!r} is missing or broken; not qconvert's file")
-    if any(not isinstance(step, dict) or "spec" not in step for step in found["passes"]):
-        raise CheckpointError(f"{file}: its 'passes' are broken; not qconvert's file")
-    if any(not isinstance(names, list) for names in found["dropped"].values()):
-        raise CheckpointError(f"{file}: its 'dropped' is broken; not qconvert's file")
-    return found
-
-
-def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
-    config = _read_json(root / "config.json")
-    try:
-        json.dumps(config, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
         raise CheckpointError(
-            f"{root / 'config.json'}: holds text that cannot be written again: {error.reason}"
-        ) from error
-    return config, (root / "config.json").read_bytes()
+            f"{root / name} is missing; no checkpoint can be read without it"
+        ) from None
 
 
-def _shard_files(root: Path, only: Path | None) -> tuple[list[Path], _Index | None, list[str]]:
+def _shard_files(
+    root: Path, only: Path | None, *, follow_links: bool
+) -> tuple[list[Path], _Index | None, list[str]]:
     """The files to read, the index where there is one, and warnings."""
     if only is not None:
         return [only], None, []
-    if (root / INDEX).is_file():
-        table = _read_json(root / INDEX)
+    if os.path.lexists(root / INDEX):
+        raw = _read_needed(root, INDEX, _index_limit(root), follow_links=follow_links)
+        table = parse_object(raw, root / INDEX)
         weight_map, metadata = table.get("weight_map"), table.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{root / INDEX}: has no weight_map")
@@ -396,6 +441,8 @@ def _shard_files(root: Path, only: Path | None) -> tuple[list[Path], _Index | No
         files = []
         for name in sorted(set(names.values())):
             file = root / name
+            if file.exists() and not file.is_file():
+                raise CheckpointError(f"{file}: is not a regular file, and {INDEX} names it")
             if not file.is_file():
                 raise CheckpointError(
                     f"{root / INDEX} names {name}, which is missing; the download is incomplete"
@@ -424,13 +471,25 @@ def _shard_files(root: Path, only: Path | None) -> tuple[list[Path], _Index | No
     return found, None, []
 
 
+def _index_limit(root: Path) -> int:
+    """Most bytes of an index: it has a line a tensor, and the headers beside it say how many those can
+    be at most, by their lengths alone."""
+    tensors = 0
+    for file in root.glob("*.safetensors"):
+        with suppress(CheckpointError, FileNotFoundError):  # for the header's reader to name
+            with os.fdopen(open_regular(file), "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+            tensors += min(length, MAX_HEADER) // _LEAST_ENTRY
+    return SMALL + PER_TENSOR * tensors
+
+
 def _inside(root: Path, tensor: str, file: Any) -> str:
-    path = PurePosixPath(file) if isinstance(file, str) else None
-    if path is None or path.is_absolute() or ".." in path.parts or "\\" in file or not path.parts:
+    if not isinstance(file, str) or not is_inside(file) or "\\" in file:
         raise CheckpointError(
             f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a file "
             "inside the folder"
         )
+    path = PurePosixPath(file)
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a "
@@ -473,8 +532,12 @@ def _total_size(index: _Index | None, sources: Mapping[str, Source]) -> list[str
     return [f"{INDEX} says total_size {index.total_size}, the tensors add up to {true}"]
 
 
-def _side_files(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Files to carry along and files not to, both as sorted relative paths."""
+def _side_files(
+    root: Path, shards: set[str], *, follow_links: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files to carry along and files not to, both as sorted relative paths. Raises CheckpointError for a
+    file that would be carried along and is a link out of the folder, or has a name that no text can
+    hold."""
     kept: list[str] = []
     denied: list[str] = []
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=False):
@@ -487,7 +550,18 @@ def _side_files(root: Path, shards: set[str]) -> tuple[tuple[str, ...], tuple[st
             path = (base / name).as_posix()
             if path in shards or path in ("config.json", INDEX):
                 continue
-            (denied if _is_denied(Path(folder) / name, path) else kept).append(path)
+            if _is_denied(Path(folder) / name, path):
+                denied.append(path)
+                continue
+            resolved(root, path, follow_links=follow_links)
+            try:
+                path.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{root / path}: its name is not UTF-8, so no JSON and no repo can hold it; rename "
+                    "or remove it"
+                ) from error
+            kept.append(path)
     return tuple(sorted(kept)), tuple(sorted(denied))
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import xxhash
 
 from qconvert.errors import CheckpointError, QConvertError
+from qconvert.json_text import parse_json
+from qconvert.links import is_inside
 from qconvert.regular import PER_TENSOR, read_regular
 
 # Whether a seal is there and fits.
@@ -51,14 +53,13 @@ def digest(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-def is_inside(name: object) -> bool:
-    """Whether a name read from a file is a plain relative path that stays inside its folder, and
+def is_own_name(name: object) -> bool:
+    """Whether a name read from a file is a plain relative path inside its folder, as we write them, and
     outside the work folder."""
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not isinstance(name, str) or not is_inside(name):
         return False
     path = PurePosixPath(name)
-    plain = path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
-    return plain and path.parts[0] not in (".", ".qconvert")
+    return path.as_posix() == name and path.parts[0] not in (".", ".qconvert")
 
 
 def sealed_lines(lines: Iterable[str]) -> list[str]:
@@ -114,15 +115,12 @@ def parse_receipt(
     lines: list[Mapping[str, Any]] = []
     raws = data.splitlines()
     for number, raw in enumerate(raws, 1):
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError) as failure:
-            raise error(f"{file}:{number}: is not valid JSON: {failure}") from failure
+        line = parse_json(raw, f"{file}:{number}", error=error)
         if number == len(raws) and isinstance(line, dict) and line.keys() == {"receipt"}:
             return ReceiptText(tuple(lines), _judged(data, number - 1))
         if not _is_line(line):
             raise error(f"{file}:{number}: is no receipt of a tensor or file")
-        if not is_inside(line["file"]):
+        if not is_own_name(line["file"]):
             raise error(f"{file}:{number}: names {line['file']!r}, which is not inside the folder")
         lines.append(line)
     return ReceiptText(tuple(lines), "none")

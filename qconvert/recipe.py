@@ -13,8 +13,10 @@ wrong checkpoints are made. llm-compressor's recipes are read as well (qconvert/
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -24,8 +26,9 @@ from qconvert.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.foreign_recipe import is_foreign, parse_foreign, pattern_of
 from qconvert.passes import passes
 from qconvert.plan import Pass
+from qconvert.regular import read_regular
 from qconvert.sizes import parse_size
-from qconvert.yaml_lines import compose, construct, did_you_mean, entries, line_of
+from qconvert.yaml_lines import MOST_BYTES, compose, construct, did_you_mean, entries, line_of
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -76,16 +79,15 @@ def builtin_recipes() -> dict[str, str]:
 def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
     line where there is one."""
-    try:
-        text = Path(where).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{where}: is not UTF-8 text: {error}") from error
-    except PermissionError as error:
-        raise RecipeError(f"{where}: cannot be read: {error.strerror}") from error
-    except (OSError, ValueError):  # no such file, or no name a file can have
-        pass
-    else:
-        return parse_recipe(text, where, data)
+    text = None
+    if os.path.lexists(where) and not Path(where).is_dir():
+        with suppress(FileNotFoundError):  # a link to nothing
+            text = read_regular(Path(where), MOST_BYTES, error=RecipeError)
+    if text is not None:
+        try:
+            return parse_recipe(text.decode("utf-8"), where, data)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{where}: is not UTF-8 text: {error}") from error
     found = builtin_recipes()
     if where in found:
         return parse_recipe(found[where], where, data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISFIFO, S_ISREG
 
 from qconvert.errors import CheckpointError, QConvertError
 
@@ -38,9 +38,11 @@ def open_regular(
         if not follow and path.is_symlink():
             raise error(f"{path}: is a symbolic link, and must be a file of its own") from failure
         raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
-    if not S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not S_ISREG(mode):
         os.close(fd)
-        raise error(f"{path}: is not a regular file")
+        kind = "a directory" if S_ISDIR(mode) else "a pipe" if S_ISFIFO(mode) else "a device"
+        raise error(f"{path}: is {kind}, and must be a regular file")
     return fd
 
 

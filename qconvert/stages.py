@@ -9,7 +9,6 @@ vLLM 0.33 (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -21,6 +20,8 @@ from qconvert.consumers import parse_consumer
 from qconvert.errors import CheckpointError, PlanError, UsageError
 from qconvert.family import Census, Place
 from qconvert.graph import Output, Source
+from qconvert.json_text import parse_object
+from qconvert.links import resolved
 from qconvert.plan import LASTING_FACTS, Plan, nodes
 from qconvert.shown import count
 
@@ -257,16 +258,19 @@ def _sources(tensors: Mapping[str, Output]) -> list[Source]:
     return found
 
 
-def open_stages(folder: Path) -> Checkpoint:
-    """All stages of a split checkpoint as the one it was. Raises CheckpointError where stages are
-    missing, belong to different splits, or disagree about a tensor they share."""
+def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
+    """All stages of a split checkpoint as the one it was, links as for Checkpoint.open. Raises
+    CheckpointError where stages are missing, belong to different splits, or disagree about a tensor they
+    share."""
     folders = sorted(folder.glob("stage-*-of-*"))
     if not folders:
         raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
     for path in folders:
         if (path / WORK_DIR).is_dir():
             raise CheckpointError(f"{path} is unfinished; run the split's command again")
-    opened = [Checkpoint.open(path) for path in folders]
+    for path in folders:
+        resolved(folder, path.name, follow_links=follow_links)
+    opened = [Checkpoint.open(path, follow_links=follow_links) for path in folders]
     facts = [_facts_of(checkpoint) for checkpoint in opened]
     partition = facts[0]["partition"]
     for checkpoint, fact in zip(opened, facts, strict=True):
@@ -306,10 +310,12 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
     names = {name for name, _ in shared}
     hashes: dict[str, set[str]] = {}
     for checkpoint in opened:
-        for line in (checkpoint.root / RECEIPT).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if record.get("name") in names and record["name"] in checkpoint:
-                hashes.setdefault(record["name"], set()).add(record["xxh3"])
+        receipt = checkpoint.read(RECEIPT, checkpoint.receipt_limit) or b""
+        for number, line in enumerate(receipt.splitlines(), 1):
+            record = parse_object(line, f"{checkpoint.root / RECEIPT}:{number}")
+            name = record.get("name")
+            if isinstance(name, str) and name in names and name in checkpoint:
+                hashes.setdefault(name, set()).add(str(record.get("xxh3")))
     for name, checkpoint in shared:
         if len(hashes.get(name, ())) != 1:
             raise CheckpointError(
@@ -334,10 +340,10 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
     return [*(identity.get(key) for key in keys), [manifest.get(key) for key in LASTING_FACTS]]
 
 
-def open_source(where: str | Path) -> Checkpoint:
+def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
     they were. Raises CheckpointError."""
     folder = Path(where)
     if str(where) and not (folder / "config.json").exists() and any(folder.glob("stage-*-of-*")):
-        return open_stages(folder)
-    return Checkpoint.open(where)
+        return open_stages(folder, follow_links=follow_links)
+    return Checkpoint.open(where, follow_links=follow_links)

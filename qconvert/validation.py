@@ -20,7 +20,7 @@ from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError
 from qconvert.family import discover
 from qconvert.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
-from qconvert.receipt import ReceiptText, read_receipt
+from qconvert.receipt import ReceiptText, parse_receipt
 from qconvert.stages import open_source
 from qconvert.tasks import AnyTask, Progress, run_tasks
 
@@ -117,7 +117,8 @@ class Folder:
     def receipt_text(self) -> ReceiptText | None:
         """The receipt with its seal, None where there is none. Raises CheckpointError where it is
         broken."""
-        return read_receipt(self.checkpoint.root / RECEIPT, len(self.checkpoint))
+        data = self.checkpoint.read(RECEIPT, self.checkpoint.receipt_limit)
+        return None if data is None else parse_receipt(data, self.checkpoint.root / RECEIPT)
 
 
 class Validator(Protocol):
@@ -184,10 +185,11 @@ def validate_folder(
     request: Request = Request(),
     pair: str | None = None,
     progress: Progress | None = None,
+    follow_links: bool = False,
 ) -> Report:
-    """Run every validator that has what it needs. A folder that cannot even be opened is a finding
-    (QC001); a source, or the GPU side `pair`, that cannot be is the caller's error and raises
-    CheckpointError."""
+    """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
+    even be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be is the caller's
+    error and raises CheckpointError."""
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
@@ -198,13 +200,15 @@ def validate_folder(
                 "run its command again, or qconvert clean",
             )
         )  # fmt: skip
-    source = open_source(against) if against is not None else None
-    partner = open_source(pair) if pair is not None else None
+    opened = partial(open_source, follow_links=follow_links)
+    source = opened(against) if against is not None else None
+    partner = opened(pair) if pair is not None else None
     if against is not None:
         report.about["against"] = against
     report.about["level"] = request.level
     try:
-        folder = Folder(Checkpoint.open(out), source, partner, request)
+        here = Checkpoint.open(out, follow_links=follow_links)
+        folder = Folder(here, source, partner, request)
         have = _at_hand(folder)
         report.about["model"] = folder.checkpoint.model_line
     except CheckpointError as error:

@@ -384,10 +384,8 @@ def test_qc040_tensors_that_another_manifest_leads_to(facts: dict[str, Any], out
 @pytest.mark.parametrize(
     "facts",
     [
-        {"method": "AMXINT2"}, {"method": []}, {"rounding": "up"}, {"rounding": None}, {"numa": 0},
-        {"numa": True}, {"numa": 3}, {"experts": "4"}, {"hidden_size": 100}, {"layers": []},
-        {"layers": [1, 0]}, {"layers": [0, 0]}, {"layers": ["0"]}, {"layers": 2},
-        {"layers": [-1]}, {"intermediate_size": None},
+        {"method": "AMXINT2"}, {"rounding": "up"}, {"numa": 0}, {"numa": 3}, {"hidden_size": 100},
+        {"layers": [1, 0]}, {"layers": [0, 0]},
     ],
     ids=str,
 )  # fmt: skip
@@ -401,9 +399,25 @@ def test_qc040_a_manifest_that_cannot_be_meant(
 
 
 @alone
-def test_qc040_a_manifest_whose_block_is_no_object(out: Path) -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"method": []}, {"rounding": None}, {"numa": True}, {"experts": "4"}, {"layers": []},
+        {"layers": ["0"]}, {"layers": 2}, {"layers": [-1]}, {"intermediate_size": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_whose_block_is_of_another_kind_is_none(
+    facts: dict[str, Any], out: Path
+) -> None:
+    state(out, **facts)
+    assert rules(found_in(out)) == [("QC001", str(out))]
+
+
+@alone
+def test_a_manifest_whose_block_is_no_object_is_none(out: Path) -> None:
     edit_json(out / MANIFEST, lambda manifest: manifest.update(amx=5))
-    assert rules(found_in(out)) == [("QC040", MANIFEST)]
+    assert rules(found_in(out)) == [("QC001", str(out))]
 
 
 @alone

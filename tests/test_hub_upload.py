@@ -728,7 +728,7 @@ def test_shards_that_are_links_are_sent_as_files(
     shard = sorted(folder.glob("*.safetensors"))[0]
     shutil.move(shard, tmp_path / "blob")
     shard.symlink_to(tmp_path / "blob")
-    uploaded(folder)
+    uploaded(folder, "--follow-links")
     assert files_of(hub)[shard.name] == (tmp_path / "blob").read_bytes()
 
 

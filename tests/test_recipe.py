@@ -99,7 +99,7 @@ def test_ways_to_write_a_pass_without_options(pass_: str) -> None:
         ("passes: []\n\tx: 1\n", ["r:2", "not valid YAML"]),
         ("passes: [*unknown]\n", ["r:1", "not valid YAML"]),
         ("passes: []\n---\npasses: []\n", ["r:2", "not valid YAML"]),
-        ("passes: &a [*a]\n", ["r:1", "a pass is its name"]),
+        ("passes: &a [*a]\n", ["r:1", "an alias must not stand inside"]),
         ("? [a]\n: 1\n", ["r:1", "a key must be a word"]),
     ],
 )

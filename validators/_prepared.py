@@ -9,12 +9,13 @@ discovery passes it by.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
+from qconvert.errors import CheckpointError
+from qconvert.json_text import parse_json
 from qconvert.validators._nvfp4 import DIALECTS, Dialect
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def metadata_layout(checkpoint: Checkpoint) -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text, FACT)
+    except CheckpointError:
         return ""
 
 

@@ -9,13 +9,14 @@ reasons. Files that conversions make themselves are left out.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from qconvert.checkpoint import Checkpoint
+from qconvert.errors import CheckpointError
 from qconvert.findings import Finding, Rule, Severity
+from qconvert.json_text import parse_json
 from qconvert.validation import Folder, Need
 
 RULES = (
@@ -38,6 +39,7 @@ _ENDS = (".tiktoken", "tiktoken.model", ".jinja", ".py")
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _GENERATION = "generation_config.json"
 _CHUNK = 1 << 20
+_MOST_JSON = 128 << 20  # tokenizer.json has up to 33 MB
 _A_FEW = 8
 
 
@@ -55,7 +57,7 @@ class FilesKept:
         ours = set(here.side_files)
         wanted = [file for file in source.side_files if file not in _MADE]
         for file in wanted:
-            message = _difference(here.root / file, source.root / file) if file in ours else ""
+            message = _difference(here, source, file) if file in ours else ""
             if message:
                 severity: Severity = "error" if is_loaded(file) else "warning"
                 yield Finding("QC085", severity, file, message)
@@ -83,30 +85,33 @@ def _missing(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[
         yield Finding("QC032", "warning", others[0], message)
 
 
-def _difference(one: Path, other: Path) -> str:
+def _difference(here: Checkpoint, source: Checkpoint, name: str) -> str:
     """What to say of two files, "" where they say the same."""
     try:
-        if one.stat().st_size == other.stat().st_size and _same_bytes(one, other):
-            return ""
-        same = one.suffix == ".json" and _same_json(one, other)
-    except OSError as error:  # a link to nothing, above all
-        return f"cannot be compared with the source's: {error.filename}: {error.strerror}"
+        same = _same_bytes(here, source, name) or (
+            name.endswith(".json") and _same_json(here, source, name)
+        )
+    except CheckpointError as error:  # a link to nothing, above all
+        return f"cannot be compared with the source's: {error}"
     return "" if same else "is not the source's file of this name"
 
 
-def _same_bytes(one: Path, other: Path) -> bool:
-    with one.open("rb") as ours, other.open("rb") as theirs:
+def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
+    with here.open_file(name) as ours, source.open_file(name) as theirs:
+        if os.fstat(ours.fileno()).st_size != os.fstat(theirs.fileno()).st_size:
+            return False
         while chunk := ours.read(_CHUNK):
             if chunk != theirs.read(_CHUNK):
                 return False
     return True
 
 
-def _same_json(one: Path, other: Path) -> bool:
+def _same_json(here: Checkpoint, source: Checkpoint, name: str) -> bool:
     """Whether both say the same. Broken JSON says nothing, so its bytes alone count."""
+    ours, theirs = (of.read(name, _MOST_JSON) or b"" for of in (here, source))
     try:
-        return bool(json.loads(one.read_bytes()) == json.loads(other.read_bytes()))
-    except (ValueError, RecursionError):
+        return bool(parse_json(ours, name) == parse_json(theirs, name))
+    except CheckpointError:
         return False
 
 

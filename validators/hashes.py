@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import xxhash
 
-from qconvert.errors import CheckpointError
+from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Rule, Skipped
 from qconvert.header import read_header
 from qconvert.receipt import digest
-from qconvert.regular import open_regular
 from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need
 from qconvert.validators.receipt import EDITED
@@ -48,8 +45,8 @@ class Hashes:
             # Of a shard there is a hash of its header, and one of each tensor; a missing file is QC020.
             if "name" in line or line["file"] in EDITED:
                 continue
-            file = checkpoint.root / line["file"]
-            if "xxh3" in line and file.is_file() and _digest(file) != line["xxh3"]:
+            there = checkpoint.there(line["file"]) is not None
+            if "xxh3" in line and there and _digest(checkpoint, line["file"]) != line["xxh3"]:
                 yield _changed("QC022", line["file"])
             shard = shards.get(line["file"])
             if shard is None:
@@ -58,18 +55,15 @@ class Hashes:
                 yield Skipped(
                     f"the header of {line['file']} (its receipt is older than such hashes)"
                 )
-            elif digest(read_header(shard.path).raw) != line["header_xxh3"]:
+            elif digest(read_header(shard.path, shard.real).raw) != line["header_xxh3"]:
                 yield _changed("QC022", line["file"])
 
 
-def _digest(file: Path) -> str:
+def _digest(checkpoint: Checkpoint, file: str) -> str:
     found = xxhash.xxh3_128()
-    try:
-        with os.fdopen(open_regular(file), "rb") as stream:
-            while chunk := stream.read(CHUNK):
-                found.update(chunk)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    with checkpoint.open_file(file) as stream:
+        while chunk := stream.read(CHUNK):
+            found.update(chunk)
     return found.hexdigest()
 
 

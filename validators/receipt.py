@@ -64,13 +64,13 @@ class ReceiptHolds:
         for line in lines:
             if "name" in line or line["file"] in EDITED:
                 continue
-            file = checkpoint.root / line["file"]
-            if not file.is_file():
+            there = checkpoint.there(line["file"])
+            if there is None:
                 yield Finding("QC020", "error", line["file"], f"is in {RECEIPT} and missing here")
-            elif file.stat().st_size != line["nbytes"]:
+            elif there.st_size != line["nbytes"]:
                 yield Finding(
                     "QC021", "error", line["file"],
-                    f"has {file.stat().st_size} bytes, the receipt says {line['nbytes']}",
+                    f"has {there.st_size} bytes, the receipt says {line['nbytes']}",
                 )  # fmt: skip
 
 

@@ -20,9 +20,11 @@ from reprlib import Repr
 from typing import Any
 
 from qconvert.checkpoint import RECEIPT, Checkpoint
+from qconvert.errors import CheckpointError
 from qconvert.family import vision_config
 from qconvert.findings import Finding, OnlyRead, Proved, Rule
 from qconvert.validation import Folder, Need
+from qconvert.yaml_lines import load
 
 README = "README.md"
 _TOKENIZERS = (
@@ -35,8 +37,6 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _RELATIONS = ("adapter", "merge", "quantized", "finetune")
 _TEXTS = ("library_name", "license", "license_name", "pipeline_tag", "base_model_relation")
 _MOST_README = 1 << 20
-# What PyYAML lets through of values that are none (dates in month 13, `!!int x`) and of deep nesting.
-_OF_VALUES = (ValueError, OverflowError, LookupError, AttributeError, RecursionError)
 # Front matter may say one thing many times over, by aliases.
 _BRIEF = Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 120
@@ -160,10 +160,9 @@ def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _readme(checkpoint: Checkpoint) -> Iterator[Finding]:
-    file = checkpoint.root / README
-    if not file.is_file():
+    if checkpoint.there(README) is None:
         return
-    with file.open("rb") as stream:
+    with checkpoint.open_file(README) as stream:
         text = stream.read(_MOST_README).decode("utf-8", "replace").removeprefix("\ufeff")
     lines = text.splitlines()
     if not lines or lines[0].rstrip() != "---":
@@ -172,14 +171,10 @@ def _readme(checkpoint: Checkpoint) -> Iterator[Finding]:
     if end is None:
         yield Finding("QC059", "error", README, "its front matter is not closed by a line of ---")
         return
-    import yaml
-
     try:
-        found = yaml.safe_load("\n".join(lines[1:end]))
-    except (yaml.YAMLError, *_OF_VALUES) as error:
-        said = " ".join(str(error).split())
-        message = f"its front matter is not valid YAML: {said or type(error).__name__}"
-        yield Finding("QC059", "error", README, message)
+        found = load("\n".join(lines[1:end]), "its front matter", error=CheckpointError)
+    except CheckpointError as error:
+        yield Finding("QC059", "error", README, str(error))
         return
     if found is None:
         return

@@ -15,7 +15,7 @@ written out here, and not left to a library, so that it stays. Nothing is padded
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from qconvert.calibrate.samples import DATASET, DatasetRows, JsonLines, Samples,
 from qconvert.calibrate.tokenizer import Tokenizer, text_windows, tokenizer_files
 from qconvert.errors import DataError
 from qconvert.family import text_config
+from qconvert.json_text import parse_json
+from qconvert.regular import open_regular, read_regular
 from qconvert.say import say
 from qconvert.shown import count
 
@@ -97,7 +99,7 @@ def digest(spec: DataSpec, folder: Path) -> str:
 
     def put_file(file: Path) -> None:
         try:
-            with file.open("rb") as stream:
+            with os.fdopen(open_regular(file, error=DataError), "rb") as stream:
                 hasher.update(stream.seek(0, 2).to_bytes(8, "little"))
                 stream.seek(0)
                 while chunk := stream.read(1 << 20):
@@ -222,11 +224,9 @@ def _dataset(spec: DataSpec, tokenizer: Tokenizer) -> DatasetRows:
 def _vocab_size(folder: Path) -> int:
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
+        config = parse_json(read_regular(file, error=DataError), file, error=DataError)
+    except FileNotFoundError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not valid JSON: {error}") from error
     size = text_config(config).get("vocab_size") if isinstance(config, dict) else None
     if type(size) is not int or size < 1:
         raise DataError(f"{file}: expected vocab_size, found {size!r}; ids cannot be checked")

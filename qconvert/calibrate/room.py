@@ -12,6 +12,8 @@ from pathlib import Path
 
 from qconvert.calibrate.states import InFile
 from qconvert.errors import RunError
+from qconvert.json_text import parse_object
+from qconvert.regular import read_regular
 from qconvert.run.files import Files
 
 _STATE = "state.json"
@@ -39,15 +41,19 @@ class Room:
         RunError for another calibration's room."""
         self.files.make_folder(self.path)
         file = self.path / _STATE
-        layer = None
+        layer: int | None = None
         if file.is_file():
-            state = json.loads(file.read_bytes())
-            if state["key"] != self.key:
+            state = parse_object(
+                read_regular(file, follow=False, error=RunError), file, error=RunError
+            )
+            if state.get("key") != self.key:
                 raise RunError(
                     f"{self.path} holds another calibration (other data, settings, plan or kind of "
                     "device); clean the output folder to begin again, or give what it was begun with"
                 )
-            layer = int(state["layer"])
+            layer = state.get("layer")
+            if type(layer) is not int or layer < 0:
+                raise RunError(f"{file}: expected the number of a layer, found {layer!r}")
         kept = set() if layer is None else {_STATE, _name(layer)}
         for left in self.path.iterdir():
             if left.name not in kept:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qconvert.calibrate.tokenizer import ROW_COLUMNS, Tokenizer
+from qconvert.calibrate.tokenizer import MOST_LINE, ROW_COLUMNS, Tokenizer
 from qconvert.errors import CheckpointError, DataError
 from qconvert.header import Entry, read_header
+from qconvert.json_text import parse_json
+from qconvert.regular import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,8 +62,12 @@ class JsonLines:
         self._offsets, self._lines = array("Q"), array("Q")
         at = 0
         try:
-            with file.open("rb") as stream:
-                for number, line in enumerate(stream, 1):
+            with os.fdopen(open_regular(file, error=DataError), "rb") as stream:
+                for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
+                    if len(line) > MOST_LINE:
+                        raise DataError(
+                            f"{file}:{number}: expected a line of at most {MOST_LINE} bytes, found more"
+                        )
                     if line.strip():
                         self._offsets.append(at)
                         self._lines.append(number)
@@ -74,13 +81,11 @@ class JsonLines:
     def ids(self, number: int) -> Sequence[int]:
         where = self.where(number)
         try:
-            with self._file.open("rb") as stream:
+            with os.fdopen(open_regular(self._file, error=DataError), "rb") as stream:
                 stream.seek(self._offsets[number])
-                row = json.loads(stream.readline())
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where}: is not valid JSON: {error}; write one object a line"
-            ) from error
+                row = parse_json(stream.readline(MOST_LINE), where, error=DataError)
+        except DataError as error:
+            raise DataError(f"{error}; write one object a line") from error
         if not isinstance(row, dict):
             raise DataError(
                 f"{where}: expected an object, found {type(row).__name__}; write one object a line"

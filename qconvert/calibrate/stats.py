@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.settings import LayerStats
 from qconvert.errors import CheckpointError, DataError, OutputError
 from qconvert.header import build_header, read_header
+from qconvert.regular import read_regular
 from qconvert.run.files import Files, existing_parent
 from qconvert.spec import TensorType
 
@@ -68,7 +69,7 @@ def check_claim(folder: Path, about: Mapping[str, Any]) -> bool:
             "way; choose another --save-stats"
         )
     if file.is_file():
-        if file.read_text(encoding="utf-8") != _text(about):
+        if read_regular(file, error=OutputError) != _text(about).encode():
             raise OutputError(
                 f"{folder}: holds statistics of another calibration; choose another folder, or "
                 "remove it"

@@ -5,11 +5,13 @@ Only code that comes with transformers is run: a tokenizer that brings its own (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qconvert.errors import DataError
+from qconvert.regular import open_regular
 
 # What a tokenizer may be made of, in the root of a checkpoint.
 _FILES = (
@@ -26,6 +28,9 @@ _ROLES = {
 }  # fmt: skip
 
 ROW_COLUMNS = ("text", "messages", "conversations", "input_ids")
+MOST_LINE = 64 << 20  # bytes of JSONL or characters of text in a line
+# The largest published, Gemma 3's tokenizer.json, has 33 MB. transformers reads them whole.
+_MOST_TOKENIZER = 256 << 20
 _PIECE = 1 << 16  # characters; long enough that where pieces end makes no difference
 
 
@@ -49,6 +54,8 @@ class Tokenizer:
         if self._loaded is None:
             if not any(True for pattern in _VOCABULARIES for _ in self._folder.glob(pattern)):
                 raise DataError(f"{self._folder}: expected tokenizer files, found none; {_CURE}")
+            for file in self._folder.iterdir():
+                _check_loadable(file)
             from transformers import AutoTokenizer
 
             try:
@@ -122,6 +129,17 @@ class Tokenizer:
         )
 
 
+def _check_loadable(file: Path) -> None:
+    """Raise DataError for what transformers must not open: it would wait for the writer of a pipe."""
+    if file.is_dir() or file.suffix == ".safetensors" or not file.exists():
+        return
+    fd = open_regular(file, error=DataError)
+    size = os.fstat(fd).st_size
+    os.close(fd)
+    if size > _MOST_TOKENIZER and any(file.match(pattern) for pattern in _FILES):
+        raise DataError(f"{file}: expected at most {_MOST_TOKENIZER} bytes, found {size}; {_CURE}")
+
+
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`{role, content}` as it is; ShareGPT's `{from, value}` in the same words."""
     if "role" in item and "content" in item:
@@ -146,8 +164,11 @@ def text_pieces(file: Path) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            for line in stream:
+        fd = open_regular(file, error=DataError)
+        with os.fdopen(fd, encoding="utf-8", newline="") as stream:
+            for line in iter(lambda: stream.readline(MOST_LINE + 1), ""):
+                if len(line) > MOST_LINE:
+                    raise DataError(f"{file}: expected lines of at most {MOST_LINE} characters")
                 lines.append(line)
                 size += len(line)
                 if not line.strip() or size >= _PIECE:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.card.front import base_model_of, front_matter
 from qconvert.card.sections import made, proof, serve, title
 from qconvert.errors import CheckpointError
+from qconvert.yaml_lines import load
 
 if TYPE_CHECKING:
     import yaml
@@ -58,19 +59,13 @@ def card(
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     """A README's front matter and the rest of it. Raises CheckpointError for front matter that is no
     YAML mapping."""
-    import yaml
-
     match = _FRONT.match(text)
     if match is None:
         return {}, text
     try:
-        found = yaml.load(match[1], _loader())
-    # What PyYAML lets through of values that are none (dates in month 13), and deep nesting.
-    except (yaml.YAMLError, ValueError, OverflowError, LookupError, RecursionError) as error:
-        said = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{README}: its front matter is not valid YAML: {said}; mend or remove it"
-        ) from error
+        found = load(match[1], "its front matter", loader=_loader(), error=CheckpointError)
+    except CheckpointError as error:
+        raise CheckpointError(f"{README}: {error}; mend or remove it") from error
     if found is not None and not isinstance(found, dict):
         raise CheckpointError(f"{README}: its front matter is no mapping; mend or remove it")
     return found or {}, text[match.end() :].lstrip("\r\n")

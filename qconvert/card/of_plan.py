@@ -40,10 +40,9 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
 def source_front(checkpoint: Checkpoint) -> dict[str, Any]:
     """Front matter of the source's README.md, empty where there is none to be had: a broken one is
     validation's to name (QC059), and no reason not to convert."""
-    file = checkpoint.root / README
     if README not in checkpoint.side_files:
         return {}
     try:
-        return split_front_matter(file.read_text(encoding="utf-8", errors="replace"))[0]
+        return split_front_matter((checkpoint.read(README) or b"").decode("utf-8", "replace"))[0]
     except CheckpointError:
         return {}

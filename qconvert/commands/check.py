@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import SOURCE, Size, SourceName
+from qconvert.commands.options import FOLLOW_LINKS, SOURCE, Size, SourceName
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_all, say_json, say_report
+from qconvert.shown import shortened
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
@@ -27,8 +28,9 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 @click.command()
 @SOURCE
 @click.option("--tensors", metavar="PATTERN", help="List tensors whose names fit, e.g. '*.61.*'.")
+@FOLLOW_LINKS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def inspect(source: str, tensors: str | None, as_json: bool) -> None:
+def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
     """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
 
     Works on sources and on outputs of qconvert. Of a repo on the Hub only headers and small files
@@ -46,7 +48,7 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
 
     with place_of(source) as place:
         _tell_fetched(place)
-        checkpoint = open_source(place.folder)
+        checkpoint = open_source(place.folder, follow_links=follow_links)
         if tensors is not None:
             _say_tensors(checkpoint, tensors, as_json=as_json)
             return
@@ -87,8 +89,9 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
 @click.option("--all", "every", is_flag=True, help="A line for every difference.")
+@FOLLOW_LINKS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout: every difference.")
-def diff(a: str, b: str, headers: bool, every: bool, as_json: bool) -> int:
+def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
     """Compare two checkpoints tensor by tensor, wherever their shards put them.
 
     Differences are told by role, at most a screen of them. Exit code 0 where A and B are equal, 3
@@ -104,7 +107,8 @@ def diff(a: str, b: str, headers: bool, every: bool, as_json: bool) -> int:
     from qconvert.shown import count
     from qconvert.stages import open_source
 
-    found = compare(open_source(a), open_source(b), data=not headers)
+    first, second = (open_source(where, follow_links=follow_links) for where in (a, b))
+    found = compare(first, second, data=not headers)
     if as_json:
         listed = [
             {"tensor": d.tensor, "role": d.role, "kind": d.kind, "detail": d.detail} for d in found
@@ -132,7 +136,8 @@ class Layers(click.ParamType[tuple[int, ...]]):
         for part in str(value).split(","):
             first, dash, last = part.strip().partition("-")
             if not _NUMBER.fullmatch(first) or (dash and not _NUMBER.fullmatch(last)):
-                self.fail(f"{part!r} is not a layer number or range; write 0,3,58-60", param, ctx)
+                text = shortened(part, 80)
+                self.fail(f"{text!r} is not a layer number or range; write 0,3,58-60", param, ctx)
             begin, end = int(first), int(last or first)
             if end < begin or end > _MOST_LAYERS:
                 self.fail(f"{part!r} is not a range of layers from first to last", param, ctx)
@@ -196,6 +201,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="FILE",
     help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
+@FOLLOW_LINKS
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
 def validate(
     out: str | None,
@@ -211,6 +217,7 @@ def validate(
     form: str | None,
     as_json: bool,
     files: tuple[Path, ...],
+    follow_links: bool,
     explain: str | None,
 ) -> int:
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
@@ -261,7 +268,12 @@ def validate(
             place = stack.enter_context(place_of(out, weights=weights))
             _tell_fetched(place)
             report = validate_folder(
-                Path(place.folder), against, request=request, pair=pair, progress=bar
+                Path(place.folder),
+                against,
+                request=request,
+                pair=pair,
+                progress=bar,
+                follow_links=follow_links,
             )
             report = about_repo(report, place)
         elif kernels:

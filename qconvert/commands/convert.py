@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
-from qconvert.commands.options import OUT, SOURCE, Folder, ModelId, PassName, Size, stacked
+from qconvert.commands.options import (
+    FOLLOW_LINKS,
+    OUT,
+    SOURCE,
+    Folder,
+    ModelId,
+    PassName,
+    Size,
+    stacked,
+)
 from qconvert.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ class RunOptions(TypedDict):
     dump_after: str | None
     base_model: str | None
     as_json: bool
+    follow_links: bool
 
 
 _PLANNING: Callable[[F], F] = stacked(
@@ -55,6 +65,7 @@ _PLANNING: Callable[[F], F] = stacked(
         "--base-model", metavar="ORG/NAME", type=ModelId(), help="The source's repo, for the model "
         "card. [default: what the source says]",
     ),
+    FOLLOW_LINKS,
     click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout."),
 )  # fmt: skip
 RUNNING: Callable[[F], F] = stacked(
@@ -187,7 +198,11 @@ def planned(
     from qconvert.stages import open_source
 
     _check_dump(recipe, options["dump_after"])
-    checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
+    checkpoint = (
+        source
+        if isinstance(source, Checkpoint)
+        else open_source(source, follow_links=options["follow_links"])
+    )
     if out is not None and not options["dry_run"]:  # a dry run shows the plan first
         check_apart(out, checkpoint)
     start = Plan.identity(checkpoint)

@@ -125,8 +125,8 @@ def kt(
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
-    checkpoint = open_source(source)
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
+    checkpoint = open_source(source, follow_links=options["follow_links"])
     cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
     if gpu_out is None:
         from qconvert.recipe import Recipe

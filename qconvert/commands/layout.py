@@ -66,7 +66,7 @@ def fuse(
         raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
     steps: tuple[Pass, ...] = (step,)
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, follow_links=options["follow_links"])
     next_class = consumer is not None and parse_consumer(consumer).name == "qwen3-next"
     if next_class and checkpoint.family.name == "qwen3_5":
         steps = (Unstack(optional=True), step, AsClass("qwen3_next"))

@@ -227,5 +227,9 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+FOLLOW_LINKS = click.option(
+    "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
+    "otherwise.",
+)  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())
 OUT = click.argument("out", type=Folder())

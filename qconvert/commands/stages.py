@@ -220,4 +220,5 @@ def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
 
     options["print_recipe"] = False  # stages are no recipe
     recipe = Recipe("join", (), options["max_shard_size"])
-    convert(recipe, open_stages(stages), out, options)
+    opened = open_stages(stages, follow_links=options["follow_links"])
+    convert(recipe, opened, out, options)

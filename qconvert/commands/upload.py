@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import Branch, Folder, ModelId, SourceName
+from qconvert.commands.options import FOLLOW_LINKS, Branch, Folder, ModelId, SourceName
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_json
 
@@ -56,6 +56,7 @@ _MOST_LISTED = 12
 @click.option(
     "--read-back", is_flag=True, help="Afterwards fetch every file and compare its bytes."
 )
+@FOLLOW_LINKS
 @click.option("--force", is_flag=True, help="Upload what does not validate; the card says so.")
 @click.option("--dry-run", is_flag=True, help="Say what would be sent; write and send nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
@@ -71,6 +72,7 @@ def upload(
     level: Literal["headers", "sample", "full"],
     no_card: bool,
     read_back: bool,
+    follow_links: bool,
     force: bool,
     dry_run: bool,
     as_json: bool,
@@ -102,14 +104,17 @@ def upload(
     if create_pr and revision is not None:
         raise click.UsageError("--create-pr opens its own branch; leave --revision away")
     target = Target(_repo(repo, revision), "", private, create_pr)
-    local_files(folder)  # what is no finished folder is refused before it is read
+    # What is no finished folder is refused before it is read.
+    local_files(folder, follow_links=follow_links)
     hidden = hidden_files(folder)
     if hidden:
         say(_hidden(hidden), err=True)
     if not dry_run:
         account_for_readme(folder)
     with Bar() as bar:
-        report = validate_folder(folder, against, request=Request(level), progress=bar)
+        report = validate_folder(
+            folder, against, request=Request(level), progress=bar, follow_links=follow_links
+        )
         if dry_run:
             report = without_readme(report)
         _tell_findings(report)
@@ -133,7 +138,10 @@ def upload(
                 )
         message = commit_message or _message(folder)
         target = Target(target.repo, message, private, create_pr)
-        work = Upload(folder, target, events=bar, say=partial(say, err=True), instead=instead)
+        work = Upload(
+            folder, target, events=bar, say=partial(say, err=True), instead=instead,
+            follow_links=follow_links,
+        )  # fmt: skip
         pending = work.pending()
         if dry_run:
             found = {**_validated(report), **_pending(repo, pending, hidden), "dry_run": True}

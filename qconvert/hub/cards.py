@@ -14,7 +14,11 @@ from qconvert.card import README, card, split_front_matter
 from qconvert.card.front import base_model_of
 from qconvert.checkpoint import MANIFEST, RECEIPT
 from qconvert.errors import CheckpointError
+from qconvert.json_text import parse_json, parse_object
+from qconvert.links import read_inside
+from qconvert.manifest_keys import checked_manifest
 from qconvert.receipt import parse_receipt, sealed_lines
+from qconvert.regular import SMALL
 
 if TYPE_CHECKING:
     from qconvert.validation import Report
@@ -27,14 +31,16 @@ _OF_MANIFEST = {
     "bytes": dict,
 }  # fmt: skip
 _OF_STEP = ("name", "spec", "matched", "expected")
+# A line a tensor, which names all that was stacked into it.
+_MOST_RECEIPT = 16 * SMALL
 _SIZES = ("in", "out", "dropped")
 
 
 def account_for_readme(folder: Path) -> bool:
     """Make the receipt's line of README.md true: its text is anyone's to change, and validation holds
     every file against the receipt. Returns whether the line was another. No receipt is no fault."""
-    readme = folder / README
-    true = _true_receipt(folder, readme.read_bytes()) if readme.is_file() else None
+    readme = _read(folder, README)
+    true = None if readme is None else _true_receipt(folder, readme)
     if true is None:
         return False
     _replace(folder / RECEIPT, true)
@@ -43,14 +49,14 @@ def account_for_readme(folder: Path) -> bool:
 
 def _true_receipt(folder: Path, readme: bytes) -> bytes | None:
     """The receipt as it must be for that README.md, None where it is so already or there is none."""
-    receipt = folder / RECEIPT
-    if not receipt.is_file():
+    receipt = _read(folder, RECEIPT, _MOST_RECEIPT)
+    if receipt is None:
         return None
-    lines = receipt.read_bytes().splitlines()
+    lines = receipt.splitlines()
     # A seal is made anew for what stands behind it only where it was right: a broken receipt is for
     # validation to name, and must not pass for a sound one afterwards.
     try:
-        seal = parse_receipt(receipt.read_bytes(), receipt).seal
+        seal = parse_receipt(receipt, folder / RECEIPT).seal
     except CheckpointError:
         return None
     if seal != "none":
@@ -74,8 +80,8 @@ def _line_of_readme(lines: list[bytes]) -> tuple[int | None, dict[str, Any]]:
         if b'"README.md"' not in lines[at]:
             continue
         try:
-            found = json.loads(lines[at])
-        except ValueError:  # a broken receipt is for validation to name
+            found = parse_json(lines[at], RECEIPT)
+        except CheckpointError:  # a broken receipt is for validation to name
             continue
         if isinstance(found, dict) and found.get("file") == README and "name" not in found:
             return at, found
@@ -104,9 +110,8 @@ def write_card(
     """Write the folder's card and account for it. Returns the base model it names. Raises
     CheckpointError where front matter, manifest or config cannot be read."""
     text = new_card(folder, report, base_model, forced=forced)
-    readme = folder / README
-    if not readme.is_file() or readme.read_bytes() != text.encode():
-        _replace(readme, text.encode())
+    if _read(folder, README) != text.encode():
+        _replace(folder / README, text.encode())
     account_for_readme(folder)
     return base_model_of(split_front_matter(text)[0])
 
@@ -114,8 +119,7 @@ def write_card(
 def rewritten(folder: Path, readme: bytes | None) -> dict[str, bytes]:
     """Files that an upload writes before it sends, as they will be; `readme` is the card, or None
     where README.md stays as it is."""
-    file = folder / README
-    now = file.read_bytes() if file.is_file() else None
+    now = _read(folder, README)
     found = {} if readme is None or readme == now else {README: readme}
     then = now if readme is None else readme
     receipt = None if then is None else _true_receipt(folder, then)
@@ -126,10 +130,11 @@ def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bo
     """The card that the folder should have. Raises as `write_card` does."""
     readme = folder / README
     try:
-        existing = readme.read_text(encoding="utf-8") if readme.is_file() else None
+        data = _read(folder, README)
+        existing = None if data is None else data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{readme}: is not UTF-8 text; mend it, or give --no-card") from error
-    manifest, config = read_manifest(folder), read_object(folder / "config.json") or {}
+    manifest, config = read_manifest(folder), _read_object(folder, "config.json") or {}
     # What the source said is in the card that the conversion wrote.
     return card(manifest, config, {}, report, existing, base_model=base_model, forced=forced)
 
@@ -137,7 +142,7 @@ def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bo
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """qconvert.json, None where there is none. Raises CheckpointError where it lacks what cards tell."""
     file = folder / MANIFEST
-    found = read_object(file)
+    found = _read_object(folder, MANIFEST, 4 * SMALL)
     if found is None:
         return None
     lacks = [key for key, kind in _OF_MANIFEST.items() if not isinstance(found.get(key), kind)]
@@ -153,21 +158,23 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"{file}: lacks {', '.join(lacks[:6])}, so it is not as qconvert wrote it; convert again, "
             "or remove it"
         )
-    return found
+    return checked_manifest(found, file)
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
+def _read(folder: Path, name: str, limit: int = SMALL) -> bytes | None:
+    """A file of the folder, None where there is none. Which links lead out of it was looked at when the
+    files to send were listed."""
+    try:
+        return read_inside(folder, name, limit, follow_links=True)
+    except FileNotFoundError:
+        return None
+
+
+def _read_object(folder: Path, name: str, limit: int = SMALL) -> dict[str, Any] | None:
     """A JSON object from a file, None where there is no file. Raises CheckpointError for anything
     else in it."""
-    if not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(found).__name__}")
-    return found
+    data = _read(folder, name, limit)
+    return None if data is None else parse_object(data, folder / name)
 
 
 def _replace(file: Path, data: bytes) -> None:

@@ -6,9 +6,10 @@ small files are fetched whole. Whatever reads no weights then works on it as on 
 
 from __future__ import annotations
 
+import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from qconvert.errors import CheckpointError
 from qconvert.header import MAX_HEADER
 from qconvert.hub.download import Reader, client
 from qconvert.hub.patience import Refused, patiently
+from qconvert.links import open_inside
 from qconvert.repo import Repo, cached_folder, parse_repo
 
 if TYPE_CHECKING:
@@ -140,33 +142,43 @@ def _check_inside(repo: str, path: str) -> None:
 
 def _write(reader: Reader, folder: Path, file: RepoFile) -> bool:
     """One file. False where it is a hole and was not expected to be one."""
-    from huggingface_hub import try_to_load_from_cache
-
     target = folder / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     size = file.size if file.lfs is None else file.lfs.size
-    cached = try_to_load_from_cache(reader.repo, file.path, revision=reader.commit)
-    if isinstance(cached, str) and Path(cached).stat().st_size == size:
-        target.symlink_to(Path(cached).resolve())
-        return True
     lower = file.path.lower()
     shard = lower.endswith(".safetensors")
     weights = shard or lower.endswith(DENIED_SUFFIXES)
     data = b""
-    if shard:
-        data = _header(reader, file.path, size)
-    elif not weights and size <= _MOST_WHOLE:
-        data = reader.read(file.path, 0, size)
+    if shard or (not weights and size <= _MOST_WHOLE):
+        with _bytes_of(reader, file.path, size) as read:
+            data = _header(read, size) if shard else read(0, size)
     with target.open("wb") as stream:
         stream.write(data)
         stream.truncate(size)
     return weights or len(data) == size
 
 
-def _header(reader: Reader, path: str, size: int) -> bytes:
+@contextmanager
+def _bytes_of(reader: Reader, path: str, size: int) -> Iterator[Callable[[int, int], bytes]]:
+    """What reads a range of a file: from the client's cache where that has it, else from the Hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(reader.repo, path, revision=reader.commit)
+    if isinstance(cached, str):
+        # Links in the cache lead to its blobs; one that does not is not followed.
+        snapshot = Path(cached).parents[len(PurePosixPath(path).parts) - 1]
+        with os.fdopen(open_inside(snapshot, path), "rb") as stream:
+            fd = stream.fileno()
+            if os.fstat(fd).st_size == size:
+                yield lambda start, stop: os.pread(fd, stop - start, start)
+                return
+    yield lambda start, stop: reader.read(path, start, stop)
+
+
+def _header(read: Callable[[int, int], bytes], size: int) -> bytes:
     """A shard's header bytes: 8 of length, the JSON. Of a file that is none, what there is: whoever
     reads it says so."""
-    start = reader.read(path, 0, min(size, _FIRST_READ))
+    start = read(0, min(size, _FIRST_READ))
     if len(start) < 8:
         return start
     (length,) = struct.unpack("<Q", start[:8])
@@ -175,7 +187,7 @@ def _header(reader: Reader, path: str, size: int) -> bytes:
         return start
     if stop <= len(start):
         return start[:stop]
-    return start + reader.read(path, len(start), stop)
+    return start + read(len(start), stop)
 
 
 def about_repo(report: Report, place: Place) -> Report:

@@ -6,6 +6,7 @@ content: sha1 of `blob SIZE\\0` and the bytes (huggingface_hub 1.33, RepoFile).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qconvert.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
 from qconvert.errors import OutputError
+from qconvert.links import open_inside, resolved
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
@@ -41,9 +43,10 @@ class Difference:
     what: str
 
 
-def local_files(folder: Path) -> dict[str, int]:
+def local_files(folder: Path, *, follow_links: bool = False) -> dict[str, int]:
     """Files to send, by path below the folder, with their sizes: all but caches, version control and
-    hidden files. Raises OutputError for a folder that is not finished, or has nothing to send."""
+    hidden files. Raises OutputError for a folder that is not finished, or has nothing to send, and for
+    a link that leads out of it where `follow_links` does not allow that."""
     if not folder.is_dir():
         raise OutputError(f"{folder}: no such folder")
     if (folder / WORK_DIR).exists():
@@ -51,7 +54,11 @@ def local_files(folder: Path) -> dict[str, int]:
             f"{folder}: {WORK_DIR}/ is there, so its conversion is unfinished: run its command again, "
             "or qconvert clean"
         )
-    found = {path: (folder / path).stat().st_size for path in _files(folder) if not _hidden(path)}
+    found: dict[str, int] = {}
+    for path in _files(folder):
+        if not _hidden(path):
+            real = resolved(folder, path, follow_links=follow_links, error=OutputError)
+            found[path] = real.stat().st_size
     if not found:
         raise OutputError(f"{folder}: holds no file to upload")
     return found
@@ -93,6 +100,7 @@ class Digests:
     folder: Path
     wrote: Callable[[int], None] = lambda _: None
     known: dict[tuple[str, Algorithm], str] = field(default_factory=dict)
+    follow_links: bool = False
 
     def of(self, wanted: Iterable[tuple[str, Algorithm]]) -> None:
         """Compute what is not known yet."""
@@ -102,11 +110,11 @@ class Digests:
 
     def _hash(self, wanted: tuple[str, Algorithm]) -> str:
         path, algorithm = wanted
-        file = self.folder / path
-        with file.open("rb") as stream:
+        fd = open_inside(self.folder, path, follow_links=self.follow_links, error=OutputError)
+        with os.fdopen(fd, "rb") as stream:
             digest = sha256()
             if algorithm == "git-sha1":
-                digest = sha1(b"blob %d\0" % file.stat().st_size)
+                digest = sha1(b"blob %d\0" % os.fstat(fd).st_size)
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
                 self.wrote(len(chunk))

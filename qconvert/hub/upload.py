@@ -86,13 +86,15 @@ class Upload:
         events: Events | None = None,
         say: Say = print,
         instead: Mapping[str, bytes] | None = None,
+        follow_links: bool = False,
     ) -> None:
         self.folder, self.target = folder, target
+        self._follow_links = follow_links
         self._events = events or Silent()
         self._say = say
         self._api: HfApi = client()
-        self._digests = Digests(folder, self._events.wrote)
-        self._files = local_files(folder)
+        self._digests = Digests(folder, self._events.wrote, follow_links=follow_links)
+        self._files = local_files(folder, follow_links=follow_links)
         for path, data in (instead or {}).items():
             self._files[path] = len(data)
             git = sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -188,7 +190,7 @@ class Upload:
         """Compare what the Hub lists at that commit with the folder, read anew where it was not
         before; with `read_back` fetch every file and compare its bytes' hash."""
         there = self._tree(arrived.commit)
-        now = local_files(self.folder)
+        now = local_files(self.folder, follow_links=self._follow_links)
         self._events.start(_same_size(now, there) + (sum(now.values()) if read_back else 0), 0)
         self._events.phase("comparing")
         found = differences(now, there, self._digests)

@@ -200,7 +200,7 @@ def _marked_config(plan: Plan, form: Form) -> dict[str, Any]:
     text of the file that may stand for them."""
     files = {}
     if _HF_QUANT in plan.side_files:
-        files[_HF_QUANT] = (plan.checkpoint.root / _HF_QUANT).read_text(encoding="utf-8")
+        files[_HF_QUANT] = (plan.checkpoint.read(_HF_QUANT) or b"").decode("utf-8")
     replaced = [{"at": at, "block": block} for at, block in _blocks(plan.config, [])]
     config = without_quantization(plan.config)
     config["quantization_config"] = marked(_layout(form), replaced, files)

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from qconvert.errors import OutputError
-from qconvert.receipt import is_inside
+from qconvert.receipt import is_own_name
 from qconvert.regular import SMALL, open_regular
 from qconvert.run.files import Files
 
@@ -159,7 +159,7 @@ def _names(value: Any) -> list[str]:
     _expect(_is_texts(value), "the names of files are no list of texts")
     names: list[str] = value
     for name in names:
-        _expect(is_inside(name), f"{name!r} is not inside the folder")
+        _expect(is_own_name(name), f"{name!r} is not inside the folder")
     return names
 
 

@@ -23,7 +23,7 @@ def read_rate(checkpoint: Checkpoint) -> float | None:
     buffer = memoryview(bytearray(_CHUNK))
     begin = time.perf_counter()
     done = 0
-    with largest.path.open("rb", buffering=0) as stream:
+    with os.fdopen(largest.open(), "rb", buffering=0) as stream:
         while done < _BYTES and (count := stream.readinto(buffer)):
             done += count
     return done / (time.perf_counter() - begin) if done >= _LEAST else None

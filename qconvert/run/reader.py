@@ -23,7 +23,7 @@ class Reader:
     def _open_shard(self, number: int) -> int:
         shard = self._shards[number]
         try:
-            fd = os.open(shard.path, os.O_RDONLY)
+            fd = shard.open()
         except OSError as error:
             raise RunError(f"{shard.path}: cannot be read: {error.strerror or error}") from error
         now = os.fstat(fd)

@@ -96,7 +96,7 @@ def stage_the_rest(ready: Prepared, space: Workspace, records: Mapping[int, Sequ
     for name in plan.side_files:
         if name in edited:
             continue
-        source = plan.checkpoint.root / name
+        source = plan.checkpoint.real(name)
         if space.copy_file(source, name) != plan.checkpoint.side_digests[name]:
             raise CheckpointError(
                 f"{source} changed while it was being converted; leave the source alone and start "

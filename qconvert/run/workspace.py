@@ -337,7 +337,8 @@ class Workspace:
         target = self._room_for(name)
         copied = xxhash.xxh3_128()
         try:
-            fd = open_regular(source)
+            # Links were resolved: what is one now was put there since.
+            fd = open_regular(source, follow=False)
         except FileNotFoundError:
             raise CheckpointError(f"{source}: is gone since the conversion began") from None
         with os.fdopen(fd, "rb") as stream:
