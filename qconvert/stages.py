@@ -22,6 +22,7 @@ from qconvert.errors import CheckpointError, PlanError, UsageError
 from qconvert.family import Census, Place
 from qconvert.graph import Output, Source
 from qconvert.plan import LASTING_FACTS, Plan, nodes
+from qconvert.regular import PER_TENSOR, SMALL, read_regular
 from qconvert.shown import count
 
 Runtime = Literal["sglang", "vllm"]
@@ -29,6 +30,7 @@ VARIABLE: dict[str, str] = {
     "sglang": "SGLANG_PP_LAYER_PARTITION",
     "vllm": "VLLM_PP_LAYER_PARTITION",
 }
+RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
 FACT = "stage"
 _HEAD = "lm_head.weight"
 
@@ -150,6 +152,17 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     ]
 
 
+def owners_of(
+    whole: Checkpoint, name: str, partition: Sequence[int], runtime: Runtime | None
+) -> Sequence[int]:
+    """Numbers of the stages that hold a tensor of a whole checkpoint, by a runtime's rules. Raises
+    PlanError for one of no known place."""
+    census = whole.census
+    has_mtp = any(census.family.is_mtp(n, census.dims) for n in whole)
+    stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
+    return _owners(name, census, stages, runtime, has_mtp=has_mtp)
+
+
 def _owners(
     name: str,
     census: Census,
@@ -260,7 +273,7 @@ def _sources(tensors: Mapping[str, Output]) -> list[Source]:
 def open_stages(folder: Path) -> Checkpoint:
     """All stages of a split checkpoint as the one it was. Raises CheckpointError where stages are
     missing, belong to different splits, or disagree about a tensor they share."""
-    folders = sorted(folder.glob("stage-*-of-*"))
+    folders = stage_folders(folder)
     if not folders:
         raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
     for path in folders:
@@ -276,6 +289,9 @@ def open_stages(folder: Path) -> Checkpoint:
                 "or partition are others"
             )
     numbers = [fact["number"] for fact in facts]
+    for path, number in zip(folders, numbers, strict=True):
+        if numbers.count(number) > 1:
+            raise CheckpointError(f"{path}: stage {number} of {len(partition)} is there twice")
     missing = sorted(set(range(len(partition))) - set(numbers))
     if missing:
         raise CheckpointError(f"{folder}: stage {missing[0]} of {len(partition)} is missing")
@@ -306,10 +322,9 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
     names = {name for name, _ in shared}
     hashes: dict[str, set[str]] = {}
     for checkpoint in opened:
-        for line in (checkpoint.root / RECEIPT).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in receipt_of(checkpoint):
             if record.get("name") in names and record["name"] in checkpoint:
-                hashes.setdefault(record["name"], set()).add(record["xxh3"])
+                hashes.setdefault(record["name"], set()).add(str(record.get("xxh3")))
     for name, checkpoint in shared:
         if len(hashes.get(name, ())) != 1:
             raise CheckpointError(
@@ -317,12 +332,37 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
             )
 
 
+def receipt_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The lines of a folder's receipt. Raises CheckpointError where it is missing or broken."""
+    file = checkpoint.root / RECEIPT
+    try:
+        data = read_regular(file, SMALL + 2 * PER_TENSOR * len(checkpoint))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing; run the split's command again") from None
+    lines = []
+    for number, raw in enumerate(data.splitlines(), 1):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}:{number}: is not valid JSON: {error}") from error
+        if not isinstance(line, dict) or not isinstance(line.get("name", ""), str):
+            raise CheckpointError(f"{file}:{number}: is not a receipt of a tensor or file")
+        lines.append(line)
+    return lines
+
+
 def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     found = (checkpoint.manifest or {}).get(FACT)
-    if not isinstance(found, dict) or not {"number", "partition"} <= found.keys():
+    number = partition = None
+    if isinstance(found, dict):
+        number, partition = found.get("number"), found.get("partition")
+    sizes = partition if isinstance(partition, list) else []
+    sound = sizes and all(type(size) is int and size > 0 for size in sizes)
+    if not sound or type(number) is not int or not 0 <= number < len(sizes):
         raise CheckpointError(
             f"{checkpoint.root}: its qconvert.json does not say which stage it is"
         )
+    assert isinstance(found, dict)
     return found
 
 
@@ -337,7 +377,13 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 def open_source(where: str | Path) -> Checkpoint:
     """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
     they were. Raises CheckpointError."""
-    folder = Path(where)
-    if str(where) and not (folder / "config.json").exists() and any(folder.glob("stage-*-of-*")):
-        return open_stages(folder)
+    if str(where) and stage_folders(Path(where)):
+        return open_stages(Path(where))
     return Checkpoint.open(where)
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Folders of pipeline stages in a folder that is no checkpoint itself; [] in any other."""
+    if (folder / "config.json").exists():
+        return []
+    return sorted(path for path in folder.glob("stage-*-of-*") if path.is_dir())

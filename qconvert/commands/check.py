@@ -42,7 +42,7 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
       qconvert inspect DeepSeek-V3 --tensors 'model.layers.61.*'
     """
     from qconvert.hub.headers import place_of
-    from qconvert.stages import open_source
+    from qconvert.stages import open_source, stage_folders
 
     with place_of(source) as place:
         _tell_fetched(place)
@@ -50,10 +50,12 @@ def inspect(source: str, tensors: str | None, as_json: bool) -> None:
         if tensors is not None:
             click.echo(_tensors(checkpoint, tensors, as_json=as_json), nl=False)
             return
-        from qconvert.report import inspect_json, inspect_text
+        from qconvert.report import inspect_json, inspect_stages, inspect_text
 
+        stages = stage_folders(Path(place.folder))
+        found = inspect_stages(checkpoint, stages) if stages else inspect_json(checkpoint)
         text = (
-            json.dumps(inspect_json(checkpoint), indent=2) if as_json else inspect_text(checkpoint)
+            json.dumps(found, indent=2) if as_json else inspect_text(checkpoint.model_line, found)
         )
         click.echo(place.named(text))
 
@@ -224,6 +226,7 @@ def validate(
       qconvert validate DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full --report page.html
       qconvert validate ORG/NAME@main
+      qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate --kernels
@@ -232,7 +235,9 @@ def validate(
     from qconvert.errors import QConvertError, UsageError
     from qconvert.hub.headers import about_repo, place_of
     from qconvert.reports import append_step_summary, render, suffix_format
+    from qconvert.stages import stage_folders
     from qconvert.validation import Request, rules, validate_folder, validate_kernels
+    from qconvert.validators.stage_set import validate_set
 
     if explain is not None:
         known = rules()
@@ -260,9 +265,13 @@ def validate(
         if out is not None:
             place = stack.enter_context(place_of(out, weights=weights))
             _tell_fetched(place)
-            report = validate_folder(
-                Path(place.folder), against, request=request, pair=pair, progress=bar
-            )
+            folder = Path(place.folder)
+            if stage_folders(folder):
+                if pair is not None:
+                    raise click.UsageError("--pair goes with a folder of experts, not with stages")
+                report = validate_set(folder, against, request=request, progress=bar)
+            else:
+                report = validate_folder(folder, against, request=request, pair=pair, progress=bar)
             report = about_repo(report, place)
         elif kernels:
             report = validate_kernels()
