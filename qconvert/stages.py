@@ -16,10 +16,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from qconvert.causes import check_experts
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
 from qconvert.consumers import parse_consumer
 from qconvert.errors import CheckpointError, PlanError, UsageError
 from qconvert.family import Census, Place
+from qconvert.formats.trtllm_gen import layout_of
 from qconvert.graph import Output, Source
 from qconvert.plan import LASTING_FACTS, Plan, nodes
 from qconvert.regular import PER_TENSOR, SMALL, read_regular
@@ -129,6 +131,8 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     """
     census = plan.census
     sizes = check_partition(partition, census.dims.num_layers)
+    if "amx" in (plan.checkpoint.manifest or {}) or layout_of(plan.config) is not None:
+        check_experts(plan, "")
     if plan.family.name == "generic":
         raise PlanError(
             f"model_type {plan.config.get('model_type')!r} is not known, so no stage can be named for "
