@@ -160,7 +160,7 @@ def _table(plan: Plan) -> list[str]:
             other.tensors += row.tensors
             other.bytes_in += row.bytes_in
             other.bytes_out += row.bytes_out
-        shown.append(((f"{len(rest)} smaller rows", ""), other))
+        shown.append(((count(len(rest), "smaller row"), ""), other))
     width = max(4, *(len(what) for (what, _), _ in shown))
     kind_width = max(7, *(len(kind) for (_, kind), _ in shown))
     head = f"{'role':<{width}}  {'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"

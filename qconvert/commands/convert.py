@@ -317,11 +317,13 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:
+    from qconvert.shown import count
     from qconvert.sizes import format_size
 
     if receipt.already_done:
         return f"{receipt.out} already holds this very result; nothing to do"
-    resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
+    units = count(receipt.resumed_units, "unit")
+    resumed = f", {units} from before" if receipt.resumed_units else ""
     return (
         f"wrote {receipt.out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "
         f"({format_size(receipt.nbytes / seconds)}/s){resumed}"
