@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from qconvert.causes import check_experts
 from qconvert.errors import PlanError
 from qconvert.family import Place
 from qconvert.formats.calibrated import Calibrated
@@ -50,17 +51,9 @@ def routed_experts(plan: Plan) -> Experts:
     """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
     dense model, a matrix that is missing, of another shape than the config says, or in a form that
     is not read."""
-    if "amx" in (plan.checkpoint.manifest or {}):
-        raise PlanError("its experts are in a CPU kernel's format already; start from the source")
+    check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
     census = plan.census
-    if census.family.name == "generic":
-        raise PlanError(
-            f"model_type {plan.config.get('model_type')!r} is not known, so its experts cannot be "
-            "told from other tensors; see CONTRIBUTING.md, a model family"
-        )
     dims = census.dims
-    if not dims.num_experts:
-        raise PlanError("the config counts no experts: a dense model has nothing to convert")
     stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
     for setting, size in stated.items():
         if size < 1:

@@ -62,7 +62,8 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
         if calibration.get("synthetic"):
             data = "made-up tokens, not for serving"
         samples, length = calibration.get("samples"), calibration.get("length")
-        yield f"calibrated on {samples} samples of up to {length} tokens, {data}"
+        number = count(samples, "sample") if isinstance(samples, int) else "samples"
+        yield f"calibrated on {number} of up to {length} tokens, {data}"
     prepared = _map(manifest, "trtllm_gen")
     if prepared:
         sizes = ", ".join(map(str, _list(prepared, "tp_sizes")))

@@ -115,7 +115,8 @@ class Plan:
         if self.needs_class is not None and self.config.get("model_type") != self.needs_class:
             raise PlanError(
                 f"the projections are in an order only {self.needs_class} takes, and the model_type "
-                f"is {self.config.get('model_type')}: it would load and babble; the recipe lacks "
+                f"is {self.config.get('model_type')}: it would load without error and "
+                f"generate garbage; the recipe lacks "
                 f"`as_class: {{to: {self.needs_class}}}`"
             )
         _check_filled(self)

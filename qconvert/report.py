@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from qconvert.calibrate.maker import room_bytes
@@ -168,7 +169,7 @@ def _table(plan: Plan) -> list[str]:
             other.tensors += row.tensors
             other.bytes_in += row.bytes_in
             other.bytes_out += row.bytes_out
-        shown.append(((f"{len(rest)} smaller rows", ""), other))
+        shown.append(((count(len(rest), "smaller row"), ""), other))
     width = max(4, *(len(what) for (what, _), _ in shown))
     kind_width = max(7, *(len(kind) for (_, kind), _ in shown))
     head = f"{'role':<{width}}  {'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"
@@ -426,15 +427,47 @@ def _base(checkpoint: Checkpoint) -> str | None:
     return None if checkpoint.manifest is None else base_model_of(source_front(checkpoint))
 
 
-def inspect_lines(checkpoint: Checkpoint) -> list[str]:
+def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]:
+    """`inspect_json` of all stages of a split as the one checkpoint they were, with a line for each
+    stage. Raises CheckpointError."""
+    opened = [Checkpoint.open(folder, follow_links=whole.follow_links) for folder in folders]
+    manifests = [checkpoint.manifest or {} for checkpoint in opened]
+    losses: dict[str, int] = {}
+    for manifest in manifests:
+        for what, number in manifest.get("lossy_steps", {}).items():
+            losses[what] = losses.get(what, 0) + number
+    made = {key: value for key, value in manifests[0].items() if key != "stage"}
+    return {
+        **inspect_json(whole),
+        "path": str(folders[0].parent),
+        "missing": whole.census.absent(),
+        "made_by": {**made, "lossy_steps": losses},
+        "stages": [
+            {
+                "folder": checkpoint.root.name,
+                "number": manifest["stage"]["number"],
+                "layers": manifest["stage"].get("layers"),
+                "tensors": len(checkpoint),
+                "bytes": checkpoint.nbytes,
+            }
+            for checkpoint, manifest in zip(opened, manifests, strict=True)
+        ],
+    }
+
+
+def inspect_lines(model_line: str, found: Mapping[str, Any]) -> list[str]:
     """`inspect_json` for people."""
-    found = inspect_json(checkpoint)
     lines = [
-        checkpoint.model_line,
+        model_line,
         (
             f"{found['path']}: {count(found['files'], 'file')}, "
             f"{count(found['tensors'], 'tensor')}, "
             f"{format_size(found['bytes'])}"
+        ),
+        *(
+            f"stage {s['number']}  {s['folder']}: layers {_range(s['layers'])}, "
+            f"{count(s['tensors'], 'tensor')}, {format_size(s['bytes'])}"
+            for s in found.get("stages", ())
         ),
         *(f"quantized  {line}" for line in found["quantization"]),
         *_counted("dtype", found["formats"]),
@@ -452,6 +485,11 @@ def inspect_lines(checkpoint: Checkpoint) -> list[str]:
     if found["made_by"] is not None:
         lines += made_lines(found["made_by"], found["made_from"])
     return lines
+
+
+def _range(layers: Any) -> str:
+    """`0-14` of [0, 15]."""
+    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else "?"
 
 
 def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -15,14 +15,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from qconvert.causes import check_experts
 from qconvert.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
 from qconvert.consumers import parse_consumer
 from qconvert.errors import CheckpointError, PlanError, UsageError
 from qconvert.family import Census, Place
+from qconvert.formats.trtllm_gen import layout_of
 from qconvert.graph import Output, Source
-from qconvert.json_text import parse_object
 from qconvert.links import resolved
 from qconvert.plan import LASTING_FACTS, Plan, nodes
+from qconvert.receipt import parse_receipt
 from qconvert.shown import count
 
 Runtime = Literal["sglang", "vllm"]
@@ -30,6 +32,7 @@ VARIABLE: dict[str, str] = {
     "sglang": "SGLANG_PP_LAYER_PARTITION",
     "vllm": "VLLM_PP_LAYER_PARTITION",
 }
+RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
 FACT = "stage"
 _HEAD = "lm_head.weight"
 
@@ -128,6 +131,8 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     """
     census = plan.census
     sizes = check_partition(partition, census.dims.num_layers)
+    if "amx" in (plan.checkpoint.manifest or {}) or layout_of(plan.config) is not None:
+        check_experts(plan, "")
     if plan.family.name == "generic":
         raise PlanError(
             f"model_type {plan.config.get('model_type')!r} is not known, so no stage can be named for "
@@ -149,6 +154,17 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
         _stage_plan(plan, stage, owned[stage.number], census, needs_head=needs_head)
         for stage in stages
     ]
+
+
+def owners_of(
+    whole: Checkpoint, name: str, partition: Sequence[int], runtime: Runtime | None
+) -> Sequence[int]:
+    """Numbers of the stages that hold a tensor of a whole checkpoint, by a runtime's rules. Raises
+    PlanError for one of no known place."""
+    census = whole.census
+    has_mtp = any(census.family.is_mtp(n, census.dims) for n in whole)
+    stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
+    return _owners(name, census, stages, runtime, has_mtp=has_mtp)
 
 
 def _owners(
@@ -262,7 +278,7 @@ def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
     """All stages of a split checkpoint as the one it was, links as for Checkpoint.open. Raises
     CheckpointError where stages are missing, belong to different splits, or disagree about a tensor they
     share."""
-    folders = sorted(folder.glob("stage-*-of-*"))
+    folders = stage_folders(folder)
     if not folders:
         raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
     for path in folders:
@@ -280,6 +296,9 @@ def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
                 "or partition are others"
             )
     numbers = [fact["number"] for fact in facts]
+    for path, number in zip(folders, numbers, strict=True):
+        if numbers.count(number) > 1:
+            raise CheckpointError(f"{path}: stage {number} of {len(partition)} is there twice")
     missing = sorted(set(range(len(partition))) - set(numbers))
     if missing:
         raise CheckpointError(f"{folder}: stage {missing[0]} of {len(partition)} is missing")
@@ -310,12 +329,9 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
     names = {name for name, _ in shared}
     hashes: dict[str, set[str]] = {}
     for checkpoint in opened:
-        receipt = checkpoint.read(RECEIPT, checkpoint.receipt_limit) or b""
-        for number, line in enumerate(receipt.splitlines(), 1):
-            record = parse_object(line, f"{checkpoint.root / RECEIPT}:{number}")
-            name = record.get("name")
-            if isinstance(name, str) and name in names and name in checkpoint:
-                hashes.setdefault(name, set()).add(str(record.get("xxh3")))
+        for record in receipt_of(checkpoint):
+            if record.get("name") in names and record["name"] in checkpoint:
+                hashes.setdefault(record["name"], set()).add(str(record.get("xxh3")))
     for name, checkpoint in shared:
         if len(hashes.get(name, ())) != 1:
             raise CheckpointError(
@@ -323,12 +339,27 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
             )
 
 
+def receipt_of(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], ...]:
+    """The lines of a folder's receipt. Raises CheckpointError where it is missing or broken."""
+    file = checkpoint.root / RECEIPT
+    data = checkpoint.read(RECEIPT, checkpoint.receipt_limit)
+    if data is None:
+        raise CheckpointError(f"{file} is missing; run the split's command again")
+    return parse_receipt(data, file).lines
+
+
 def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     found = (checkpoint.manifest or {}).get(FACT)
-    if not isinstance(found, dict) or not {"number", "partition"} <= found.keys():
+    number = partition = None
+    if isinstance(found, dict):
+        number, partition = found.get("number"), found.get("partition")
+    sizes = partition if isinstance(partition, list) else []
+    sound = sizes and all(type(size) is int and size > 0 for size in sizes)
+    if not sound or type(number) is not int or not 0 <= number < len(sizes):
         raise CheckpointError(
             f"{checkpoint.root}: its qconvert.json does not say which stage it is"
         )
+    assert isinstance(found, dict)
     return found
 
 
@@ -343,7 +374,13 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
     they were. Raises CheckpointError."""
-    folder = Path(where)
-    if str(where) and not (folder / "config.json").exists() and any(folder.glob("stage-*-of-*")):
-        return open_stages(folder, follow_links=follow_links)
+    if str(where) and stage_folders(Path(where)):
+        return open_stages(Path(where), follow_links=follow_links)
     return Checkpoint.open(where, follow_links=follow_links)
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Folders of pipeline stages in a folder that is no checkpoint itself; [] in any other."""
+    if (folder / "config.json").exists():
+        return []
+    return sorted(path for path in folder.glob("stage-*-of-*") if path.is_dir())

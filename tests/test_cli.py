@@ -442,7 +442,8 @@ def differences(a: Path, b: Path, *flags: str) -> list[dict[str, str]]:
     result = run_cli("diff", a, b, *flags, "--json")
     found: list[dict[str, str]] = json.loads(result.out)
     assert result.code == (3 if found else 0)
-    lines = run_cli("diff", a, b, *flags).out.splitlines()
+    assert all(difference.pop("role") for difference in found)
+    lines = run_cli("diff", a, b, *flags, "--all").out.splitlines()
     assert len(lines) == len(found) + 1
     for line, difference in zip(lines, found, strict=False):
         assert line.split()[:2] == [difference["kind"], f"{difference['tensor']}:"]

@@ -101,4 +101,4 @@ def test_a_rule_is_explained() -> None:
     result = run_cli("validate", "--explain", "qc015")
     rule = rules()["QC015"]
     assert result == (0, f"QC015: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}\n", "")
-    assert run_cli("validate", "--explain", "QC999").code == 1
+    assert run_cli("validate", "--explain", "QC999").code == 2

@@ -209,7 +209,7 @@ def test_hidden_files_stay_here_and_are_named(hub: LoopbackHub, folder: Path) ->
     for words in (("--dry-run",), ()):
         result = upload(folder, *words, "--force")
         assert result.code == 0, result.err
-        assert f"not sent, hidden files: {', '.join(names)}" in result.err
+        assert f"left out, hidden files: {', '.join(names)}" in result.err
     assert uploaded(folder, "--force")["hidden"] == names
     there = hub.repos[REPO].tree()
     assert not set(there) & {".env", "assets/.netrc", ".vscode/settings.json"}
@@ -287,38 +287,37 @@ def test_a_dry_run_changes_nothing(hub: LoopbackHub, folder: Path) -> None:
     result = upload(folder, "--dry-run")
     assert result.code == 0
     files = len(files_in(folder))
-    assert f"{files} of {files} files would go to {REPO}, which would be made:" in result.out
+    assert f"{files} files for {REPO}; the Hub was not asked" in result.out
     assert tree(folder) == before
     assert hub.repos == {}
-    assert writes(hub) == []
-    uploaded(folder, "--no-card")
-    hub.log.clear()
-    found = uploaded(folder, "--no-card", "--dry-run")
-    assert (found["sent"], found["dry_run"]) == ([], True)
-    assert writes(hub) == []
+    assert hub.log == []
 
 
-def test_a_dry_run_counts_what_the_upload_would_write(hub: LoopbackHub, folder: Path) -> None:
-    uploaded(folder)
-    assert uploaded(folder, "--dry-run")["sent"] == []
-    with (folder / "README.md").open("a") as stream:
-        stream.write("\nMine.\n")
+def test_a_dry_run_needs_no_hub_and_says_nothing_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Hub answers here, and the client is told to be offline."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was made"))
+    result = upload(folder, "--dry-run")
+    assert result.code == 0, result.err
+    assert not {"sent", "would", "changed", "stale"} & set(result.out.replace(";", " ").split())
+    found = uploaded(folder, "--dry-run", "--private")
+    assert {"sent", "stale"}.isdisjoint(found)
+    assert found["dry_run"] is True
+    assert found["files"] == len(found["considered"])
+    assert found["bytes"] == sum(entry["bytes"] for entry in found["considered"])
+
+
+def test_a_dry_run_lists_what_the_upload_sends(hub: LoopbackHub, folder: Path) -> None:
+    """With the sizes of the card and the receipt as they are written before."""
     before = tree(folder)
-    changes = (("--base-model", "org/Other"), ("--no-card",))
-    for words in changes:
-        would = uploaded(folder, *words, "--dry-run")
-        assert tree(folder) == before
-        assert would["sent"] == ["README.md", "qconvert.receipt.jsonl"]
-    sent = uploaded(folder, *changes[0])
-    would = {**would, **uploaded(folder, *changes[0], "--dry-run")}
-    assert (sent["sent"], would["sent"]) == (["README.md", "qconvert.receipt.jsonl"], [])
-
-
-def test_the_bytes_of_a_dry_run_are_those_that_are_sent(hub: LoopbackHub, folder: Path) -> None:
     would = uploaded(folder, "--dry-run")
+    assert tree(folder) == before
     sent = uploaded(folder)
-    assert (would["sent"], would["bytes"]) == (sent["sent"], sent["bytes"])
-    assert sent["bytes"] == sum(map(len, files_in(folder).values()))
+    assert [entry["path"] for entry in would["considered"]] == sent["sent"]
+    assert would["bytes"] == sent["bytes"] == sum(map(len, files_in(folder).values()))
 
 
 def test_stale_shards_on_the_hub_are_named(hub: LoopbackHub, folder: Path) -> None:
@@ -682,7 +681,7 @@ def test_a_size_that_differs_is_said_before_any_hash(hub: LoopbackHub, folder: P
     for blobs in repo.commits.values():
         if "tokenizer.json" in blobs:
             blobs["tokenizer.json"] = hub.blob("tokenizer.json", b"{}")
-    found = uploaded(folder, "--dry-run", "--no-card")
+    found = uploaded(folder, "--no-card")
     assert found["sent"] == ["tokenizer.json"]
 
 

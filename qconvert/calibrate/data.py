@@ -161,7 +161,9 @@ def load_tokens(spec: DataSpec, folder: Path, remark: Callable[[str], None] = _s
         if len(found) == spec.samples:
             break
     if not found:
-        raise DataError(f"{spec.data}: expected {spec.samples} samples, found none: it has no text")
+        raise DataError(
+            f"{spec.data}: expected {count(spec.samples, 'sample')}, found none: it has no text"
+        )
     _remark(spec, found, empty, remark)
     return found
 

@@ -185,7 +185,7 @@ def _measured(report: Report) -> Iterator[str]:
         lowest = min(found, key=lambda sqnr: -inf if isnan(sqnr) else sqnr)
         said = "all equal" if lowest == inf else f"{lowest:.1f} dB SQNR or more"
         said = "some with nothing to compare" if isnan(lowest) else said
-        yield f"{name}: {len(found):,} matrices, {said}"
+        yield f"{name}: {count(len(found), 'matrix', 'matrices')}, {said}"
 
 
 def _plain(text: str) -> str:

@@ -44,7 +44,7 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
       qconvert inspect DeepSeek-V3 --tensors 'model.layers.61.*'
     """
     from qconvert.hub.headers import place_of
-    from qconvert.stages import open_source
+    from qconvert.stages import open_source, stage_folders
 
     with place_of(source) as place:
         _tell_fetched(place)
@@ -52,13 +52,15 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
         if tensors is not None:
             _say_tensors(checkpoint, tensors, as_json=as_json)
             return
-        from qconvert.report import inspect_json, inspect_lines
+        from qconvert.report import inspect_json, inspect_lines, inspect_stages
 
+        stages = stage_folders(Path(place.folder))
+        found = inspect_stages(checkpoint, stages) if stages else inspect_json(checkpoint)
+        found = {**found, "path": place.named(found["path"])}
         if as_json:
-            found = inspect_json(checkpoint)
-            say_json({**found, "path": place.named(found["path"])})
+            say_json(found)
         else:
-            say(*(place.named(line) for line in inspect_lines(checkpoint)))
+            say(*(place.named(line) for line in inspect_lines(checkpoint.model_line, found)))
 
 
 def _tell_fetched(place: Place) -> None:
@@ -231,6 +233,7 @@ def validate(
       qconvert validate DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full --report page.html
       qconvert validate ORG/NAME@main
+      qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate --kernels
@@ -239,7 +242,9 @@ def validate(
     from qconvert.errors import QConvertError, UsageError
     from qconvert.hub.headers import about_repo, place_of
     from qconvert.reports import append_step_summary, render, suffix_format
+    from qconvert.stages import stage_folders
     from qconvert.validation import Request, rules, validate_folder, validate_kernels
+    from qconvert.validators.stage_set import validate_set
 
     if explain is not None:
         known = rules()
@@ -267,14 +272,18 @@ def validate(
         if out is not None:
             place = stack.enter_context(place_of(out, weights=weights))
             _tell_fetched(place)
-            report = validate_folder(
-                Path(place.folder),
-                against,
-                request=request,
-                pair=pair,
-                progress=bar,
-                follow_links=follow_links,
-            )
+            folder = Path(place.folder)
+            if stage_folders(folder):
+                if pair is not None:
+                    raise click.UsageError("--pair goes with a folder of experts, not with stages")
+                report = validate_set(
+                    folder, against, request=request, progress=bar, follow_links=follow_links
+                )
+            else:
+                report = validate_folder(
+                    folder, against, request=request, pair=pair, progress=bar,
+                    follow_links=follow_links,
+                )  # fmt: skip
             report = about_repo(report, place)
         elif kernels:
             report = validate_kernels()

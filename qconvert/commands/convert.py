@@ -344,7 +344,7 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
 
 
 def _ending(receipt: Receipt, seconds: float) -> str:
-    from qconvert.shown import message
+    from qconvert.shown import count, message
     from qconvert.sizes import format_size
 
     if receipt.already_done:
@@ -353,7 +353,8 @@ def _ending(receipt: Receipt, seconds: float) -> str:
         shown = ", ".join(f"{name} ({why})" for name, why in list(receipt.repaired.items())[:3])
         more = f" and {len(receipt.repaired) - 3} more" if len(receipt.repaired) > 3 else ""
         return message(f"repaired {receipt.out}: {shown}{more}")
-    resumed = f", {receipt.resumed_units} units from before" if receipt.resumed_units else ""
+    units = count(receipt.resumed_units, "unit")
+    resumed = f", {units} from before" if receipt.resumed_units else ""
     return (
         f"wrote {receipt.out}: {format_size(receipt.nbytes)} in {seconds:.1f} s "
         f"({format_size(receipt.nbytes / seconds)}/s){resumed}"

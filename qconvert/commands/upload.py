@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,7 +58,9 @@ _MOST_LISTED = 12
 )
 @FOLLOW_LINKS
 @click.option("--force", is_flag=True, help="Upload what does not validate; the card says so.")
-@click.option("--dry-run", is_flag=True, help="Say what would be sent; write and send nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Validate, list the files, and stop: without the Hub."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def upload(
     folder: Path,
@@ -98,7 +100,8 @@ def upload(
         write_card,
     )
     from qconvert.hub.trees import hidden_files, local_files
-    from qconvert.hub.upload import Target, Upload
+    from qconvert.hub.upload import Target, Upload, considered
+    from qconvert.shown import count
     from qconvert.validation import Request, validate_folder
 
     if create_pr and revision is not None:
@@ -119,16 +122,24 @@ def upload(
             report = without_readme(report)
         _tell_findings(report)
         if report.errors and not force:
-            say(f"not uploaded: {report.errors} errors (--force uploads it as it is)", err=True)
+            say(
+                f"not uploaded: {count(report.errors, 'error')} (--force uploads it as it is)",
+                err=True,
+            )
             if as_json:
                 say_json(_validated(report))
             return _FINDINGS
-        instead: dict[str, bytes] = {}
         if dry_run:
             forced = force and bool(report.errors)
             text = None if no_card else new_card(folder, report, base_model, forced=forced)
-            instead = rewritten(folder, None if text is None else text.encode())
-        elif not no_card:
+            made = rewritten(folder, None if text is None else text.encode())
+            files = considered(folder, made, follow_links=follow_links)
+            if as_json:
+                say_json({**_validated(report), **_considered(repo, files, hidden)})
+            else:
+                say(*_would(repo, files))
+            return 0
+        if not no_card:
             base = write_card(folder, report, base_model, forced=force and bool(report.errors))
             if base is None:
                 say(
@@ -139,17 +150,9 @@ def upload(
         message = commit_message or _message(folder)
         target = Target(target.repo, message, private, create_pr)
         work = Upload(
-            folder, target, events=bar, say=partial(say, err=True), instead=instead,
-            follow_links=follow_links,
-        )  # fmt: skip
+            folder, target, events=bar, say=partial(say, err=True), follow_links=follow_links
+        )
         pending = work.pending()
-        if dry_run:
-            found = {**_validated(report), **_pending(repo, pending, hidden), "dry_run": True}
-            if as_json:
-                say_json(found)
-            else:
-                say(*_would(repo, pending))
-            return 0
         try:
             sent = work.send(pending)
         except QConvertError:
@@ -189,7 +192,7 @@ def _message(folder: Path) -> str:
 
 def _hidden(files: Sequence[str]) -> str:
     more = f" and {len(files) - _MOST_LISTED} more" if len(files) > _MOST_LISTED else ""
-    return f"not sent, hidden files: {', '.join(files[:_MOST_LISTED])}{more}"
+    return f"left out, hidden files: {', '.join(files[:_MOST_LISTED])}{more}"
 
 
 def _tell_findings(report: Report) -> None:
@@ -203,21 +206,33 @@ def _tell_findings(report: Report) -> None:
         say(f"... and {more} more (qconvert validate lists all)", err=True)
 
 
-def _would(repo: str, pending: Pending) -> list[str]:
+def _would(repo: str, files: Mapping[str, int]) -> list[str]:
+    """A dry run asks the Hub nothing, so it says nothing of what the repo has."""
+    from qconvert.shown import count
     from qconvert.sizes import format_size
 
-    made = "" if pending.exists else f", which would be made{' private' if pending.private else ''}"
-    lines = [f"{len(pending.changed)} of {len(pending.files)} files would go to {repo}{made}:"]
-    for change in pending.changed:
-        lines.append(f"  {change.path}  {format_size(pending.files[change.path])}")
-    lines += _stale(pending.stale)
-    return [*lines, f"{format_size(pending.nbytes)} in all"]
+    lines = [f"{count(len(files), 'file')} for {repo}; the Hub was not asked what it has of them:"]
+    lines += [f"  {path}  {format_size(size)}" for path, size in files.items()]
+    return [*lines, f"{format_size(sum(files.values()))} in all"]
+
+
+def _considered(repo: str, files: Mapping[str, int], hidden: Sequence[str]) -> dict[str, Any]:
+    return {
+        "dry_run": True,
+        "repo": repo,
+        "files": len(files),
+        "bytes": sum(files.values()),
+        "considered": [{"path": path, "bytes": size} for path, size in files.items()],
+        "hidden": list(hidden),
+    }
 
 
 def _done(pending: Pending, arrived: Arrived) -> list[str]:
+    from qconvert.shown import count
     from qconvert.sizes import format_size
 
-    sent = f"{len(pending.changed)} of {len(pending.files)} files, {format_size(pending.nbytes)}"
+    files, size = count(len(pending.files), "file"), format_size(pending.nbytes)
+    sent = f"{len(pending.changed)} of {files}, {size}"
     lines = [
         f"sent    {sent}" if pending.changed else "sent    nothing: all of it is there already"
     ]
@@ -226,10 +241,10 @@ def _done(pending: Pending, arrived: Arrived) -> list[str]:
         lines.append(f"pull    {arrived.pull_request}")
     if arrived.differences:
         lines += [f"WRONG   {d.path} {d.what}" for d in arrived.differences]
-        lines.append(f"{len(arrived.differences)} files are not on the Hub as they are here")
+        lines.append(f"{count(len(arrived.differences), 'file')} not on the Hub as here")
     else:
         how = "fetched again and compared" if arrived.read_back else "listed with size and hash"
-        lines.append(f"proved  {len(pending.files)} files {how}: as they are here")
+        lines.append(f"proved  {count(len(pending.files), 'file')} {how}: as they are here")
     return [*lines, *_stale(arrived.stale)]
 
 

@@ -27,6 +27,7 @@ from qconvert.formats.clip import best_steps, clip_scratch
 from qconvert.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.rowwise import row_parts
+from qconvert.shown import count
 from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> Non
         fitting = numa_counts(method, intermediate)
         found = ", ".join(map(str, fitting))
         raise PlanError(
-            f"experts of intermediate size {intermediate} cannot be cut for {numa} NUMA nodes: "
+            f"experts of intermediate size {intermediate} cannot be cut for "
+            f"{count(numa, 'NUMA node')}: "
             f"{RUNTIME_NAME[method]} takes shards in multiples of {step} columns; "
             + (f"counts that would do: {found}" if fitting else "no count would do")
             + _other_method(method, hidden, intermediate, numa)

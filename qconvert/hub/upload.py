@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha1, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +74,17 @@ class Arrived:
     read_back: int
 
 
+def considered(
+    folder: Path, rewritten: Mapping[str, bytes], *, follow_links: bool = False
+) -> dict[str, int]:
+    """Files that an upload would hold against the repo, with their sizes: those of the folder, and
+    `rewritten`, which are made anew before. Nothing is asked of the Hub. Raises OutputError."""
+    found = local_files(folder, follow_links=follow_links)
+    return {**found, **{path: len(data) for path, data in rewritten.items()}}
+
+
 class Upload:
-    """One upload, in three steps: `pending`, `send`, `proof`. `say` gets a line for each wait.
-    `instead` has files as they will be before anything is sent, for a dry run's `pending`."""
+    """One upload, in three steps: `pending`, `send`, `proof`. `say` gets a line for each wait."""
 
     def __init__(
         self,
@@ -85,7 +93,6 @@ class Upload:
         *,
         events: Events | None = None,
         say: Say = print,
-        instead: Mapping[str, bytes] | None = None,
         follow_links: bool = False,
     ) -> None:
         self.folder, self.target = folder, target
@@ -95,11 +102,6 @@ class Upload:
         self._api: HfApi = client()
         self._digests = Digests(folder, self._events.wrote, follow_links=follow_links)
         self._files = local_files(folder, follow_links=follow_links)
-        for path, data in (instead or {}).items():
-            self._files[path] = len(data)
-            git = sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            self._digests.known[path, "git-sha1"] = git
-            self._digests.known[path, "sha256"] = sha256(data).hexdigest()
 
     def _ask(self, call: Any, what: str, once: str | None = None) -> Any:
         then = "what was sent is kept, the same command goes on"

@@ -201,7 +201,7 @@ def _check_activation(plan: Plan) -> None:
     if kind == "gpt_oss" or text.get("model_type") == "gpt_oss":
         raise PlanError(
             "gpt-oss experts have biases and a clamped activation; kt-kernel's AMX kernels compute "
-            "SiLU without biases only, so the result would load and babble"
+            "SiLU without biases only, so the result would load without error and generate garbage"
         )
     act = text.get("hidden_act", "silu")
     if act not in ("silu", "swish") or text.get("swiglu_limit"):

@@ -37,10 +37,7 @@ class Dequant:
     def __call__(self, plan: Plan) -> Plan:
         weights = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
         if not weights:
-            raise PlanError(
-                "no FP8 weight found; a BF16 checkpoint needs no dequantizing, and 4-bit formats "
-                "are not read by this pass"
-            )
+            raise PlanError(_why_none(plan))
         expected = _require_complete(plan, weights)
         tensors: dict[str, Output] = {}
         scales = {name: fp8_scale_name(plan, name) for name in weights}
@@ -112,6 +109,20 @@ def _require_complete(plan: Plan, weights: list[str]) -> int | None:
     )
     unplaced = sum(name not in found.places for name in weights)
     return sum(len(found.expected(role)) for role in touched.values()) - unquantized + unplaced
+
+
+def _why_none(plan: Plan) -> str:
+    """The cause of there being no FP8 weight: nothing is quantized, or something else is."""
+    dtypes = {output.type.dtype for output in plan.tensors.values()}
+    packed = sorted(dtypes & {"U8", "I8", "I32"})
+    if packed:
+        return (
+            f"no FP8 weight found: its quantized weights are packed in {', '.join(packed)}, which this "
+            "pass does not read; start from the FP8 or BF16 release"
+        )
+    return (
+        f"no FP8 weight found: all is {', '.join(sorted(dtypes))}, so nothing is to be dequantized"
+    )
 
 
 PASSES = (Dequant,)

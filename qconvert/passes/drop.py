@@ -46,7 +46,11 @@ class Drop:
         rule = f"drop: {self.why}" if self.match is not None else "drop: what=mtp"
         gone = [name for name in plan.tensors if goes(name)]
         if not gone:
-            raise PlanError(f"nothing matches {self.match or self.what!r}")
+            raise PlanError(
+                f"nothing matches {self.match!r}"
+                if self.match is not None
+                else "nothing matches 'mtp': no tensor is known as one of an MTP (draft) layer"
+            )
         dropped = dict(plan.dropped)
         for name in gone:
             dropped.update(dict.fromkeys(_sources(name, plan.tensors[name]), rule))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from qconvert.causes import check_experts
 from qconvert.errors import PlanError
 from qconvert.family import Census
 from qconvert.graph import Output, concat, stack
@@ -106,19 +107,13 @@ class Stack:
 
 def _census(plan: Plan) -> Census:
     found = plan.census
-    if found.family.name == "generic":
-        raise PlanError(
-            f"model_type {plan.config.get('model_type')!r} is not known, so whether its stacks are "
-            "[E, 2I, H] or [E, H, 2I] cannot be told; see CONTRIBUTING.md, a model family"
-        )
+    check_experts(plan, "there is nothing to stack or unstack")
     if found.family.stacked_transposed:
         raise PlanError(
             f"published {found.family.name} checkpoints stack experts as [E, H, 2I] and [E, I, H]: "
             "rows of a matrix are columns of the stack, and columns are no byte ranges, so they are "
             "neither stacked nor unstacked; keep the experts as they are"
         )
-    if not found.dims.num_experts:
-        raise PlanError("the config counts no experts: a dense model has nothing to stack")
     return found
 
 

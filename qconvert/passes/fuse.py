@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from qconvert.causes import check_linear_attention
 from qconvert.consumers import parse_consumer
 from qconvert.errors import PlanError
 from qconvert.family import Dims
@@ -63,13 +64,15 @@ class Fuse:
             )
         if self.consumer is None and self.groups is None:
             raise PlanError("say for whom (`consumer`) or in how many groups (`groups`)")
+        check_linear_attention(plan, self.name)
         target = self.groups
         if self.consumer is not None:
             wanted = parse_consumer(self.consumer).gdn_groups(family, dims)
             if target is not None and target != wanted:
                 raise PlanError(
                     f"{self.consumer} takes {_order(wanted, dims)} projections of {family}, not "
-                    f"{target} groups: in that order it would load and babble; leave `groups` out"
+                    f"{target} groups: in that order it would load without error and "
+                    "generate garbage; leave `groups` out"
                 )
             target = wanted
         assert target is not None
@@ -114,8 +117,8 @@ def _reorder(
     class that alone takes that order: the plan is not sound until `as_class` has run."""
     name = step.name
     dims = plan.census.dims
-    if dims.gdn is None:
-        raise PlanError(f"{plan.family.name}: the config has no linear-attention layers to {name}")
+    check_linear_attention(plan, name)
+    assert dims.gdn is not None
     modules = _modules(plan, dims)
     fused = _is_fused(plan, modules)
     source = _source_groups(plan, dims, source_groups) if fused else 0

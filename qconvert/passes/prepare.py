@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from qconvert.causes import check_experts
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import CheckpointError, PlanError
 from qconvert.family import text_config
@@ -49,10 +50,11 @@ class Prepare:
     def __call__(self, plan: Plan) -> Plan:
         if layout_of(plan.config) is not None or FACT in plan.checkpoint.metadata:
             raise PlanError(
-                "the source is prepared already: a second shuffle would make noise of it"
+                "the source is prepared already, and a second shuffle would make noise of it; to change "
+                "it, give the experts back first: qconvert unprepare"
             )
         if not plan.census.dims.num_experts:
-            raise PlanError("the config counts no experts: there is nothing to prepare")
+            check_experts(plan, "there is nothing to prepare")
         layers, tensors = layers_of(plan.tensors)
         left = [base for base, layer in layers.items() if dialect_of(layer) is None]
         for base in left:
@@ -61,7 +63,7 @@ class Prepare:
         if not ready:
             raise PlanError(
                 "no expert has a matrix of its own in NVFP4 (weight_scale_2 or weight_global_scale); "
-                "quantize the experts first"
+                "quantize the experts first: qconvert nvfp4"
             )
         form = _one_form(plan, ready)
         _check_limit(plan, form, ready)

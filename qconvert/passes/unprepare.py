@@ -28,7 +28,7 @@ class Unprepare:
     def __call__(self, plan: Plan) -> Plan:
         layout = layout_of(plan.config)
         if layout is None:
-            raise PlanError("expected a prepared source; its config.json has no such marker")
+            raise PlanError(_why_not(plan))
         dialect = DIALECTS[layout["dialect"]]
         first = f".w13_{dialect.weight}"
         bases = [name.removesuffix(first) for name in plan.tensors if name.endswith(first)]
@@ -57,6 +57,21 @@ class Unprepare:
             dropped_files={**plan.dropped_files, **said},
             new_files={**plan.new_files, **block.get("files", {})},
         )
+
+
+def _why_not(plan: Plan) -> str:
+    """The cause of there being no marker: what made the source instead."""
+    steps = [step.get("name") for step in (plan.checkpoint.manifest or {}).get("passes", ())]
+    last = steps[-1] if steps else None
+    wanted = "expected a source that `qconvert prepare` made, whose config.json says so"
+    if any(name.endswith((".w13_weight", ".w13_weight_packed")) for name in plan.tensors):
+        return (
+            f"{wanted}: its tensors are prepared ones, and config.json is another's; copy the config of "
+            "the prepared folder back"
+        )
+    if last == "unprepare":
+        return f"{wanted}; this one was given back by unprepare already, there is nothing to do"
+    return f"{wanted}; found {'one that ' + str(last) + ' made' if last else 'a plain checkpoint'}"
 
 
 def _unprepared(

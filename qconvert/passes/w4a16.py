@@ -25,6 +25,7 @@ from qconvert.beside import (
 from qconvert.calibration import FACT as CALIBRATION
 from qconvert.calibration import Calibration, digest_of, identity
 from qconvert.calibration import fact as calibration_fact
+from qconvert.causes import check_experts
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
 from qconvert.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
@@ -190,10 +191,12 @@ class ExpertsToW4A16:
 
     def chosen(self, plan: Plan) -> Chosen:
         """What the targets take of a plan, checked for groups, sets and tensor parallelism."""
+        if self.targets == (EXPERTS,):
+            check_experts(plan, "quantize its other layers: --target Linear")
         if plan.family.name == "generic":
             raise PlanError(
-                f"model_type {plan.config.get('model_type')!r} is not known, so experts and linears "
-                "cannot be told from other tensors; see CONTRIBUTING.md, a model family"
+                f"model_type {plan.config.get('model_type')!r} is not known, so its linears cannot be "
+                "told from other tensors; see CONTRIBUTING.md, a model family"
             )
         everyone = None
         if self.targets == (EXPERTS,) or plan.census.dims.num_experts:

@@ -169,7 +169,7 @@ def _table(table: Table) -> str:
 def _measures(measures: Sequence[Measure]) -> Iterator[str]:
     rows = tuple(cells(group) for group in groups(measures))
     yield _section(
-        f'Against the source <span class="quiet">{len(measures):,} matrices</span>',
+        f'Against the source <span class="quiet">{count(len(measures), "matrix", "matrices")}</span>',
         '<p class="quiet">SQNR is signal to quantization noise: the norm of the source\'s weights over '
         "the norm of the difference, in dB. Higher is closer; 20 dB more is a tenth of the error; "
         "<b>exact</b> is equal to the last bit, <b>unknown</b> a source that is all zero.</p>",

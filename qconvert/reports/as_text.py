@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qconvert.findings import Rule, Table
 from qconvert.reports.figures import COLUMNS, cells, decibel, groups, worst
 from qconvert.reports.words import by_rule, claims, is_figure, totals
-from qconvert.shown import printable
+from qconvert.shown import count, printable
 from qconvert.validation import Report
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ def _measures(console: Console, report: Report) -> None:
     found = groups(report.measures)
     exact = [group for group in found if group.exact == group.matrices]
     rows = tuple(cells(group) for group in found if group not in exact)
-    count, roles = sum(group.matrices for group in exact), len({g.role for g in exact})
-    text = f"against the source: {count} matrices and vectors of {roles} roles are exact"
+    number, roles = sum(group.matrices for group in exact), len({g.role for g in exact})
+    what = count(number, "matrix or vector", "matrices and vectors")
+    be = "is" if number == 1 else "are"
+    text = f"against the source: {what} of {count(roles, 'role')} {be} exact"
     if rows:
         note = "SQNR: signal to quantization noise, higher is closer to the source"
         _table(console, Table("measured against the source", COLUMNS, rows, note))
-        text = f"{count} matrices and vectors of {roles} other roles are exact"
+        text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:
         _line(console, (text, ""))
     furthest = worst(report.measures, _WORST)

@@ -1,0 +1,138 @@
+"""inspect knows what qconvert made, and shows packed weights as what they are; so does a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Model, edit_json, fp8_moe, run_cli, tensor
+from gdn_models import model as gdn_model
+from nvfp4_moe import nvfp4_moe
+from test_kt import qwen3_moe
+
+from qconvert.made import made_lines
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = qwen3_moe(layers=2)
+    for name, value in model.tensors.items():  # 1 and 0.5: no scale is beyond a format's range
+        data = b"\x80\x3f\x00\x3f" * (len(value.data) // 4)
+        model.tensors[name] = value._replace(data=data)
+    model.side_files["README.md"] = b"---\nbase_model: org/model\n---\n# A model\n"
+    return model.write(tmp_path_factory.mktemp("inspect") / "moe")
+
+
+_CASES = {
+    "AMXINT4": ("amx --method int4 --numa 1", "AMXINT4", "AMXINT4 for 1 NUMA node, peer rounding"),
+    "AMXINT8": ("amx --method int8 --numa 2", "AMXINT8", "AMXINT8 for 2 NUMA nodes"),
+    "INT4": ("w4a16 --rtn", "INT4 g128 (packed)", "rounds bf16 to int4 in groups of 128"),
+    "INT4 zeros": ("w4a16 --rtn --asymmetric", "INT4 g128, zero points (packed)", "zero point"),
+    "INT8": ("w4a16 --rtn --bits 8 --group-size channel", "INT8 per channel (packed)", "int8"),
+    "GPTQ": ("w4a16 --rtn --format gptq --group-size 32", "GPTQ INT4 g32", "groups of 32"),
+    "NVFP4": ("nvfp4 --dialect modelopt", "NVFP4", "rounds bf16 to NVFP4"),
+    "NVFP4 ct": ("nvfp4 --dialect compressed-tensors", "NVFP4", "rounds bf16 to NVFP4"),
+}
+
+
+@pytest.mark.parametrize(("line", "label", "said"), _CASES.values(), ids=_CASES)
+def test_a_packed_format_is_named(
+    line: str, label: str, said: str, moe: Path, tmp_path: Path
+) -> None:
+    command, *words = line.split()
+    out = tmp_path / "out"
+    plan = run_cli(command, moe, out, *words, "--dry-run")
+    assert f"BF16 -> {label} " in plan.out
+    made = run_cli(command, moe, out, *words, "--jobs", "1")
+    assert made.code == 0, made.err
+    found = json.loads(run_cli("inspect", out, "--json").out)
+    assert found["formats"][label]["tensors"] == 12 * (2 if "--numa 2" in line else 1)
+    for key in ("dtypes", "formats"):
+        assert sum(entry["bytes"] for entry in found[key].values()) == found["bytes"], key
+        assert sum(entry["tensors"] for entry in found[key].values()) == found["tensors"], key
+    assert found["unknown"] == []
+    text = run_cli("inspect", out).out
+    assert f"dtype {label} " in text
+    assert said in text
+    assert "made from org/model (headers " in text
+    packed = {"I8", "U8"} if "GPTQ" in label or "INT" in label else {"U8"}
+    assert not packed & {line.split()[1] for line in text.splitlines() if line[:5] == "dtype"}
+
+
+def test_a_folder_says_how_it_was_made(moe: Path, tmp_path: Path) -> None:
+    cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
+    done = run_cli("kt", moe, "--cpu", "int4", "--numa", "1", "--gpu", "w4a16", "--cpu-out", cpu,
+                   "--gpu-out", gpu, "--jobs", "1")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "cpu side of the pair " in run_cli("inspect", cpu).out
+    assert "gpu side of the pair " in run_cli("inspect", gpu).out
+    assert run_cli("split", moe, tmp_path / "st", "--pp", "1,1", "--jobs", "1").code == 0
+    stage = run_cli("inspect", tmp_path / "st" / "stage-01-of-02").out
+    assert "pipeline stage 1 of 2, counted from 0: layers 1 to 1 (partition 1,1)" in stage
+    fused = gdn_model().write(tmp_path / "gdn")
+    assert run_cli("fuse", fused, tmp_path / "f", "--for", "sglang", "--jobs", "1").code == 0
+    assert "projections: fused in 1 group\n" in run_cli("inspect", tmp_path / "f").out
+    source = nvfp4_moe().write(tmp_path / "nv")
+    assert run_cli("prepare", "trtllm-gen", source, tmp_path / "p", "--jobs", "1").code == 0
+    text = run_cli("inspect", tmp_path / "p").out
+    assert "experts prepared for trtllm-gen (modelopt), for tensor parallel 1" in text
+    assert "dtype NVFP4 (trtllm-gen) " in text
+    assert "role  experts.w13 " in text
+    assert "unknown" not in text
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"stage": 5}, {"amx": []}, {"pair": 1}, {"gdn_groups": "x"}, {"stage": {"layers": ["a", 2]}},
+     {"calibration": {}}, {"lossy_steps": 3}, {"lossy_steps": {"a": "b"}}, {"trtllm_gen": {"x": 1}}],
+)  # fmt: skip
+def test_a_manifest_is_anyone_s_text(facts: dict[str, Any]) -> None:
+    base = {"identity": {}, "passes": [5, {"spec": 1}], "dropped": {"a": 1}}
+    assert list(made_lines({**base, **facts}, None))
+
+
+def test_a_config_that_says_nothing_of_packed_words(moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_cli("w4a16", moe, out, "--rtn", "--jobs", "1").code == 0
+    edit_json(out / "config.json", lambda value: value.pop("quantization_config"))
+    assert "packed integers" in json.loads(run_cli("inspect", out, "--json").out)["formats"]
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+def test_diff_tells_by_role_and_at_most_a_screen(tmp_path: Path) -> None:
+    a, b = fp8_moe(), fp8_moe()
+    for name, value in b.tensors.items():
+        if ".experts." in name and not name.endswith("_inv"):
+            b.tensors[name] = value._replace(data=bytes(len(value.data)))
+    del b.tensors["lm_head.weight"]
+    one, two = a.write(tmp_path / "a"), b.write(tmp_path / "b")
+    told = run_cli("diff", one, two)
+    lines = told.out.splitlines()
+    assert (told.code, len(lines)) == (3, 5)
+    first = "model.layers.0.mlp.experts.0.down_proj.weight: first differing byte"
+    assert any(
+        line.startswith(f"experts.down_proj: 4 tensors differ in bytes (first: {first}")
+        for line in lines
+    )
+    assert "lm_head: 1 tensor is only in A (lm_head.weight: BF16 [10, 8])" in lines
+    assert lines[-1] == "13 differences"
+    every = run_cli("diff", one, two, "--all").out.splitlines()
+    assert len(every) == 14
+    listed = json.loads(run_cli("diff", one, two, "--json").out)
+    assert [f"{d['kind']:<8} {d['tensor']}: {d['detail']}" for d in listed] == every[:-1]
+    assert {d["role"] for d in listed} == {line.split(":")[0] for line in lines[:-1]}
+
+
+def test_diff_of_a_thousand_roles_is_a_screen(tmp_path: Path) -> None:
+    """Names that no family knows are roles of their own."""
+    names = [f"odd_{chr(97 + n // 26)}{chr(97 + n % 26)}.weight" for n in range(200)]
+    for folder, seed in (("a", 1), ("b", 2)):
+        tensors = {name: tensor("U8", 4, seed=seed) for name in names}
+        Model({"model_type": "x"}, tensors).write(tmp_path / folder, 1)
+    lines = run_cli("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert len(lines) == 32
+    assert lines[-2:] == ["... and 170 tensors of 170 other groups", "200 differences"]

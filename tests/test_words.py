@@ -1,0 +1,64 @@
+"""Counts are spelled by one function, so that nothing is `1 files`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from checkpoints import bf16_moe, run_cli
+from test_architecture import modules
+
+from qconvert.shown import count
+
+_THINGS = (
+    "files", "tensors", "shards", "errors", "warnings", "differences", "requests", "stages", "units",
+    "steps", "jobs", "times", "matrices", "samples", "findings", "links",
+)  # fmt: skip
+# A number that is spelled out, and a plural behind it that it does not change.
+_COUNTED = re.compile(r"\{(?!count\()[^{}]*\} (?:" + "|".join(_THINGS) + r")\b")
+# Numbers that are never one, and texts that other programs read.
+_NEVER_ONE = (
+    "{self.shards} shards", "{TRIES} times", "{halves} matrices", "{text} stages", "{parts} matrices",
+    "{self.common} tensors", "{len(found)} matrices", "{found['samples']} samples",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "text"),
+    [
+        (0, ("file",), "0 files"), (1, ("file",), "1 file"), (2, ("file",), "2 files"),
+        (1536, ("tensor",), "1,536 tensors"), (1, ("matrix", "matrices"), "1 matrix"),
+        (3, ("matrix", "matrices"), "3 matrices"),
+    ],
+)  # fmt: skip
+def test_count(number: int, words: tuple[str, ...], text: str) -> None:
+    assert count(number, *words) == text
+
+
+def test_no_module_spells_a_count_of_its_own() -> None:
+    found = []
+    for path in modules():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for hit in _COUNTED.findall(line):
+                if hit not in _NEVER_ONE:
+                    found.append(f"{path.name}:{number}: {hit}")
+    assert found == []
+
+
+def test_one_of_each(tmp_path: Path) -> None:
+    """One layer, one shard; then one difference, one warning."""
+    model = bf16_moe(num_hidden_layers=1)
+    model.tensors = {n: t for n, t in model.tensors.items() if ".layers.1." not in n}
+    source = model.write(tmp_path / "one", 1)
+    told = run_cli("inspect", source).out
+    assert told.startswith("qwen3_moe: 1 layer, 2 experts")
+    assert f"{source}: 1 file, {len(model.tensors)} tensors" in told
+    plan = run_cli("plan", "copy", source)
+    assert "1 file, " in plan.out
+    assert not re.search(r"\b1 (?:files|tensors|layers|units|jobs|steps|shards)\b", plan.out)
+    del model.tensors["lm_head.weight"]
+    other = model.write(tmp_path / "other", 1)
+    assert run_cli("diff", source, other).out.splitlines()[-1] == "1 difference"
+    report = run_cli("validate", other).out.splitlines()[-1]
+    assert re.fullmatch(r"(1 error|\d+ errors), (1 warning|\d+ warnings)", report), report
