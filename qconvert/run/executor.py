@@ -326,18 +326,19 @@ def _fill_and_publish(
     assert journal is not None, "the first folder is published last"
     kept = dict(first.remembered.units) if first.remembered is not None else {}
     remarks = list(first.remembered.remarks) if first.remembered is not None else []
+    of_maker: list[str] = []
     resumed = len(kept)
     if not any(_is_publishing(space) for space in spaces):
-        _run_units(parts, spaces, journal, told, files, maker, kept, remarks)
+        of_maker = _run_units(parts, spaces, journal, told, files, maker, kept, remarks)
         parts[0][0].plan.checkpoint.check_unchanged()
     told.phase("publishing")
     for (ready, _), space in zip(parts, spaces, strict=True):
         if not space.done and not _is_publishing(space):
-            _stage_the_rest(ready, space, kept)
+            _stage_the_rest(ready, space, kept, remarks)
     for (ready, _), space, its in reversed(list(zip(parts, spaces, journals, strict=True))):
         if its is not None:
             space.publish(_publish_order(ready), its)
-    unique = tuple(dict.fromkeys(remarks))
+    unique = tuple(dict.fromkeys([*remarks, *of_maker]))
     return [
         Receipt(
             out, ready.fingerprint, tuple(_publish_order(ready)), ready.layout.nbytes, unique,
@@ -360,15 +361,16 @@ def _run_units(
     maker: Maker | None,
     kept: dict[int, Sequence[str]],
     remarks: list[str],
-) -> None:
-    """Run the units that the journal does not know, and add their records to `kept`: those of workers
-    first, then what a maker makes."""
+) -> list[str]:
+    """Run the units that the journal does not know, and add their records to `kept` and what they remark
+    on to `remarks`: those of workers first, then what a maker makes, whose own remarks are returned."""
     ready = parts[0][0]
     left = [(number, unit) for number, unit in enumerate(ready.units) if number not in kept]
     total = sum(unit.write for unit in ready.units)
     told.start(total, total - sum(unit.write for _, unit in left))
+    of_maker: list[str] = []
     if not left:
-        return
+        return of_maker
     outside = [
         Wanted(number, op) for number, unit in left if (op := made_outside(unit)) is not None
     ]
@@ -411,7 +413,7 @@ def _run_units(
                 setup, files, dict(left), places, progress=told.wrote, finished=finished,
                 lasting=committer.commit,
             ) as desk:  # fmt: skip
-                remarks += maker.make(
+                of_maker += maker.make(
                     outside, desk, room=spaces[0].work / CALIBRATION, key=ready.fingerprint,
                     files=files, say=told.phase,
                 )  # fmt: skip
@@ -422,6 +424,7 @@ def _run_units(
             committer.commit()
         raise
     committer.commit()
+    return of_maker
 
 
 def _identity(ready: Prepared) -> dict[str, Any]:
@@ -462,7 +465,10 @@ def _publish_order(ready: Prepared) -> list[str]:
 
 
 def _stage_the_rest(
-    ready: Prepared, space: Workspace, records: Mapping[int, Sequence[str]]
+    ready: Prepared,
+    space: Workspace,
+    records: Mapping[int, Sequence[str]],
+    remarks: Sequence[str],
 ) -> None:
     """Side files, config, index, manifest and receipt, beside the finished shards."""
     plan = ready.plan
@@ -475,7 +481,7 @@ def _stage_the_rest(
     index = ready.layout.index_json()
     if index is not None:
         space.write_file(space.stage / INDEX, memoryview(index))
-    manifest = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
+    manifest = (json.dumps(manifest_of(ready, remarks), indent=2) + "\n").encode()
     space.write_file(space.stage / MANIFEST, memoryview(manifest))
     by_name = {
         name: record
@@ -529,8 +535,10 @@ def config_bytes(plan: Plan) -> bytes:
     return (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def manifest_of(ready: Prepared) -> dict[str, Any]:
-    """qconvert.json: what was made, from what, by which passes, and what was lost. It holds no
-    time and no path, so the same conversion writes the same bytes anywhere."""
+def manifest_of(ready: Prepared, remarks: Sequence[str] = ()) -> dict[str, Any]:
+    """qconvert.json: what was made, from what, by which passes, and what was lost; `remarks` are what
+    was met in the data (NaN codes, values beyond bf16). It holds no time and no path, so the same
+    conversion writes the same bytes anywhere."""
     identity = {key: value for key, value in _identity(ready).items() if key != "stat"}
-    return {"identity": identity, **described(ready.plan)}
+    met = {"remarks": sorted(set(remarks))} if remarks else {}
+    return {"identity": identity, **described(ready.plan), **met}
