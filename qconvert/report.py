@@ -9,6 +9,7 @@ from typing import Any
 from qconvert.calibrate.maker import room_bytes
 from qconvert.calibration import FACT
 from qconvert.checkpoint import Checkpoint
+from qconvert.findings import NO_FINDINGS, Verdict
 from qconvert.graph import Output, Source
 from qconvert.names import parse, split_parameter, weight_candidates
 from qconvert.plan import Plan
@@ -45,7 +46,9 @@ def quantization_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
+def plan_text(
+    ready: Prepared, out: str | None, rates: Rates, verdict: Verdict = NO_FINDINGS
+) -> str:
     """The plan as a person reads it before a long run: at most a screen."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
@@ -84,7 +87,7 @@ def plan_text(ready: Prepared, out: str | None, rates: Rates) -> str:
             f"warning {len(absent)} tensors that {checkpoint.family.name} has are absent: "
             f"{_some(absent)}"
         )
-    lines += [f"warning {text}" for text in checkpoint.warnings]
+    lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
     lines += [
@@ -243,7 +246,7 @@ def format_time(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
+def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> dict[str, Any]:
     """All of `plan_text`, and a line for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     dims = checkpoint.census.dims
@@ -273,6 +276,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
         "lossy_steps": plan.losses(),
         "unknown": list(checkpoint.census.unknown),
         "warnings": list(checkpoint.warnings),
+        "findings": verdict.as_json(),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
         "disk": ready.layout.nbytes + side_bytes(plan),

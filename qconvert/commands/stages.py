@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
-from qconvert.commands.convert import RUNNING, RunOptions, carry_out, convert, planned, run_options
+from qconvert.commands.consumer import ConsumerName
+from qconvert.commands.convert import (
+    RUNNING,
+    RunOptions,
+    carry_out,
+    convert,
+    planned,
+    prepared,
+    run_options,
+)
 from qconvert.commands.options import OUT, SOURCE, Folder
 
 if TYPE_CHECKING:
+    from qconvert.findings import Verdict
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Prepared
 
@@ -32,9 +42,8 @@ def convert_stages(
     """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
     from dataclasses import replace
 
-    from qconvert.card.of_plan import with_card
+    from qconvert.consumers import parse_consumer
     from qconvert.report import drop_lines, loss_lines
-    from qconvert.run.executor import prepare
     from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
 
     if "," not in pp and runtime is None:
@@ -43,23 +52,27 @@ def convert_stages(
     if whole is None:
         return
     known: Runtime | None = check_runtime(runtime)
+    unchecked = None if runtime is None else parse_consumer(runtime).unchecked
+    notes = [] if unchecked is None else [unchecked]
     partition = partition_of(pp, whole.census.dims.num_layers, known)
     chosen = replace(run_options(recipe, options), link_near=out if link else None)
-    base = options["base_model"]
-    stages = [
-        (out / plan.facts["stage"]["folder"], prepare(with_card(plan.check(), base), chosen))
-        for plan in split_plan(whole, partition, known)
-    ]
+    plans = [plan.check() for plan in split_plan(whole, partition, known)]
+    ready, verdicts = prepared(
+        plans, chosen, options["base_model"], together=False, source=whole.checkpoint
+    )
+    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in ready]
     _check_room(out, stages)
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     settings = [f"{variable}={sizes}" for variable in variables]
     if options["as_json"]:
-        click.echo(json.dumps(_stages_json(stages, partition, settings), indent=2))
+        click.echo(json.dumps(_stages_json(stages, partition, settings, notes, verdicts), indent=2))
     else:
         for line in (whole.checkpoint.model_line, *drop_lines(whole), *loss_lines(whole)):
             click.echo(line, err=not options["dry_run"])
-        _show_stages(stages, err=not options["dry_run"])
+        for note in notes:
+            click.echo(f"warning {note}", err=not options["dry_run"])
+        _show_stages(stages, verdicts, err=not options["dry_run"])
     if not options["dry_run"]:
         for folder, ready in stages:
             carry_out([(ready, folder)], as_json=False, quiet=options["as_json"])
@@ -83,11 +96,16 @@ def _check_room(out: Path, stages: list[tuple[Path, Prepared]]) -> None:
 
 
 def _stages_json(
-    stages: list[tuple[Path, Prepared]], partition: Sequence[int], settings: list[str]
+    stages: list[tuple[Path, Prepared]],
+    partition: Sequence[int],
+    settings: list[str],
+    notes: list[str],
+    verdicts: Sequence[Verdict],
 ) -> dict[str, Any]:
     return {
         "partition": list(partition),
         "environment": settings,
+        "notes": notes,
         "stages": [
             {
                 "folder": str(folder),
@@ -96,15 +114,20 @@ def _stages_json(
                 "bytes": ready.plan.bytes_out,
                 "linked_files": sum(file.link is not None for file in ready.layout.files),
                 "files": len(ready.layout.files),
+                "findings": verdict.as_json(),
             }
-            for folder, ready in stages
+            for (folder, ready), verdict in zip(stages, verdicts, strict=True)
         ],
     }
 
 
-def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
+def _show_stages(
+    stages: list[tuple[Path, Prepared]], verdicts: Sequence[Verdict], *, err: bool
+) -> None:
     from qconvert.recipe import format_size
 
+    for line in dict.fromkeys(line for verdict in verdicts for line in verdict.lines()):
+        click.echo(f"warning {line}", err=err)
     for folder, ready in stages:
         first, stop = ready.plan.facts["stage"]["layers"]
         linked = sum(file.link is not None for file in ready.layout.files)
@@ -126,7 +149,13 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
     metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to cut as the runtime would.",
 )
-@click.option("--for", "consumer", metavar="sglang|vllm", help="The runtime. [needed with --pp N]")
+@click.option(
+    "--for",
+    "consumer",
+    type=ConsumerName("sglang", "vllm"),
+    metavar="sglang|vllm",
+    help="The runtime. [needed with --pp N]",
+)
 @click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
 @click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
 @RUNNING
