@@ -35,6 +35,7 @@ SINGLE = "model.safetensors"
 WORK_DIR = ".qconvert"
 MANIFEST = "qconvert.json"
 RECEIPT = "qconvert.receipt.jsonl"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 
 # Side files are copied by deny-list: a processor file nobody thought of must survive. What is
 # denied is weights in other formats (pickles above all, which are never opened), what qconvert
@@ -280,16 +281,11 @@ class Checkpoint(Mapping[str, Source]):
 
         All of them matter: a stale nested block overrides the root's in some runtimes.
         """
-        found = list(_nested_quantization(self.config, "config.json"))
-        extra = self.root / "hf_quant_config.json"
-        data = self.read("hf_quant_config.json")
-        if data is not None:
-            block = parse_object(data, extra)
-            inner = block.get("quantization", block)
-            if not isinstance(inner, dict):
-                raise CheckpointError(f"{extra}: `quantization` must be an object")
-            found.append(QuantConfig("hf_quant_config.json", {"quant_method": "modelopt", **inner}))
-        return tuple(found)
+        extra = self.root / HF_QUANT_CONFIG
+        data = self.read(HF_QUANT_CONFIG)
+        return quantization_in(
+            self.config, None if data is None else parse_object(data, extra), extra
+        )
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -580,6 +576,20 @@ def _is_denied(file: Path, path: str) -> bool:
         return True
     special = file.exists() and not file.is_file()  # a pipe, a socket
     return special or name.lower().endswith(DENIED_SUFFIXES)
+
+
+def quantization_in(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, where: Path
+) -> tuple[QuantConfig, ...]:
+    """Quantization blocks of a config.json and, where there is one, of modelopt's file, which is at
+    `where`. Raises CheckpointError for one that is no object."""
+    found = list(_nested_quantization(config, "config.json"))
+    if modelopt is not None:
+        inner = modelopt.get("quantization", modelopt)
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{where}: `quantization` must be an object")
+        found.append(QuantConfig(HF_QUANT_CONFIG, {"quant_method": "modelopt", **inner}))
+    return tuple(found)
 
 
 def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[QuantConfig]:

@@ -47,3 +47,15 @@ class RowError(RunError):
         self.row = row
         self.what = what
         self.turned = turned
+
+
+class ScaleError(RunError):
+    """A scale, or a value that it makes, that cannot be right. `index` counts the elements of the scales
+    that the op was given, which are its argument `argument`; who knows where those come from says so to
+    the user."""
+
+    def __init__(self, index: int, what: str, *, argument: int = 1) -> None:
+        super().__init__(f"scale {index} {what}")
+        self.index = index
+        self.what = what
+        self.argument = argument

@@ -1,10 +1,11 @@
-"""What validators say: findings, measures, things only read, tables."""
+"""What validators say: findings, measures, things only read, tables; and of a plan, its verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, log10, nan
-from typing import Literal
+from typing import Any, Literal
 
 Severity = Literal["error", "warning"]
 
@@ -90,3 +91,42 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan's result would be warned of: findings that the plan adds, none of them an error, and
+    those that its source has as well."""
+
+    added: tuple[Finding, ...] = ()
+    carried: tuple[Finding, ...] = ()
+
+    def lines(self) -> list[str]:
+        """A line a rule, for people."""
+        return [
+            *_summed(self.added, "of the result"),
+            *_summed(self.carried, "of the source, and so of the result"),
+        ]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "rule": finding.rule, "severity": finding.severity, "where": finding.where,
+                "message": finding.message, "of_source": of_source,
+            }
+            for findings, of_source in ((self.added, False), (self.carried, True))
+            for finding in findings
+        ]  # fmt: skip
+
+
+NO_FINDINGS = Verdict()
+
+
+def _summed(findings: Sequence[Finding], what: str) -> Iterator[str]:
+    by_rule: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_rule.setdefault(finding.rule, []).append(finding)
+    for rule, found in by_rule.items():
+        first = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield f"{rule}, {what}: {first.where}: {first.message}{more}"

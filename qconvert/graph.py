@@ -9,7 +9,7 @@ in just the same way, so it too is an `Output`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -87,6 +87,15 @@ class Op(Protocol):
 
     def loss(self, *args: TensorType) -> str | None:
         """What is lost, as one phrase, or None where the step is exact."""
+
+
+@runtime_checkable
+class Several(Protocol):
+    """An op that makes several things of one argument, each lossy in its own way, and not all of them
+    for one folder."""
+
+    def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
+        """As `Op.loss`, of what becomes of these results."""
 
 
 def whole(op: Op, args: Sequence[TensorType]) -> Part:

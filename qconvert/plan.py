@@ -14,7 +14,7 @@ from qconvert.calibration import Calibration
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Census, Family, census, family_for
-from qconvert.graph import Apply, Output, Source, Value
+from qconvert.graph import Apply, Output, Several, Source, Value
 from qconvert.names import natural_key, scale_candidates, weight_candidates
 from qconvert.quantization import grid_fault, stated_block
 
@@ -115,9 +115,8 @@ class Plan:
         if self.needs_class is not None and self.config.get("model_type") != self.needs_class:
             raise PlanError(
                 f"the projections are in an order only {self.needs_class} takes, and the model_type "
-                f"is {self.config.get('model_type')}: it would load without error and "
-                f"generate garbage; the recipe lacks "
-                f"`as_class: {{to: {self.needs_class}}}`"
+                f"is {self.config.get('model_type')}: it would load without error and generate garbage; "
+                f"the recipe lacks `as_class: {{to: {self.needs_class}}}`"
             )
         _check_filled(self)
         _check_conservation(self)
@@ -139,10 +138,20 @@ class Plan:
         return sum(self.checkpoint[name].type.nbytes for name in self.dropped)
 
     def losses(self) -> dict[str, int]:
-        """What the plan's steps lose, each with the number of nodes that do."""
+        """What the plan's steps lose, each with the number of nodes that do. Of a node whose results go
+        to several folders only what becomes of those that this plan wants."""
+        return dict(self._losses)
+
+    @cached_property
+    def _losses(self) -> dict[str, int]:
+        wanted = _ports(self.tensors.values())
         found: dict[str, int] = {}
         for node in nodes(self.tensors.values()):
-            loss = node.op.loss(*(arg.type for arg in node.args))
+            types = [arg.type for arg in node.args]
+            if isinstance(node.op, Several):
+                loss = node.op.loss_of(wanted[id(node)], *types)
+            else:
+                loss = node.op.loss(*types)
             if loss is not None:
                 found[loss] = found.get(loss, 0) + 1
         return found
@@ -236,6 +245,18 @@ def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
                     for piece in arg.pieces
                     if isinstance(piece.origin, Value)
                 )
+
+
+def _ports(outputs: Iterable[Output]) -> dict[int, frozenset[int]]:
+    """By a node's identity, which of its results are used: by outputs, or by other nodes."""
+    outputs = list(outputs)
+    args = (arg for node in nodes(outputs) for arg in node.args)
+    found: dict[int, set[int]] = {}
+    for output in itertools.chain(outputs, args):
+        for origin, _, _ in output.pieces:
+            if isinstance(origin, Value):
+                found.setdefault(id(origin.node), set()).add(origin.port)
+    return {node: frozenset(ports) for node, ports in found.items()}
 
 
 def _check_filled(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from qconvert.calibration import FACT
 from qconvert.card.front import base_model_of
 from qconvert.card.of_plan import source_front
 from qconvert.checkpoint import Checkpoint
+from qconvert.findings import NO_FINDINGS, Verdict
 from qconvert.graph import Output, Source
 from qconvert.made import made_lines
 from qconvert.names import parse, split_parameter, weight_candidates
@@ -52,7 +53,9 @@ def quantization_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
+def plan_lines(
+    ready: Prepared, out: str | None, rates: Rates, verdict: Verdict = NO_FINDINGS
+) -> list[str]:
     """The plan as a person reads it before a long run: at most a screen."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
@@ -94,7 +97,7 @@ def plan_lines(ready: Prepared, out: str | None, rates: Rates) -> list[str]:
             f"warning {count(len(absent), 'tensor')} that {checkpoint.family.name} has, absent: "
             f"{_some(absent)}"
         )
-    lines += [f"warning {text}" for text in checkpoint.warnings]
+    lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
     lines += [
@@ -312,7 +315,7 @@ def format_time(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
+def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> dict[str, Any]:
     """All of `plan_lines`, and a line for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     dims = checkpoint.census.dims
@@ -343,6 +346,7 @@ def plan_json(ready: Prepared, rates: Rates) -> dict[str, Any]:
         "lossy_steps": plan.losses(),
         "unknown": _unknown(checkpoint),
         "warnings": list(checkpoint.warnings),
+        "findings": verdict.as_json(),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
         "disk": ready.layout.nbytes + side_bytes(plan),

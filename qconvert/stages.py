@@ -151,7 +151,7 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
             owned[number][name] = output
     needs_head = runtime != "vllm" and _needs_head(plan, census)
     return [
-        _stage_plan(plan, stage, owned[stage.number], census, needs_head=needs_head)
+        _stage_plan(plan, stage, owned[stage.number], census, runtime, needs_head=needs_head)
         for stage in stages
     ]
 
@@ -205,7 +205,13 @@ def _owner_of_layer(name: str, place: Place, stages: Sequence[Stage]) -> int:
 
 
 def _stage_plan(
-    plan: Plan, stage: Stage, tensors: Mapping[str, Output], census: Census, *, needs_head: bool
+    plan: Plan,
+    stage: Stage,
+    tensors: Mapping[str, Output],
+    census: Census,
+    runtime: Runtime | None,
+    *,
+    needs_head: bool,
 ) -> Plan:
     """The plan of one stage, over a checkpoint that holds only what it reads."""
     last = stage.number == len(stage.partition) - 1
@@ -217,7 +223,11 @@ def _stage_plan(
         "of": len(stage.partition),
         "partition": list(stage.partition),
         "layers": [stage.layers.start, stage.layers.stop],
-        "environment": {name: ",".join(map(str, stage.partition)) for name in VARIABLE.values()},
+        # Of the runtime it is cut for: others want embeddings in other stages.
+        "environment": dict.fromkeys(
+            VARIABLE.values() if runtime is None else [VARIABLE[runtime]],
+            ",".join(map(str, stage.partition)),
+        ),
     }
     embed = census.named("embed_tokens")
     aliases = plan.aliases

@@ -27,7 +27,7 @@ from qconvert.tasks import AnyTask, Progress, run_tasks
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
-    "attribute", "model", "nvfp4", "prepared",
+    "attribute", "model", "nvfp4", "prepared", "files",
 ]  # fmt: skip
 Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
 
@@ -38,6 +38,7 @@ _MISSING: Mapping[str, str] = {
     "full": "give --level full",
     "pair": "give --pair GPU",
     "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
+    "files": "the files beside the weights are not written yet",
 }
 _OPTIONS: Mapping[str, str] = {
     "kernels": "Triton kernels against torch (give --kernels)",
@@ -94,12 +95,16 @@ class Request:
 @dataclass(frozen=True)
 class Folder:
     """A finished folder as validators see it: its checkpoint, its receipt's lines, the source it is
-    said to be made from, and the folder on the GPU side it is to be served with."""
+    said to be made from, and the folder on the GPU side it is to be served with.
+
+    `planned` folders are not on a disk yet: there are headers and config, and no file to open. Who
+    opens files of a folder needs `files`."""
 
     checkpoint: Checkpoint
     source: Checkpoint | None = None
     partner: Checkpoint | None = None
     request: Request = Request()
+    planned: bool = False
 
     def some(self, things: Sequence[T], most: int = _SAMPLE) -> Sequence[T]:
         """All of them at level full, else at most so many, evenly spread, first and last among
@@ -117,6 +122,8 @@ class Folder:
     def receipt_text(self) -> ReceiptText | None:
         """The receipt with its seal, None where there is none. Raises CheckpointError where it is
         broken."""
+        if self.planned:
+            return None
         data = self.checkpoint.read(RECEIPT, self.checkpoint.receipt_limit)
         return None if data is None else parse_receipt(data, self.checkpoint.root / RECEIPT)
 
@@ -224,6 +231,15 @@ def validate_folder(
     return report
 
 
+def judge_headers(folder: Folder) -> list[Finding]:
+    """What the header rules find in a folder, which may be a planned one; source and partner are looked
+    at where there are any. Nothing is read but headers and configs. Raises CheckpointError where what
+    the rules rest on is broken."""
+    report = Report()
+    _run(folder, _at_hand(folder), report, None)
+    return report.findings
+
+
 def validate_kernels() -> Report:
     """The Triton kernels on random weights, without a folder."""
     report = Report(about={"level": "kernels on random weights"})
@@ -257,6 +273,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "kernels": request.kernels,
         "logits": request.logits > 0,
         "attribute": request.attribute,
+        "files": not folder.planned,
     }
     return {need for need, there in found.items() if there}
 

@@ -44,7 +44,8 @@ class Stored:
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
-            return replace(self, decoder=DequantFp8(block), args=(first, scale), rows=height)
+            decoder = replace(self.decoder, block=block)
+            return replace(self, decoder=decoder, args=(first, scale), rows=height)
         if isinstance(self.decoder, DequantInts):
             return self._cut_ints(self.decoder, start, stop)
         rest = [arg.rows(start, stop) for arg in self.args[1:]]

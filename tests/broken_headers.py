@@ -25,7 +25,6 @@ from broken_repos import (
     gdn_model,
     home,
     packed_moe,
-    recipe,
     resized,
 )
 from checkpoints import (
@@ -37,6 +36,7 @@ from checkpoints import (
     fp8_weight,
     read_tensors,
     tensor,
+    unjudged,
     without,
     write_shard,
 )
@@ -907,7 +907,7 @@ def _split_under_qwen3_next(bench: Bench) -> Repo:
 @broken("QC052")
 def _split_under_qwen3_next_without_a_manifest(bench: Bench) -> Repo:
     folder = bench.scratch / "split"
-    recipe(bench, "- unfuse\n", "qwen3_next", folder)
+    unjudged("passes: [unfuse]", bench.sound("qwen3_next"), folder)
     for file in (MANIFEST, "qconvert.receipt.jsonl"):
         (folder / file).unlink()
     return Repo(folder)

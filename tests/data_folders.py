@@ -9,7 +9,7 @@ from typing import Any
 
 import gdn_models
 import numpy as np
-from checkpoints import Tensor, edit_json, read_shard, run_cli, write_shard
+from checkpoints import Tensor, edit_json, read_shard, run_cli, unjudged, write_shard
 
 from qconvert.validation import Report, Request, validate_folder
 
@@ -27,7 +27,7 @@ SOURCES: Mapping[str, Mapping[str, Any]] = {
     "next": {"kind": "qwen3_next", "scale": "F32"},
     "next bf16": {"kind": "qwen3_next"},
 }
-# By name: what it is made from, the command, and how its weights are stored.
+# By name: what it is made from, the command (or a recipe), and how its weights are stored.
 CONVERSIONS: Mapping[str, tuple[str, str, str]] = {
     "copy": ("fp8", "run copy", ""),
     "dequant": ("fp8", "dequant", ""),
@@ -35,11 +35,11 @@ CONVERSIONS: Mapping[str, tuple[str, str, str]] = {
     "fuse": ("fp8", "fuse", "--for sglang"),
     "fuse text": ("fp8 text", "fuse", "--for sglang"),
     "fuse bf16": ("bf16", "fuse", "--for sglang"),
-    "fuse from interleaved": ("next", "fuse", "--groups 1"),
+    "fuse from interleaved": ("next", "passes: [{fuse: {groups: 1}}]", ""),
     "as qwen3-next": ("stacked", "fuse", "--for qwen3-next"),
     "ranks": ("bf16", "fuse", "--groups 2"),
-    "unfuse": ("next", "unfuse", ""),
-    "unfuse bf16": ("next bf16", "unfuse", ""),
+    "unfuse": ("next", "passes: [unfuse]", ""),
+    "unfuse bf16": ("next bf16", "passes: [unfuse]", ""),
     "as qwen3.5": ("next bf16", "run qwen3-next-to-qwen3.5", ""),
     "stack": ("bf16", "experts stack", ""),
     "stack fp8": ("fp8", "experts stack", ""),
@@ -65,7 +65,9 @@ def maker(folder: Path) -> Made:
         of, command, flags = CONVERSIONS[name]
         words = command.replace("W4A16", str(folder / "w4a16.yaml")).split()
         out = folder / name
-        if not out.is_dir():
+        if not out.is_dir() and command.startswith("passes:"):
+            unjudged(command, source(of), out)  # steps, which no loader takes
+        elif not out.is_dir():
             result = run_cli(*words, source(of), out, *flags.split(), "--jobs", "1")
             assert result.code == 0, result.err
         return source(of), out

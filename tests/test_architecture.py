@@ -22,6 +22,7 @@ _RANK = {
     "nvfp4_beside": 9, "nvfp4_weights": 9, "stored": 8, "made": 1,
     "stages": 9, "pair": 11, "recipe": 11, "recipes": 11, "run": 11,
     "findings": 1, "tasks": 12, "validation": 13, "sample": 11, "diff": 12, "validators": 14,
+    "judgement": 14,
     "reports": 14, "report": 13, "demo": 15, "commands": 16, "cli": 17, "__main__": 18, "__init__": 0,
     "plugins": 0,
     "repo": 1, "manifest": 8, "card": 10, "hub": 14,

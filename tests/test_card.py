@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import judged
 
+from qconvert import judgement
 from qconvert.card import card, split_front_matter
 from qconvert.card.front import base_of
 from qconvert.card.of_plan import with_card
@@ -120,6 +121,8 @@ def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
         steps = (*load_recipe("qwen3.5-moe-nvfp4").passes, *steps)
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), steps)
     made = with_card(plan, BASE)
+    verdict = judgement.judged([prepare(made, Options(jobs=1))], plan.checkpoint)
+    assert [finding for one in verdict for finding in one.added] == []
     text = made.new_files["README.md"]
     assert judged(text) == ([], [])
     read = ModelCard(text, ignore_metadata_errors=False)

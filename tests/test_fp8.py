@@ -52,6 +52,9 @@ def to_bf16(values: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+BEYOND = "values beyond bf16, written as infinite"
+
+
 def oracle(codes: Bytes, scale: Floats, block: tuple[int, int], dtype: str = "F8_E4M3") -> Floats:
     """fp32(w) * fp32(s) for weight [N, K]."""
     rows, columns = codes.shape
@@ -88,12 +91,14 @@ def random_case(
 def check(
     codes: Bytes, scale: Floats, block: tuple[int, int], dtype: str, limit: int | None
 ) -> None:
+    """Against the oracle. What overflows is written, and counted."""
     stored, values = scale_buffer(scale, dtype)
     weight = buffer(TensorType("F8_E4M3", tuple(codes.shape)), codes.tobytes())
-    (result,), remarks = run_op(DequantFp8(block), [weight, stored], limit)
+    (result,), remarks = run_op(DequantFp8(block, overflow=True), [weight, stored], limit)
     expected = to_bf16(oracle(codes, values, block))
     assert np.array_equal(np.frombuffer(result, np.uint16).reshape(codes.shape), expected)
-    assert not remarks
+    infinite = int(np.count_nonzero((expected & 0x7FFF) == 0x7F80))
+    assert remarks == ({BEYOND: infinite} if infinite else {})
 
 
 def test_the_oracle_decodes_as_torch_does() -> None:
@@ -188,13 +193,16 @@ def test_nan_codes_become_nan_and_are_counted(dtype: str) -> None:
     scale = np.array([[0.25]], dtype=np.float32)
     weight = buffer(TensorType(dtype, (8, 128)), codes.tobytes())
     stored, _ = scale_buffer(scale, "F32")
-    (result,), remarks = run_op(DequantFp8((128, 128)), [weight, stored])
+    (result,), remarks = run_op(DequantFp8((128, 128), overflow=True), [weight, stored])
     expected = oracle(codes, scale, (128, 128), dtype)
     found = np.frombuffer(result, np.uint16).reshape(8, 128)
     # torch writes NaN as 0x7FC0 or 0xFFFF, depending on how many stand beside it: always this here.
     nan = 0x7FC0 | (codes & 0x80).astype(np.uint16) << 8
     assert np.array_equal(found, np.where(np.isnan(expected), nan, to_bf16(expected)))
-    assert remarks == {"NaN codes": int(np.isnan(expected).sum())}
+    infinite = int(np.isinf(expected).sum())
+    assert infinite == (8 if dtype == "F8_E5M2" else 0)
+    nans = {"NaN codes": int(np.isnan(expected).sum())}
+    assert remarks == ({**nans, BEYOND: infinite} if infinite else nans)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -179,7 +179,7 @@ def test_what_sglang_would_drop_is_refused() -> None:
 
 def test_groups_against_the_consumer_are_refused() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
-    refused(plan, Fuse(consumer="sglang", groups=16), "load and babble")
+    refused(plan, Fuse(consumer="sglang", groups=16), "load without error and generate garbage")
     refused(plan, Fuse(consumer="vllm"), "split already; nothing to fuse")
     refused(plan, Fuse(groups=3), "3 groups do not divide")
     refused(plan, Fuse(), "say for whom")

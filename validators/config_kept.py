@@ -167,6 +167,8 @@ def _of_text(checkpoint: Checkpoint) -> Settings:
     else:
         always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         found = {**always, **found}
+        if _has_drafts(checkpoint, checkpoint):
+            found.setdefault("mtp_num_hidden_layers", checkpoint.census.dims.mtp_layers)
     if found["mlp_only_layers"] == every or not found.get("num_experts"):
         found |= {"mlp_only_layers": every, "num_experts": 0}
     return found
@@ -179,7 +181,7 @@ def _differences(
         name = key.rpartition(".")[2]
         if key in ours and ours[key] == value:
             continue
-        if name in _MTP_COUNTS and ours.get(key) == 0 and not _has_drafts(here, source):
+        if name in _MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source):
             continue
         known = name not in _OF_TRAINING and (value is not None or key in ours)
         found = f"is {ours[key]!r}" if key in ours else "is missing"

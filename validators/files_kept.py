@@ -49,7 +49,7 @@ class FilesKept:
 
     name: str = "files_kept"
     proves: str = "side files that both have are the source's"
-    needs: frozenset[Need] = frozenset({"source"})
+    needs: frozenset[Need] = frozenset({"files", "source"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         here, source = folder.checkpoint, folder.source

@@ -92,7 +92,7 @@ class SideFiles:
 
     name: str = "side_files"
     proves: str = "tokenizer, processor and code are there, and no stale weights"
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need] = frozenset({"files"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
         checkpoint = folder.checkpoint

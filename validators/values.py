@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Rule
 from qconvert.tasks import CHUNK, Room, Watch
 from qconvert.validation import Folder, Need, Yield
@@ -28,7 +29,8 @@ RULES = (
         "QC066",
         "a tensor holds NaN or infinity",
         "A broken download, a tensor written while it was being computed, an overflow in fp16, or "
-        "FP8 codes of another dialect (fnuz) read as E4M3.",
+        "FP8 codes of another dialect (fnuz) read as E4M3. A warning for infinities where qconvert.json "
+        "says that dequant was allowed to write them.",
         "Check the source for the same tensor; if it is sound there, convert again.",
     ),
     Rule(
@@ -78,6 +80,7 @@ class Values:
         stacks: dict[str, set[tuple[int, int]]] = {}
         graded: set[str] = set()
         blanks: dict[str, int] = {}
+        allowed = _allows_infinity(checkpoint)
         for matrix in matrices(checkpoint).values():
             grid = matrix.form.grid
             # Rows of a matrix that is stored turned lie all over it: of those, experts are told apart.
@@ -99,7 +102,10 @@ class Values:
             if (floats or blank) and source.type.numel:
                 parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
                 spans = None if full else _stretches(source.type.nbytes)
-                task = Numbers(tensor=source, spans=spans, parts=parts, blank=blank)
+                task = Numbers(
+                    tensor=source, spans=spans, parts=parts, blank=blank,
+                    infinities=allowed and source.type.dtype == "BF16",
+                )  # fmt: skip
                 kinds.setdefault(kind, []).append(task)
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
@@ -108,10 +114,12 @@ class Values:
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Watch):
     """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero: of
-    packed integers, whether each byte is `blank` (0: these are floats)."""
+    packed integers, whether each byte is `blank` (0: these are floats). `infinities` were written on
+    purpose."""
 
     parts: int
     blank: int
+    infinities: bool
     scratch: ClassVar[int] = 2 * CHUNK
 
     def look(self) -> _Numbers:
@@ -124,6 +132,7 @@ class _Numbers:
 
         shape = task.tensor.type.shape
         self._task, self._fault = task, list[Finding]()
+        self._meant: list[Finding] = []
         # Of a tensor looked at in stretches it cannot be said that it is all zero.
         whole = task.spans is None and len(shape) > 1 and min(shape[-2:]) > 1
         self._zero = np.ones(task.parts, bool) if whole else np.zeros(0, bool)
@@ -142,7 +151,11 @@ class _Numbers:
             if largest >= bad:
                 sizes = raw.view(f"<u{width}") & np.array(mask, f"<u{width}")
                 first = at // width + int(np.argmax(sizes >= bad))
-                self._fault.append(self._broken(first, int(np.count_nonzero(sizes >= bad))))
+                count = int(np.count_nonzero(sizes >= bad))
+                meant = task.infinities and largest == bad  # and no NaN among them
+                (self._meant if meant else self._fault).append(
+                    self._broken(first, count, meant=meant)
+                )
             some = largest > 0
         if some and self._zero.any():
             self._note(raw, at)
@@ -162,19 +175,18 @@ class _Numbers:
     def end(self, room: Room) -> Iterator[Finding]:
         import numpy as np
 
-        yield from self._fault
+        yield from self._fault or self._meant[:1]
         if self._zero.any() and not self._fault:
             yield self._all_zero(int(np.argmax(self._zero)), int(self._zero.sum()))
 
-    def _broken(self, at: int, count: int) -> Finding:
+    def _broken(self, at: int, count: int, *, meant: bool) -> Finding:
         kind = self._task.tensor.type
         columns = kind.shape[-1] if kind.shape else 1
         place = f"row {at // columns}, column {at % columns}" if len(kind.shape) > 1 else f"{at}"
         what = "NaN among its FP8 codes" if kind.dtype in FP8 else "NaN or infinity"
-        message = (
-            f"{what}, first at {place} of {kind}; {count} of them in the chunk it was found in"
-        )
-        return Finding("QC066", "error", self._task.tensor.name, message)
+        why = "infinity, which dequant was allowed to write (allow_overflow)" if meant else what
+        message = f"{why}, first at {place} of {kind}; {count} of them in the chunk it was found in"
+        return Finding("QC066", "warning" if meant else "error", self._task.tensor.name, message)
 
     def _all_zero(self, first: int, count: int) -> Finding:
         parts = self._task.parts
@@ -182,6 +194,12 @@ class _Numbers:
         more = "" if parts == 1 else f", number {first} first"
         message = f"{which} in every weight{more}"
         return Finding("QC067", "warning", self._task.tensor.name, message)
+
+
+def _allows_infinity(checkpoint: Checkpoint) -> bool:
+    """Whether the folder was made by a dequant that writes what bf16 cannot hold as infinite."""
+    steps = (checkpoint.manifest or {}).get("passes", ())
+    return any("allow_overflow=True" in str(step["spec"]) for step in steps)
 
 
 def _largest(data: Bytes, width: int, mask: int) -> int:

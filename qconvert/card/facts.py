@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_CONSUMER = re.compile(r"\bconsumer='([a-z0-9-]+)")
+_CONSUMER = re.compile(r"\bconsumer='([a-z0-9.-]+)")
 
 
 def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.card.facts import amx_of, consumer_of, quantization_of
+from qconvert.card.loaders import TRANSFORMERS, library, takers
 from qconvert.family import vision_config
 from qconvert.repo import cached_id
 
@@ -43,12 +44,15 @@ def front_matter(
             found[key] = value if isinstance(value, str) else _texts(value)
     amx = amx_of(manifest)
     if manifest is not None:
-        if amx is not None:
-            found.setdefault("library_name", "ktransformers")
-        found.setdefault("library_name", "transformers")
         found.setdefault("pipeline_tag", _pipeline(config))
-        if amx is not None and not existing:
-            found["library_name"] = "ktransformers"  # transformers cannot load these tensors
+        # What loads the source need not load this.
+        loaded_by = library(manifest, config)
+        if "library_name" not in existing:
+            of_source = found.pop("library_name", None)
+            if loaded_by == TRANSFORMERS:
+                found["library_name"] = of_source or loaded_by
+            elif loaded_by is not None:
+                found["library_name"] = loaded_by
     base = base_model or found.get("base_model") or base_model_of(source)
     if base:
         found["base_model"] = base
@@ -91,7 +95,7 @@ def _tags(manifest: Mapping[str, Any] | None, config: Mapping[str, Any]) -> Iter
     elif block is not None and isinstance(block.get("quant_method"), str):
         yield block["quant_method"]
     consumer = consumer_of(manifest)
-    if consumer in ("sglang", "vllm"):
+    if consumer in ("sglang", "vllm") and consumer in takers(manifest, config):
         yield consumer
 
 

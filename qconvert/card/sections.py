@@ -8,6 +8,8 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from qconvert.card.facts import amx_of, consumer_of, quantization_of
+from qconvert.card.loaders import NO_FUSION, command, takers
+from qconvert.consumers import CLASSES
 from qconvert.kt import RUNTIME, launch_line
 from qconvert.shown import count
 
@@ -76,7 +78,7 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
 
 
 def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The command of the runtime it was made for."""
+    """The commands of the runtimes that take it."""
     amx, pair = amx_of(manifest), manifest.get("pair")
     lines = ["## How to serve it", ""]
     if amx is not None:
@@ -111,23 +113,35 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
             "PREPARED.md says how to serve it (experimental)."
         )
         return "\n".join(lines)
-    sglang, vllm = "    python -m sglang.launch_server --model-path REPO", "    vllm serve REPO"
+    loaders = takers(manifest, config)
+    if not loaders:
+        groups = manifest.get("gdn_groups")
+        order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
+        lines.append(f"No released runtime is known to load it as it is.{order}")
+        return "\n".join(lines)
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
-    if consumer == "qwen3-next":
-        lines += [f"It is of the class {kind}, for any runtime that knows it:", "", sglang, vllm]
-    elif consumer is not None:
-        command = {"sglang": sglang, "vllm": vllm}.get(
-            consumer, '    AutoModelForCausalLM.from_pretrained("REPO")'
-        )
+    commands = {name: f"    {command(name, manifest, config)}" for name in loaders}
+    if consumer in loaders:
+        also = " and ".join(name for name in loaders if name != consumer)
+        lines += [f"It was made for {consumer}, with REPO as this repo's id or folder:", ""]
+        lines.append(commands[consumer])
+        lines += ["", f"Loaded by {also} as well."] if also else []
+    elif consumer in CLASSES:
         lines += [
-            f"It was made for {consumer}, with REPO as this repo's id or folder:",
+            f"It is of the class {kind}, for any runtime that knows it:",
             "",
-            command,
+            *commands.values(),
         ]
     else:
-        lines += [f"It was made for no runtime in particular; those that know {kind} take it:", "",
-                  sglang, vllm]  # fmt: skip
+        lines += [f"It was made for no runtime in particular; those that know {kind} take it:", ""]
+        lines += commands.values()
+    if NO_FUSION in "".join(commands.values()):
+        lines.append("")
+        lines.append(
+            f"`{NO_FUSION}` keeps sglang from making the shared expert one of the routed ones, in whose "
+            "form its weights may not be: they would not be read."
+        )
     stage = manifest.get("stage")
     if stage is not None:
         settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())

@@ -23,6 +23,7 @@ from qconvert.say import say, say_all, say_json
 
 if TYPE_CHECKING:
     from qconvert.checkpoint import Checkpoint
+    from qconvert.findings import Verdict
     from qconvert.plan import Pass, Plan
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Options, Prepared, Receipt
@@ -148,11 +149,19 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
 @SOURCE
 @OUT
 @click.option("--drop-mtp", is_flag=True, help="Leave the MTP (draft) layers out.")
+@click.option(
+    "--allow-overflow",
+    is_flag=True,
+    help="Write weights beyond BF16 as infinite, instead of ending the run.",
+)
 @CONVERSION
-def dequant(source: str, out: Path, drop_mtp: bool, **options: Unpack[RunOptions]) -> None:
+def dequant(
+    source: str, out: Path, drop_mtp: bool, allow_overflow: bool, **options: Unpack[RunOptions]
+) -> None:
     """Turn the FP8 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
 
-    Block, per-channel and per-tensor scales; MTP layers are kept unless dropped by --drop-mtp.
+    Block, per-channel and per-tensor scales; MTP layers are kept unless dropped by --drop-mtp. A weight
+    that BF16 cannot hold ends the run and is named; with --allow-overflow qconvert.json says so.
 
     \b
     Examples:
@@ -164,7 +173,8 @@ def dequant(source: str, out: Path, drop_mtp: bool, **options: Unpack[RunOptions
     from qconvert.passes.drop import Drop
     from qconvert.recipe import Recipe
 
-    steps: tuple[Pass, ...] = (Drop(what="mtp"), Dequant()) if drop_mtp else (Dequant(),)
+    step = Dequant(allow_overflow)
+    steps: tuple[Pass, ...] = (Drop(what="mtp"), step) if drop_mtp else (step,)
     convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
 
 
@@ -175,14 +185,11 @@ def convert(
     if options["print_recipe"]:
         say(*recipe.to_yaml().splitlines())
         return
-    from qconvert.card.of_plan import with_card
-    from qconvert.run.executor import prepare
-
     plan = planned(recipe, source, out, options)
     if plan is None:
         return
-    ready = prepare(with_card(plan, options["base_model"]), run_options(recipe, options))
-    show_plan([(ready, out)], options)
+    (ready,), verdicts = prepared([plan], run_options(recipe, options), options["base_model"])
+    show_plan([(ready, out)], options, verdicts)
     if not options["dry_run"]:
         assert out is not None
         carry_out([(ready, out)], options["as_json"])
@@ -218,6 +225,27 @@ def _check_dump(recipe: Recipe, wanted: str | None) -> None:
         raise click.UsageError(
             f"--dump-after {wanted}: the recipe has no such pass; choose one of {', '.join(known)}"
         )
+
+
+def prepared(
+    plans: Sequence[Plan],
+    chosen: Options,
+    base_model: str | None,
+    *,
+    together: bool = True,
+    source: Checkpoint | None = None,
+) -> tuple[list[Prepared], list[Verdict]]:
+    """Plans with their cards, ready to run, and what the header rules say of the folders they lead to.
+    Every conversion goes through here. `together`: from one read. `source` is what the plans are of,
+    where each has a part of it only. Raises PlanError for a folder that would not validate."""
+    from qconvert.card.of_plan import with_card
+    from qconvert.judgement import judged
+    from qconvert.run.executor import prepare_together
+
+    carded = [with_card(plan, base_model) for plan in plans]
+    groups = [carded] if together else [[plan] for plan in carded]
+    ready = [part for group in groups for part in prepare_together(group, chosen)]
+    return ready, judged(ready, source or plans[0].checkpoint)
 
 
 def run_options(recipe: Recipe, options: RunOptions) -> Options:
@@ -261,7 +289,7 @@ def _plan_after(start: Plan, recipe: Recipe, wanted: str) -> Plan:
     return plan
 
 
-def show_plan(folders: Folders, options: RunOptions) -> None:
+def show_plan(folders: Folders, options: RunOptions, verdicts: Sequence[Verdict]) -> None:
     """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
     How fast this machine is gets measured for the first only: the run itself will soon tell. Raises
     OutputError, after that, for a dry run of what the run would refuse."""
@@ -273,15 +301,15 @@ def show_plan(folders: Folders, options: RunOptions) -> None:
     looks = outlooks(folders) if options["dry_run"] else [None] * len(folders)
     refused = any(look is not None and look.refusals for look in looks)
     found = []
-    for (ready, out), look in zip(folders, looks, strict=True):
+    for (ready, out), look, verdict in zip(folders, looks, verdicts, strict=True):
         rates = Rates(None, None)
         if options["dry_run"]:
             write = write_rate(out) if out is not None and not refused else None
             rates = Rates(read_rate(ready.plan.checkpoint), write)
         if options["as_json"]:
-            found.append({**plan_json(ready, rates), **outlook_json(look)})
+            found.append({**plan_json(ready, rates, verdict), **outlook_json(look)})
         else:
-            lines = plan_lines(ready, None if out is None else str(out), rates)
+            lines = plan_lines(ready, None if out is None else str(out), rates, verdict)
             say(*lines, *outlook_lines(look), err=not options["dry_run"])
     if options["as_json"]:
         say_json(found if len(found) > 1 else found[0])

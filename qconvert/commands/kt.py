@@ -15,6 +15,7 @@ from qconvert.commands.convert import (
     RunOptions,
     carry_out,
     convert,
+    prepared,
     run_options,
     show_plan,
 )
@@ -147,12 +148,10 @@ def _convert_pair(
     options: RunOptions,
 ) -> None:
     """Plan both folders, show them, and make them in one read."""
-    from qconvert.card.of_plan import with_card
     from qconvert.pair import pair_plans
     from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.plan import Plan
     from qconvert.recipe import Recipe
-    from qconvert.run.executor import prepare_together
     from qconvert.run.workspace import check_apart, check_folders_apart
 
     if not options["dry_run"]:  # a dry run shows the plan first
@@ -162,10 +161,9 @@ def _convert_pair(
     if options["dump_after"] is not None:
         raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
     pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
-    plans = [with_card(plan, options["base_model"]) for plan in pair]
-    chosen = run_options(Recipe("kt", ()), options)
-    folders = list(zip(prepare_together(plans, chosen), (cpu_out, gpu_out), strict=True))
-    show_plan(folders, options)
+    ready, verdicts = prepared(pair, run_options(Recipe("kt", ()), options), options["base_model"])
+    folders = list(zip(ready, (cpu_out, gpu_out), strict=True))
+    show_plan(folders, options, verdicts)
     if not options["dry_run"]:
         carry_out(folders, options["as_json"])
 

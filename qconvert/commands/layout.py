@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
+from qconvert.commands.consumer import ConsumerName
 from qconvert.commands.convert import CONVERSION, RunOptions, convert
-from qconvert.commands.options import OUT, SOURCE, ConsumerName
+from qconvert.commands.options import OUT, SOURCE
 
 if TYPE_CHECKING:
     from qconvert.plan import Pass
@@ -55,9 +56,6 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
-    from qconvert.consumers import parse_consumer
-    from qconvert.passes.as_class import AsClass
-    from qconvert.passes.experts import Unstack
     from qconvert.passes.fuse import Fuse
     from qconvert.recipe import Recipe
     from qconvert.stages import open_source
@@ -65,36 +63,62 @@ def fuse(
     if consumer is None and groups is None:
         raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
-    steps: tuple[Pass, ...] = (step,)
     checkpoint = open_source(source, follow_links=options["follow_links"])
-    next_class = consumer is not None and parse_consumer(consumer).name == "qwen3-next"
-    if next_class and checkpoint.family.name == "qwen3_5":
-        steps = (Unstack(optional=True), step, AsClass("qwen3_next"))
+    steps = _of_class(step, consumer, checkpoint.family.name)
     convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
 
 
 @click.command()
 @SOURCE
 @OUT
+@click.option(
+    "--for",
+    "consumer",
+    type=ConsumerName(),
+    metavar="NAME[==VERSION]",
+    help="Who will load it: sglang, vllm, transformers, or qwen3.5 (the model class).",
+)
 @click.option("--source-groups", type=click.IntRange(min=1), help="Order the source is in.")
 @CONVERSION
 def unfuse(
-    source: str, out: Path, source_groups: int | None, **options: Unpack[RunOptions]
+    source: str,
+    out: Path,
+    consumer: str | None,
+    source_groups: int | None,
+    **options: Unpack[RunOptions],
 ) -> None:
     """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
 
-    The order of the source comes from its qconvert.json, its family, or --source-groups.
+    The order of the source comes from its qconvert.json, its family, or --source-groups. No loader of
+    Qwen3-Next takes them apart: `--for qwen3.5` converts the model class as well.
 
     \b
     Examples:
       qconvert unfuse fused-for-sglang out
-      qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out
+      qconvert unfuse fused-for-sglang out --for vllm
+      qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
     from qconvert.passes.fuse import Unfuse
     from qconvert.recipe import Recipe
+    from qconvert.stages import open_source
 
-    recipe = Recipe("unfuse", (Unfuse(source_groups),), options["max_shard_size"])
-    convert(recipe, source, out, options)
+    checkpoint = open_source(source, follow_links=options["follow_links"])
+    steps = _of_class(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
+    convert(Recipe("unfuse", steps, options["max_shard_size"]), checkpoint, out, options)
+
+
+def _of_class(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
+    """The step, and those that make the consumer's model class of another."""
+    from qconvert.consumers import parse_consumer
+    from qconvert.passes.as_class import AsClass
+    from qconvert.passes.experts import Unstack
+
+    name = None if consumer is None else parse_consumer(consumer).name
+    if name == "qwen3-next" and family == "qwen3_5":
+        return Unstack(optional=True), step, AsClass("qwen3_next")
+    if name == "qwen3.5" and family == "qwen3_next":
+        return step, AsClass("qwen3_5_text")
+    return (step,)
 
 
 @click.group()

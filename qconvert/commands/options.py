@@ -79,28 +79,6 @@ class SourceName(_Text):
             parse_repo(text)
 
 
-class ConsumerName(_Text):
-    """Who loads a result: NAME[==VERSION]."""
-
-    name = "consumer"
-
-    def check(self, text: str) -> None:
-        from qconvert.consumers import parse_consumer
-
-        parse_consumer(text)
-
-
-class RuntimeName(_Text):
-    """A runtime with pipeline stages."""
-
-    name = "runtime"
-
-    def check(self, text: str) -> None:
-        from qconvert.stages import check_runtime
-
-        check_runtime(text)
-
-
 class Partition(_Text):
     """Layers of each pipeline stage, or a number of stages."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import click
 
 from qconvert.commands.calibration import DATA, split_data
+from qconvert.commands.consumer import ConsumerName
 from qconvert.commands.convert import (
     RUNNING,
     RunOptions,
@@ -17,13 +18,15 @@ from qconvert.commands.convert import (
     convert,
     outlooks,
     planned,
+    prepared,
     refuse_foreseen,
     run_options,
 )
-from qconvert.commands.options import OUT, SOURCE, Folder, Partition, RuntimeName
+from qconvert.commands.options import OUT, SOURCE, Folder, Partition
 from qconvert.say import say, say_json
 
 if TYPE_CHECKING:
+    from qconvert.findings import Verdict
     from qconvert.recipe import Recipe
     from qconvert.run.executor import Prepared
     from qconvert.run.preview import Outlook
@@ -42,9 +45,8 @@ def convert_stages(
     """Plan a recipe, cut the result into pipeline stages, and make each stage's folder."""
     from dataclasses import replace
 
-    from qconvert.card.of_plan import with_card
+    from qconvert.consumers import parse_consumer
     from qconvert.report import drop_lines, loss_lines, outlook_json, outlook_lines
-    from qconvert.run.executor import prepare
     from qconvert.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
 
     if "," not in pp and runtime is None:
@@ -53,13 +55,15 @@ def convert_stages(
     if whole is None:
         return
     known: Runtime | None = check_runtime(runtime)
+    unchecked = None if runtime is None else parse_consumer(runtime).unchecked
+    notes = [] if unchecked is None else [unchecked]
     partition = partition_of(pp, whole.census.dims.num_layers, known)
     chosen = replace(run_options(recipe, options), link_near=out if link else None)
-    base = options["base_model"]
-    stages = [
-        (out / plan.facts["stage"]["folder"], prepare(with_card(plan.check(), base), chosen))
-        for plan in split_plan(whole, partition, known)
-    ]
+    plans = [plan.check() for plan in split_plan(whole, partition, known)]
+    made, verdicts = prepared(
+        plans, chosen, options["base_model"], together=False, source=whole.checkpoint
+    )
+    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in made]
     looks = _foreseen(out, stages) if options["dry_run"] else []
     if not options["dry_run"]:
         _check_room(out, stages)
@@ -67,7 +71,7 @@ def convert_stages(
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     settings = [f"{variable}={sizes}" for variable in variables]
     if options["as_json"]:
-        listed = _stages_json(stages, partition, settings)
+        listed = _stages_json(stages, partition, settings, notes, verdicts)
         if options["dry_run"]:
             listed["refusals"] = [text for look in looks for text in look.refusals]
             for entry, look in zip(listed["stages"], looks[1:], strict=True):
@@ -76,7 +80,9 @@ def convert_stages(
     else:
         for line in (whole.checkpoint.model_line, *drop_lines(whole), *loss_lines(whole)):
             say(line, err=not options["dry_run"])
-        _show_stages(stages, err=not options["dry_run"])
+        for note in notes:
+            say(f"warning {note}", err=not options["dry_run"])
+        _show_stages(stages, verdicts, err=not options["dry_run"])
         for line in (line for look in looks for line in outlook_lines(look)):
             say(line)
     refuse_foreseen(looks)
@@ -117,11 +123,16 @@ def _check_room(out: Path, stages: list[tuple[Path, Prepared]]) -> None:
 
 
 def _stages_json(
-    stages: list[tuple[Path, Prepared]], partition: Sequence[int], settings: list[str]
+    stages: list[tuple[Path, Prepared]],
+    partition: Sequence[int],
+    settings: list[str],
+    notes: list[str],
+    verdicts: Sequence[Verdict],
 ) -> dict[str, Any]:
     return {
         "partition": list(partition),
         "environment": settings,
+        "notes": notes,
         "stages": [
             {
                 "folder": str(folder),
@@ -130,16 +141,21 @@ def _stages_json(
                 "bytes": ready.plan.bytes_out,
                 "linked_files": sum(file.link is not None for file in ready.layout.files),
                 "files": len(ready.layout.files),
+                "findings": verdict.as_json(),
             }
-            for folder, ready in stages
+            for (folder, ready), verdict in zip(stages, verdicts, strict=True)
         ],
     }
 
 
-def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
+def _show_stages(
+    stages: list[tuple[Path, Prepared]], verdicts: Sequence[Verdict], *, err: bool
+) -> None:
     from qconvert.shown import count
     from qconvert.sizes import format_size
 
+    for line in dict.fromkeys(line for verdict in verdicts for line in verdict.lines()):
+        say(f"warning {line}", err=err)
     for folder, ready in stages:
         first, stop = ready.plan.facts["stage"]["layers"]
         linked = sum(file.link is not None for file in ready.layout.files)
@@ -165,7 +181,7 @@ def _show_stages(stages: list[tuple[Path, Prepared]], *, err: bool) -> None:
 @click.option(
     "--for",
     "consumer",
-    type=RuntimeName(),
+    type=ConsumerName("sglang", "vllm"),
     metavar="sglang|vllm",
     help="The runtime. [needed with --pp N]",
 )

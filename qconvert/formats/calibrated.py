@@ -8,7 +8,7 @@ units with one to a maker (`qconvert/calibrate/`), a layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from qconvert.errors import RunError
@@ -45,9 +45,17 @@ class Calibrated:
         return 0
 
     def loss(self, *args: TensorType) -> str | None:
+        return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
+
+    def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
         decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
         found = [] if self.decoder is None else [self.decoder.loss(*args)]
-        found += [f"{packer.loss(decoded)}, calibrated" for packer in self.packers]
+        first = 0
+        for packer in self.packers:
+            stop = first + len(packer.infer(decoded))
+            if not ports.isdisjoint(range(first, stop)):
+                found.append(f"{packer.loss(decoded)}, calibrated")
+            first = stop
         return "; ".join(text for text in found if text is not None) or None
 
     def run(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from qconvert.errors import PlanError, RunError
+from qconvert.errors import PlanError, ScaleError
 from qconvert.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import round_to_bf16
@@ -52,8 +52,14 @@ _SAFE_SCALE = 2.0**7  # s * 2^120 must stay finite
 _SCALES_AT_ONCE = 4096
 _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal float32
 
-# The largest code, without its sign, that is a number (or, in e5m2, an infinity).
+# The largest code, without its sign, that is a number (or, in e5m2, an infinity), and what the
+# largest number is.
 _LARGEST_CODE = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7C}
+_LARGEST_NUMBER = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}
+_E5M2_INFINITY = 0x7C
+# Half a step above bf16's largest number: as a float32, and its bits. From there on bf16 is infinite.
+_OVERFLOW_BITS = 0x7F7F8000
+_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
 _BF16_NAN = 0x7FC0
 
 
@@ -63,10 +69,17 @@ class DequantFp8:
 
     Scales multiply. They may be F32, BF16, F16 or E8M0 (stored as F8_E8M0 or U8). Leading dimensions
     (experts) of weight and scale must be equal. Raises PlanError where dtypes or the grid do not
-    fit, RunError where a scale is NaN or infinite. NaN codes become NaN and are remarked upon.
+    fit, ScaleError where a scale is NaN or infinite, and where a result would be infinite: its product
+    is beyond bf16, or (e5m2) its code is an infinity. With `overflow` those are written, and counted.
+    NaN codes become NaN and are remarked upon.
     """
 
     block: tuple[int, int]
+    overflow: bool = False
+
+    def __repr__(self) -> str:
+        """As it was before there was `overflow`, where that is refused: fingerprints hold it."""
+        return f"DequantFp8(block={self.block}{', overflow=True' if self.overflow else ''})"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         weight, scale = args
@@ -133,9 +146,11 @@ class DequantFp8:
         return 8 * _tile_rows(rows, columns) * columns + 4 * columns + 4 * scale.numel
 
     def loss(self, *args: TensorType) -> str | None:
+        beyond = "what is beyond bf16 becomes infinite" if self.overflow else None
         if args[1].dtype in ("F8_E8M0", "U8"):
-            return None  # a power of two times 4 significant bits fits bf16's 8
-        return "rounds fp8 x scale to bf16 (relative error at most 2^-9)"
+            return beyond  # a power of two times 4 significant bits fits bf16's 8
+        rounds = "rounds fp8 x scale to bf16 (relative error at most 2^-9)"
+        return rounds if beyond is None else f"{rounds}; {beyond}"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
@@ -159,7 +174,11 @@ class DequantFp8:
             # NaN propagates through all three.
             largest = float(np.maximum(factors.max(), -factors.min()))
             if not largest < float("inf"):
-                raise RunError("its scale is NaN or infinite; the checkpoint is broken")
+                index = int(np.argmin(np.isfinite(factors)))
+                raise ScaleError(index, "is NaN or infinite; the checkpoint is broken")
+            # Whether any product can overflow is told from the scales: hardly a checkpoint has such.
+            infinite = 0
+            risky = largest * _LARGEST_NUMBER[dtype] >= _OVERFLOW
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
             ties = not biased or _may_tie(factors)
             if biased:
@@ -171,7 +190,8 @@ class DequantFp8:
                 span, tile_bits = source[start:stop], bits[: stop - start]
                 codes = spare.reshape(-1).view(np.int8)[: span.size].reshape(span.shape)
                 np.bitwise_and(span, 0x7F, out=codes)
-                broken = int(codes.max()) > _LARGEST_CODE[dtype]
+                top = int(codes.max())
+                broken = top > _LARGEST_CODE[dtype]
                 values = _decode(span, dtype, tile_bits, exact=not biased)
                 if self.block[0] == 1:
                     _scale_rows(values, factors[first : first + stop - start], self.block[1])
@@ -180,6 +200,12 @@ class DequantFp8:
                         _spread(factors[first], self.block[1], spread)
                         shown = first
                     np.multiply(values, spread, out=values)
+                if risky or (dtype == "F8_E5M2" and top >= _E5M2_INFINITY):
+                    beyond = _beyond(span, dtype, tile_bits)
+                    if beyond.any() and not self.overflow:
+                        row, column = divmod(int(np.argmax(beyond)), columns)
+                        raise self._overflow_error(start + row, column, source, factors, dtype)
+                    infinite += int(np.count_nonzero(beyond))
                 if ties:
                     round_to_bf16(tile_bits, spare[: stop - start])
                 else:
@@ -188,7 +214,43 @@ class DequantFp8:
                 np.copyto(target[start:stop], tile_bits, casting="unsafe")
                 if broken:
                     nan_codes += _mark_nan(span, dtype, target[start:stop])
-        return {"NaN codes": nan_codes} if nan_codes else {}
+        counts = {"NaN codes": nan_codes, "values beyond bf16, written as infinite": infinite}
+        return {what: count for what, count in counts.items() if count}
+
+    def _overflow_error(
+        self, row: int, column: int, source: Int8s, factors: Float32s, dtype: str
+    ) -> ScaleError:
+        """What to say of the block that holds the value at `row` and `column` of a part."""
+        import numpy as np
+
+        (height, width), (rows, columns) = self.block, source.shape
+        line, place = row // height, column // width
+        span = source[
+            line * height : min((line + 1) * height, rows),
+            place * width : min((place + 1) * width, columns),
+        ]
+        bits = np.empty(span.shape, np.int32)
+        values = _decode(span, dtype, bits, exact=True)
+        np.multiply(values, factors[line, place], out=values)
+        count = int(np.count_nonzero(_beyond(span, dtype, bits)))
+        return ScaleError(
+            line * factors.shape[1] + place,
+            f"is {factors[line, place]:g}, and of the {span.size} values decoded with it {count} are "
+            "infinite or beyond bf16 (3.39e38 at most); look whether it is meant to be multiplied, or "
+            "write infinities with `dequant --allow-overflow`",
+        )
+
+
+def _beyond(
+    span: Int8s, dtype: str, bits: Int32s
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which products, as float32 bits, bf16 holds as infinite only; NaN codes are none of them."""
+    import numpy as np
+
+    numbers = (span.view(np.uint8) & 0x7F) <= _LARGEST_CODE[dtype]
+    found: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    found = ((bits & 0x7FFFFFFF) >= _OVERFLOW_BITS) & numbers
+    return found
 
 
 def _tile_rows(rows: int, columns: int) -> int:

@@ -7,7 +7,7 @@ in. Chained part by part, a source in any form becomes any format without a bf16
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
@@ -85,8 +85,17 @@ class Recode:
         return aligned(decoded.nbytes) + max(most, self.decoder.scratch(*args))
 
     def loss(self, *args: TensorType) -> str | None:
+        return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
+
+    def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
         decoded = self._decoded(*args)
-        found = [encoder.loss(decoded) for encoder in self.encoders]
+        found: list[str | None] = []
+        first = 0
+        for encoder in self.encoders:
+            stop = first + len(encoder.infer(decoded))
+            if not ports.isdisjoint(range(first, stop)):
+                found.append(encoder.loss(decoded))
+            first = stop
         if self.decoder is not None:
             found.insert(0, self.decoder.loss(*args))
         return "; ".join(text for text in found if text is not None) or None

@@ -77,6 +77,9 @@ class AsClass:
                 raise PlanError(f"{name!r} would become {renamed!r}, which is there already")
             tensors[renamed] = output
         config = _to_next(plan.config) if self.to == "qwen3_next" else _to_text(plan.config)
+        drafts = any(plan.family.is_mtp(name, dims) for name in plan.tensors)
+        if drafts and self.to == "qwen3_5_text":  # Qwen3-Next has one and does not say so
+            config.setdefault("mtp_num_hidden_layers", dims.mtp_layers)
         gone = [f for f in plan.side_files if f in _VISION_FILES]
         return plan.logged(
             LogEntry(self.name, repr(self), len(tensors), None),

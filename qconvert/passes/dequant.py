@@ -7,7 +7,7 @@ is silently wrong for hundreds of ragged row counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from qconvert.checkpoint import without_quantization
@@ -28,11 +28,18 @@ class Dequant:
 
     Raises PlanError where nothing is FP8, where the config does not say how, where a weight lacks
     its scale or a scale its weight, where a grid does not fit, and where a role it touches lacks a
-    layer or expert that the config counts.
+    layer or expert that the config counts. A weight times its scale that is beyond bf16 ends the run,
+    unless `allow_overflow`: then it is written as infinite, and counted.
     """
 
     name: ClassVar[str] = "dequant"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    allow_overflow: bool = False
+
+    def __repr__(self) -> str:
+        """As it was before there was an option, where that is not given: manifests keep it."""
+        return f"Dequant({'allow_overflow=True' if self.allow_overflow else ''})"
 
     def __call__(self, plan: Plan) -> Plan:
         weights = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
@@ -45,7 +52,7 @@ class Dequant:
         dropped = dict(plan.dropped)
         for name, output in plan.tensors.items():
             if name in scales:
-                tensors[name] = _dequantized(name, scales[name], plan)
+                tensors[name] = _dequantized(name, scales[name], plan, overflow=self.allow_overflow)
             elif name.endswith(_SPENT):
                 for piece in output.pieces:
                     dropped[piece.origin.name] = SPENT_RULE  # type: ignore[union-attr]
@@ -70,14 +77,14 @@ def _is_fp8_weight(name: str, output: Output) -> bool:
     return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
 
 
-def _dequantized(name: str, scale_name: str, plan: Plan) -> Output:
+def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> Output:
     weight, scale = plan.tensors[name], plan.tensors[scale_name]
     scheme = fp8_scheme_of(plan, scale_name)
     if len(weight.type.shape) < 2 or not weight.type.numel:
         raise PlanError(f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}")
     try:
         op, *args = fp8_reading(weight, scale, scheme)
-        return apply(op, *args)[0].reshape(weight.type.shape)
+        return apply(replace(op, overflow=overflow), *args)[0].reshape(weight.type.shape)
     except PlanError as error:
         raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from qconvert.causes import check_linear_attention
-from qconvert.consumers import parse_consumer
+from qconvert.consumers import CLASSES, parse_consumer
 from qconvert.errors import PlanError
 from qconvert.family import Dims
 from qconvert.graph import Output, Source
@@ -51,6 +51,11 @@ class Fuse:
     source_groups: int | None = None
     what: Literal["gdn", "gate_up", "qkv"] = "gdn"
 
+    def __post_init__(self) -> None:
+        """Raises PlanError for a consumer or version that cannot be meant."""
+        if self.consumer is not None:
+            parse_consumer(self.consumer)
+
     def __call__(self, plan: Plan) -> Plan:
         family = plan.family.name
         dims = plan.census.dims
@@ -71,30 +76,60 @@ class Fuse:
             if target is not None and target != wanted:
                 raise PlanError(
                     f"{self.consumer} takes {_order(wanted, dims)} projections of {family}, not "
-                    f"{target} groups: in that order it would load without error and "
-                    "generate garbage; leave `groups` out"
+                    f"{target} groups: in that order it would load without error and generate garbage; "
+                    "leave `groups` out"
                 )
             target = wanted
         assert target is not None
-        consumer = parse_consumer(self.consumer).name if self.consumer is not None else None
-        if consumer == "qwen3-next" and family != "qwen3_next":
-            return _reorder(plan, self, target, self.source_groups, needs_class="qwen3_next")
-        done = _reorder(plan, self, target, self.source_groups)
-        return _plain_names(done) if consumer == "sglang" else done
+        done = _reorder(plan, self, target, self.source_groups, _new_class(self.consumer, family))
+        named = self.consumer is not None and parse_consumer(self.consumer).name == "sglang"
+        return _plain_names(done) if named else done
 
 
 @dataclass(frozen=True, slots=True)
 class Unfuse:
     """Take fused linear-attention projections apart: in_proj_qkv, _z, _b, _a. The order they are in
-    comes from the manifest, the family, or `source_groups`."""
+    comes from the manifest, the family, or `source_groups`. A `consumer` that takes them fused alone
+    is refused; `qwen3.5`, the model class, needs `as_class` after it where the source is Qwen3-Next."""
 
     name: ClassVar[str] = "unfuse"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     source_groups: int | None = None
+    consumer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for a consumer or version that cannot be meant."""
+        if self.consumer is not None:
+            parse_consumer(self.consumer)
+
+    def __repr__(self) -> str:
+        """As it was before there was a consumer, where none is given: manifests keep it."""
+        whom = f", consumer={self.consumer!r}" if self.consumer is not None else ""
+        return f"Unfuse(source_groups={self.source_groups!r}{whom})"
 
     def __call__(self, plan: Plan) -> Plan:
-        return _reorder(plan, self, 0, self.source_groups)
+        family, dims = plan.family.name, plan.census.dims
+        if self.consumer is not None and dims.gdn is not None:
+            consumer = parse_consumer(self.consumer)
+            if not consumer.takes_gdn(0, family, dims):
+                wanted = _order(consumer.gdn_groups(family, dims), dims)
+                as_class = (
+                    "; split ones are of the class Qwen3.5: say --for qwen3.5 (`consumer: qwen3.5` and "
+                    "`as_class: {to: qwen3_5_text}` in a recipe)"
+                )
+                raise PlanError(
+                    f"{consumer.name} takes {wanted} projections of {family}, not split ones"
+                    f"{as_class if family == 'qwen3_next' else ''}"
+                )
+        return _reorder(plan, self, 0, self.source_groups, _new_class(self.consumer, family))
+
+
+def _new_class(consumer: str | None, family: str) -> str | None:
+    """The model class that a consumer stands for, where the plan is of another."""
+    name = None if consumer is None else parse_consumer(consumer).name
+    to = None if name is None else CLASSES.get(name)
+    return None if to is None or to.startswith(family) else to
 
 
 def _order(groups: int, dims: Dims) -> str:
@@ -136,11 +171,11 @@ def _reorder(
     for module, params in moved.items():
         tensors.update({f"{module}.{parameter}": output for parameter, output in params.items()})
     expected = len(dims.groups.get("linear_attention", ()))
+    unchecked = None if step.consumer is None else parse_consumer(step.consumer).unchecked
+    notes = (f"now {_order(target, dims)}", *([] if unchecked is None else [unchecked]))
     dropped, aliases = _scalars(plan, gone, moved, block)
     return plan.logged(
-        LogEntry(
-            name, repr(step), len(modules), expected, (f"now {_order(target, dims)}",), "layers"
-        ),
+        LogEntry(name, repr(step), len(modules), expected, notes, "layers"),
         tensors=tensors,
         config=true_lists(plan.config, _unquantized(tensors, moved)),
         facts={**plan.facts, FACT: target},

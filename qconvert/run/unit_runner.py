@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import xxhash
 
-from qconvert.errors import RowError, RunError
+from qconvert.errors import RowError, RunError, ScaleError
 from qconvert.graph import Apply, Buffer, Output, Part, Source
 from qconvert.plan import nodes
 from qconvert.run.arena import Arena
@@ -301,6 +302,9 @@ class _Job:
             where = _place_of(node, part, error)
             wanted = f"wanted for {self._unit.outputs[0][0]!r}"
             raise RunError(f"{self._label(node)}: {where}, {wanted}, {error.what}") from error
+        except ScaleError as error:
+            where = _scale_of(node, part, error)
+            raise RunError(f"{self._label(node)}: {where} {error.what}") from error
         except RunError as error:
             raise RunError(f"{self._label(node)}: {error}") from error
         self._remarks.update({(self._label(node), what): n for what, n in counts.items()})
@@ -412,6 +416,27 @@ def _place_of(node: Apply, part: Part, error: RowError) -> str:
         return f"row {first + row}"
     expert, first = divmod(start, origin.type.row_nbytes)
     return f"expert {expert}, row {first // arg.type.row_nbytes + row}"
+
+
+def _scale_of(node: Apply, part: Part, error: ScaleError) -> str:
+    """A scale as the user knows it: which block of its weight it is for, by rows and columns of the
+    source's grid, and of which expert where that is a stack."""
+    arg, (start, kind) = node.args[error.argument], part.args[error.argument]
+    width = kind.nbytes // max(1, kind.numel)
+    at = start + error.index * width
+    origin, first, _ = next(arg.bytes_range(at, at + width))
+    shape = origin.type.shape
+    if len(shape) < 2:  # one a row, or one an expert of a stack
+        shape = (*shape, 1, 1) if len(node.args[0].type.shape) > 2 else (*shape, 1)
+    *lead, rows, columns = shape if len(shape) > 1 else (1, 1)
+    expert, number = divmod(first // width, rows * columns)
+    row, column = divmod(number, columns)
+    stack = f"expert {expert}, " if prod(lead) > 1 else ""
+    if rows * columns == 1:
+        return f"{stack}its scale"
+    if columns == 1:
+        return f"{stack}row {row}: its scale"
+    return f"{stack}block [{row}, {column}]: its scale"
 
 
 def _slices(results: Sequence[memoryview], part: Part) -> list[Buffer]:

@@ -1,0 +1,409 @@
+"""Plans judged by the header rules before a byte is read: what `validate` would call an error is refused
+while planning, and what the source has already is carried along and said."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import gdn_models
+import pytest
+from checkpoints import (
+    Model,
+    bf16_moe,
+    fp8_moe,
+    published,
+    run_cli,
+    tensor,
+    watched_reads,
+    without,
+)
+
+from qconvert.checkpoint import Checkpoint
+from qconvert.cli import cli
+from qconvert.errors import PlanError
+from qconvert.findings import Finding
+from qconvert.judgement import judged, planned_checkpoint
+from qconvert.plan import Plan, run_passes
+from qconvert.recipe import parse_recipe
+from qconvert.run.executor import Options, execute, prepare
+from qconvert.validation import Folder, judge_headers, validators
+
+_ROOT = Path(__file__).parent.parent
+Change = Callable[[Model], None]
+
+
+def planned(source: Path, recipe: str) -> Plan:
+    return run_passes(Plan.identity(Checkpoint.open(source)), parse_recipe(recipe, "test").passes)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+REFUSED = [
+    # Split, under a class whose loaders take fused ones.
+    ("qwen3_next", ("unfuse",), "QC052", "as_class: {to: qwen3_5_text}"),
+    # Contiguous, under a class that is interleaved: another class of the same fault.
+    ("qwen3_next", ("fuse", "--groups", "1"), "QC052", "takes 4 (interleaved"),
+    # Interleaved under the class that is contiguous.
+    ("qwen3_5_moe_text", ("fuse", "--groups", "4"), "QC052", "takes 1 (contiguous)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "rule", "said"), REFUSED)
+@pytest.mark.parametrize("dry", [False, True])
+def test_what_validate_would_call_an_error(
+    kind: str,
+    words: tuple[str, ...],
+    rule: str,
+    said: str,
+    dry: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, out = gdn_models.model(kind).write(tmp_path / "source"), tmp_path / "out"
+    reads = watched_reads(monkeypatch)
+    command, *options = words
+    result = run_cli(command, source, out, *options, *(["--dry-run"] if dry else []))
+    assert result.code == 1
+    assert f"the result would not validate, so nothing is read: {rule}: " in result.err
+    assert said in result.err
+    assert (reads, out.exists()) == ([], False)
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "split"])
+def test_recipes_and_stages_are_judged_too(command: str, tmp_path: Path) -> None:
+    source, out = gdn_models.model("qwen3_next").write(tmp_path / "source"), tmp_path / "out"
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("passes: [unfuse]\n")
+    words = (
+        ("split", source, out, "--pp", "2,2", "--for", "vllm", "--recipe", recipe)
+        if command == "split"
+        else (command, recipe, source, out)
+    )
+    result = run_cli(*words)
+    assert result.code == 1
+    assert "QC052" in result.err
+    assert not out.exists()
+
+
+def test_halves_of_a_pair_are_judged_as_one(tmp_path: Path) -> None:
+    """Both folders, each with the rules of its kind."""
+    from qconvert.card.of_plan import with_card
+    from qconvert.pair import pair_plans
+    from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.run.executor import prepare_together
+
+    model = bf16_moe(hidden_size=128, moe_intermediate_size=128)
+    for name, held in list(model.tensors.items()):
+        if ".experts." in name:
+            model.tensors[name] = tensor(held.dtype, 128, 128)
+    source = Checkpoint.open(model.write(tmp_path / "source"))
+    plans = pair_plans(Plan.identity(source), ExpertsToAmx("int8", 1), ExpertsToW4A16())
+    ready = prepare_together([with_card(plan) for plan in plans], Options(jobs=1))
+    cpu, gpu = planned_checkpoint(ready[0]), planned_checkpoint(ready[1])
+    assert "amx" in (cpu.manifest or {})
+    assert "amx" not in (gpu.manifest or {})
+    judged(ready, source)
+    found = judge_headers(Folder(cpu, source, gpu, planned=True))
+    assert [f for f in found if f.severity == "error"] == []
+    stranger = prepare(with_card(plans[1]), Options(jobs=1))
+    assert stranger.plan.facts["pair"]["side"] == "gpu"
+    stolen = judge_headers(Folder(cpu, source, Checkpoint.open(source.root), planned=True))
+    assert [f.rule for f in stolen if f.severity == "error"] in ([], ["QC050"])
+
+
+# --- A plan's folder is the folder ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("fp8", "passes: [dequant]"),
+        ("fp8", "passes: []"),
+        ("next", "passes: [unfuse]"),
+        ("next", "passes: [unfuse, {as_class: {to: qwen3_5_text}}]"),
+        ("qwen3.5", "passes: [{fuse: {consumer: sglang}}]"),
+    ],
+)
+def test_a_planned_folder_is_the_one_that_is_written(
+    kind: str, recipe: str, tmp_path: Path
+) -> None:
+    models = {
+        "fp8": fp8_moe(),
+        "next": gdn_models.model("qwen3_next", scale="F32"),
+        "qwen3.5": gdn_models.model("qwen3_5_moe", scale="F32"),
+    }
+    source = models[kind].write(tmp_path / "source")
+    plan = planned(source, recipe)
+    here = planned_checkpoint(prepare(plan, Options(jobs=1)))
+    execute(plan, tmp_path / "out", Options(jobs=1))
+    there = Checkpoint.open(tmp_path / "out")
+    assert {n: s.type for n, s in here.items()} == {n: s.type for n, s in there.items()}
+    assert all(here[name].offset == there[name].offset for name in there)
+    assert here.config == there.config
+    assert here.quantization_configs == there.quantization_configs
+    assert {**(here.manifest or {}), "identity": 0} == {**(there.manifest or {}), "identity": 0}
+    assert here.side_files == there.side_files
+    origin = Checkpoint.open(source)
+    rules = [
+        {(found.rule, found.severity) for found in judge_headers(Folder(one, origin, planned=True))}
+        for one in (here, there)
+    ]
+    assert rules[0] == rules[1]
+
+
+def test_nothing_of_a_planned_folder_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opens files says so in its needs; the others get along without any."""
+    ready = prepare(planned(fp8_moe().write(tmp_path / "s"), "passes: [dequant]"), Options(jobs=1))
+    source = ready.plan.checkpoint
+    here = planned_checkpoint(ready)
+
+    def closed(self: Path, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{self} was opened")
+
+    with monkeypatch.context() as patched:
+        for name in ("open", "read_bytes", "read_text", "stat", "is_file", "exists"):
+            patched.setattr(Path, name, closed)
+        judge_headers(Folder(here, source, planned=True))
+    judged_by = [v for v in validators() if not v.needs - {"source", "model", "gdn", "nvfp4"}]
+    assert len(judged_by) > 5
+
+
+# --- What the source has already -----------------------------------------------------------------
+
+
+def _lacks_a_norm(model: Model) -> None:
+    model.tensors = without(model.tensors, ["model.layers.1.input_layernorm.weight"])
+
+
+def _counts_too_many_layers(model: Model) -> None:
+    model.config["num_hidden_layers"] = 3
+
+
+def _is_quantized_and_says_not(model: Model) -> None:
+    model.config["quantization_config"]["modules_to_not_convert"] = [
+        "model.layers.0.self_attn.q_proj"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "recipe"),
+    [
+        (_lacks_a_norm, "copy"),
+        (_lacks_a_norm, "dequant-fp8"),
+        (_counts_too_many_layers, "copy"),
+        (_is_quantized_and_says_not, "copy"),
+    ],
+)
+def test_errors_of_the_source_are_carried_along_and_said(
+    change: Change, recipe: str, tmp_path: Path
+) -> None:
+    model = fp8_moe()
+    change(model)
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    shown = run_cli("plan", recipe, source, out)
+    assert shown.code == 0, shown.err
+    assert ", of the source, and so of the result: " in shown.out
+    told = json.loads(run_cli("plan", recipe, source, out, "--json").out)
+    assert told["findings"]
+    assert all(one["of_source"] for one in told["findings"] if one["severity"] == "error")
+    assert run_cli("run", recipe, source, out, "--jobs", "1").code == 0
+    assert published(out)
+
+
+def test_an_error_that_the_source_has_elsewhere_excuses_nothing(tmp_path: Path) -> None:
+    """Split projections under Qwen3-Next, of a source that lacks a norm: the one is added."""
+    model = gdn_models.model("qwen3_next")
+    model.tensors = without(model.tensors, ["model.layers.1.input_layernorm.weight"])
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    result = run_cli("unfuse", source, out)
+    assert result.code == 1
+    assert "QC052: " in result.err
+    assert "QC013" not in result.err
+
+
+def test_a_renamed_tensor_is_still_the_sources(tmp_path: Path) -> None:
+    """Qwen3.5's names change with its class: what is missing there is missing here."""
+    model = gdn_models.model("qwen3_5_moe")
+    gone = "model.language_model.layers.1.linear_attn.norm.weight"
+    model.tensors = without(model.tensors, [gone])
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    result = run_cli("fuse", source, out, "--for", "qwen3-next", "--dry-run")
+    assert result.code == 0, result.err
+    assert "of the source, and so of the result: model.layers.1.linear_attn.norm" in result.out
+
+
+def test_a_warning_is_shown_and_does_not_refuse(tmp_path: Path) -> None:
+    """Groups of single ranks: for a loader of one's own."""
+    source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
+    result = run_cli("fuse", source, tmp_path / "out", "--groups", "2", "--dry-run")
+    assert result.code == 0, result.err
+    assert "warning QC052, of the result: " in result.out
+
+
+def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
+    source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
+    ready = prepare(planned(source, "passes: [{fuse: {consumer: sglang}}]"), Options(jobs=1))
+    import qconvert.judgement as judgement
+
+    bad = [Finding("QC013", "error", f"x{n}", "missing") for n in range(3)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            judgement, "judge_headers", lambda folder: bad if folder.source is not None else []
+        )
+        with pytest.raises(PlanError, match=r"QC013: x0: missing \(2 more errors like it\)\. "):
+            judged([ready], ready.plan.checkpoint)
+
+
+# --- Nothing goes past the judge ------------------------------------------------------------------
+
+
+def test_every_command_prepares_in_one_place() -> None:
+    """`prepared` in commands/convert.py judges; no other command may prepare a plan by itself."""
+    found = set()
+    for file in (_ROOT / "qconvert" / "commands").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "qconvert.run.executor":
+                names = {alias.name for alias in node.names}
+                if names & {"prepare", "prepare_together", "execute"}:
+                    found.add(file.name)
+    assert found == {"convert.py"}
+
+
+def test_headers_are_judged_without_heavy_libraries(tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    source = fp8_moe().write(tmp_path / "source")
+    code = (
+        "import sys\nfrom qconvert.cli import main\n"
+        f"try: main(['dequant', {str(source)!r}, {str(tmp_path / 'out')!r}, '--dry-run'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- Examples that are shown ---------------------------------------------------------------------
+
+
+def examples() -> list[tuple[str, str]]:
+    """Lines of every --help that run qconvert."""
+    found: list[tuple[str, str]] = []
+
+    def walk(command: click.Command, path: str) -> None:
+        for line in (command.help or "").splitlines():
+            if line.strip().startswith("qconvert "):
+                found.append((path, line.strip()))
+        if isinstance(command, click.Group):
+            for name, inner in command.commands.items():
+                walk(inner, f"{path} {name}")
+
+    walk(cli, "qconvert")
+    return found
+
+
+@pytest.mark.parametrize(("path", "line"), examples())
+def test_every_example_of_help_parses(path: str, line: str) -> None:
+    import shlex
+
+    words = shlex.split(line.partition("|")[0].partition(">")[0])[1:]
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    command.make_context(line, words, parent=click.Context(cli, **cli.context_settings))
+
+
+# What the sources of examples are, as far as their class matters here.
+_CLASSES = {
+    "Qwen3-Next": "qwen3_next",
+    "Qwen3.5-35B-A3B-FP8": "qwen3_5_moe",
+    "Qwen3.5": "qwen3_5_moe",
+}
+
+
+@pytest.mark.parametrize("command", ["fuse", "unfuse"])
+def test_examples_of_layouts_can_be_planned(command: str, tmp_path: Path) -> None:
+    import shlex
+
+    tried = 0
+    for path, line in examples():
+        if path != f"qconvert {command}":
+            continue
+        words = shlex.split(line)[2:]
+        kind = next((kind for name, kind in _CLASSES.items() if name in words[0]), None)
+        if words[0] == "fused-for-sglang":
+            source = tmp_path / "fused"
+            if not source.is_dir():
+                plain = gdn_models.model("qwen3_5_moe").write(tmp_path / "plain")
+                assert run_cli("fuse", plain, source, "--for", "sglang", "--jobs", "1").code == 0
+        else:
+            scale = "F32" if "FP8" in words[0] else None
+            made = gdn_models.model(kind or "qwen3_5_moe_text", scale=scale)
+            source = made.write(tmp_path / f"source-{tried}")
+        # Of the small models 4 are all key heads, of a published one a rank's.
+        options = ["2" if word == "4" else word for word in words[2:] if word != "--dry-run"]
+        result = run_cli(command, source, tmp_path / "out", *options, "--dry-run")
+        assert result.code == 0, (line, result.err)
+        tried += 1
+    assert tried == 3
+
+
+# --- unfuse --for ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", ["vllm", "transformers", "sglang"])
+def test_no_loader_takes_qwen3_next_apart(consumer: str, tmp_path: Path) -> None:
+    source = gdn_models.model("qwen3_next").write(tmp_path / "source")
+    result = run_cli("unfuse", source, tmp_path / "out", "--for", consumer)
+    assert result.code == 1
+    assert f"{consumer} takes interleaved (4 groups) projections of qwen3_next" in result.err
+    assert "--for qwen3.5" in result.err
+
+
+def test_unfuse_for_the_class_that_takes_them(tmp_path: Path) -> None:
+    source, out = gdn_models.model("qwen3_next").write(tmp_path / "source"), tmp_path / "out"
+    result = run_cli("unfuse", source, out, "--for", "qwen3.5", "--jobs", "1")
+    assert result.code == 0, result.err
+    made = Checkpoint.open(out)
+    assert made.config["model_type"] == "qwen3_5_moe_text"
+    assert (made.manifest or {})["gdn_groups"] == 0
+    checked = run_cli("validate", out, "--against", source, "--level", "full", "--jobs", "1")
+    assert checked.code == 0, checked.out
+    shown = run_cli("unfuse", source, out, "--for", "qwen3.5", "--print-recipe").out
+    assert "consumer: qwen3.5" in shown
+    assert "to: qwen3_5_text" in shown
+
+
+@pytest.mark.parametrize("consumer", ["vllm", "transformers", "sglang", "qwen3.5"])
+def test_unfuse_of_qwen3_5_names_its_consumer(consumer: str, tmp_path: Path) -> None:
+    plain = gdn_models.model("qwen3_5_moe").write(tmp_path / "plain")
+    assert run_cli("fuse", plain, tmp_path / "f", "--for", "sglang", "--jobs", "1").code == 0
+    result = run_cli("unfuse", tmp_path / "f", tmp_path / "out", "--for", consumer, "--dry-run")
+    assert result.code == 0, result.err
+
+
+def test_a_recipe_that_lacks_the_class_is_told_so(tmp_path: Path) -> None:
+    source = gdn_models.model("qwen3_next").write(tmp_path / "source")
+    with pytest.raises(PlanError, match=r"the recipe lacks `as_class: \{to: qwen3_5_text\}`"):
+        planned(source, "passes: [{unfuse: {consumer: qwen3.5}}]")
+
+
+def test_the_manifest_of_a_plain_unfuse_is_as_it_was(tmp_path: Path) -> None:
+    plan = planned(gdn_models.model("qwen3_next").write(tmp_path / "source"), "passes: [unfuse]")
+    assert [entry.spec for entry in plan.log] == ["Unfuse(source_groups=None)"]
