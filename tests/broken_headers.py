@@ -111,6 +111,25 @@ def _a_conversion_goes_on(bench: Bench) -> Repo:
     return Repo(folder)
 
 
+# --- Quantized, and never loaded so ---------------------------------------------------------------
+
+
+@broken("QC095")
+def _a_quantized_embedding(bench: Bench) -> Repo:
+    """Every matrix taken for a linear layer."""
+    model = fp8_moe()
+    model.tensors |= fp8_weight("model.embed_tokens", 10, 8)
+    return bench.write(model)
+
+
+@broken("QC095")
+def _a_quantized_table_of_positions(bench: Bench) -> Repo:
+    """In a family that nobody described: by its name."""
+    model = fp8_moe(model_type="nobody_s")
+    model.tensors |= fp8_weight("model.wpe", 12, 8)
+    return bench.write(model)
+
+
 # --- Tensors -------------------------------------------------------------------------------------
 
 
