@@ -541,7 +541,7 @@ def _packed_shapes_as_floats(bench: Bench) -> Repo:
     return bench.write(model)
 
 
-@broken("QC027")
+@broken("QC027", beside=["QC095"])
 def _a_norm_in_fp8(bench: Bench) -> Repo:
     def cast(tensors: dict[str, Tensor]) -> None:
         name = "model.norm.weight"

@@ -51,7 +51,8 @@ def nvfp4(
     nvidia-modelopt would, byte for byte, with two exceptions. Gate and up of an expert always share
     their own scale, as runtimes need it. FP16 weights go through float32 in the compressed-tensors
     dialect: its own FP16 arithmetic overflows and loses small weights, so the bytes are those that it
-    makes of the same weights in FP32. MXFP4 in compressed-tensors' form is relabelled without loss, or refused.
+    makes of the same weights in FP32. MXFP4 in compressed-tensors' form is relabelled without loss, or
+    refused.
     MTP layers stay as they are: sglang loads them without NVFP4. A model whose family is not in layouts/
     is refused: nothing is quantized that is not known to be a linear layer.
 
