@@ -304,7 +304,7 @@ def deepseek_v4() -> Model:
 def kimi_k25() -> Model:
     """As transformers saves it: another word for `layers` than is published."""
     at, mla = "language_model.model.blocks.0", ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
-    names = {f"{at}.self_attn.{name}.weight": (8, 8) for name in mla}
+    names: dict[str, tuple[int, ...]] = {f"{at}.self_attn.{name}.weight": (8, 8) for name in mla}
     names |= {f"{at}.{n}.weight": (8,) for n in ("input_layernorm", "post_attention_layernorm")}
     names["language_model.model.embed_tokens.weight"] = (8, 8)
     text = {"hidden_size": 8, "num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": 8}
