@@ -6,6 +6,8 @@ Not a family itself: it has no `FAMILY`, so discovery passes it by.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from qconvert.family import (
     Config,
     Dims,
@@ -17,13 +19,33 @@ from qconvert.family import (
     text_config,
     vision_config,
 )
+from qconvert.roles import Kind
+
+Kinds = Mapping[str, Kind]
+
+# Modules of a block by their names in it.
+NORMS = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), Kind.NORM)
+ATTENTION = {
+    "q_proj": Kind.QUERY, "k_proj": Kind.KEY, "v_proj": Kind.VALUE, "o_proj": Kind.OUTPUT,
+}  # fmt: skip
+QK_NORMS = dict.fromkeys(("q_norm", "k_norm"), Kind.NORM)
+MLP = {"gate_proj": Kind.GATE, "up_proj": Kind.UP, "down_proj": Kind.DOWN}
+SHARED_MLP = {
+    "gate_proj": Kind.SHARED_GATE, "up_proj": Kind.SHARED_UP, "down_proj": Kind.SHARED_DOWN,
+}  # fmt: skip
+_EXPERT = {
+    "gate_proj": Kind.EXPERT_GATE, "up_proj": Kind.EXPERT_UP, "down_proj": Kind.EXPERT_DOWN,
+}  # fmt: skip
+_STACK = {"gate_up_proj": Kind.STACKED_GATE_UP, "down_proj": Kind.STACKED_DOWN}
 
 
 def parts(
-    prefix: str, at: str, names: str, layers: str = "", *, optional: bool = False
+    prefix: str, at: str, kinds: Kinds, layers: str = "", *, optional: bool = False
 ) -> tuple[Role, ...]:
-    """A role `prefix + name` for the module `at.name`, for each of the names (a string of words)."""
-    return tuple(Role(prefix + name, f"{at}.{name}", layers, optional) for name in names.split())
+    """A role `prefix + name` for the module `at.name`, for each of the names."""
+    return tuple(
+        Role(prefix + name, f"{at}.{name}", kind, layers, optional) for name, kind in kinds.items()
+    )
 
 
 def experts(prefix: str, at: str, layers: str) -> tuple[Role, ...]:
@@ -31,10 +53,17 @@ def experts(prefix: str, at: str, layers: str) -> tuple[Role, ...]:
     matrix an expert, and stacked 3-D parameters (gate rows first), which carry no `.weight`."""
     each, stacked = f"{at}.mlp.experts.{{E}}", f"{at}.mlp.experts"
     return (
-        *parts(f"{prefix}experts.", each, "gate_proj up_proj down_proj", layers, optional=True),
-        *parts(
-            f"{prefix}stacked_experts.", stacked, "gate_up_proj down_proj", layers, optional=True
-        ),
+        *parts(f"{prefix}experts.", each, _EXPERT, layers, optional=True),
+        *parts(f"{prefix}stacked_experts.", stacked, _STACK, layers, optional=True),
+    )
+
+
+def outer(at: str = "model.", head: str = "lm_head") -> tuple[Role, ...]:
+    """What stands around the layers; `at` opens the names of the language model."""
+    return (
+        Role("embed_tokens", f"{at}embed_tokens", Kind.EMBEDDING),
+        Role("norm", f"{at}norm", Kind.NORM),
+        Role("lm_head", head, Kind.HEAD),
     )
 
 
@@ -42,15 +71,18 @@ def deepseek_layer(
     prefix: str, at: str, every: str, dense: str, moe: str, shared: str, *, optional: bool = False
 ) -> tuple[Role, ...]:
     """A decoder layer without its attention; `every` to `shared` are layer groups."""
-    norms, names = "input_layernorm post_attention_layernorm", "gate_proj up_proj down_proj"
     router, bias = f"{at}.mlp.gate", "e_score_correction_bias"
     return (
-        *parts(prefix, at, norms, every, optional=optional),
-        *parts(f"{prefix}mlp.", f"{at}.mlp", names, dense, optional=optional),
-        Role(f"{prefix}router", router, moe, optional),
-        Role(f"{prefix}router.{bias}", f"{router}.{bias}", moe, optional),
+        *parts(prefix, at, NORMS, every, optional=optional),
+        *parts(f"{prefix}mlp.", f"{at}.mlp", MLP, dense, optional=optional),
+        Role(f"{prefix}router", router, Kind.ROUTER, moe, optional),
+        Role(f"{prefix}router.{bias}", f"{router}.{bias}", Kind.BUFFER, moe, optional),
         *parts(
-            f"{prefix}shared_experts.", f"{at}.mlp.shared_experts", names, shared, optional=optional
+            f"{prefix}shared_experts.",
+            f"{at}.mlp.shared_experts",
+            SHARED_MLP,
+            shared,
+            optional=optional,
         ),
         *experts(prefix, at, moe),
     )
@@ -61,19 +93,27 @@ def latent_attention(
 ) -> tuple[Role, ...]:
     """Multi-head latent attention. Queries come through a low rank or straight: two layer groups."""
     attn = f"{at}.self_attn"
-    names = "kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj"
+    keys = {
+        "kv_a_proj_with_mqa": Kind.KV_DOWN, "kv_a_layernorm": Kind.NORM, "kv_b_proj": Kind.KV_UP,
+        "o_proj": Kind.OUTPUT,
+    }  # fmt: skip
+    low = {"q_a_proj": Kind.QUERY_DOWN, "q_a_layernorm": Kind.NORM, "q_b_proj": Kind.QUERY_UP}
+    full = {"q_proj": Kind.QUERY}
     return (
-        *parts(f"{prefix}attn.", attn, names, every, optional=optional),
-        *parts(f"{prefix}attn.", attn, "q_a_proj q_a_layernorm q_b_proj", low_q, optional=optional),
-        *parts(f"{prefix}attn.", attn, "q_proj", full_q, optional=optional),
+        *parts(f"{prefix}attn.", attn, keys, every, optional=optional),
+        *parts(f"{prefix}attn.", attn, low, low_q, optional=optional),
+        *parts(f"{prefix}attn.", attn, full, full_q, optional=optional),
     )
 
 
 def deepseek_draft(at: str) -> tuple[Role, ...]:
     """What a draft layer has beside a decoder layer. Optional, as all of a draft layer: transformers
     drops it on saving and leaves its count in the config."""
-    names = "embed_tokens enorm hnorm eh_proj shared_head.norm shared_head.head"
-    return parts("mtp.", at, names, "mtp", optional=True)
+    kinds = {
+        "embed_tokens": Kind.EMBEDDING, "enorm": Kind.NORM, "hnorm": Kind.NORM,
+        "eh_proj": Kind.DRAFT_JOIN, "shared_head.norm": Kind.NORM, "shared_head.head": Kind.HEAD,
+    }  # fmt: skip
+    return parts("mtp.", at, kinds, "mtp", optional=True)
 
 
 def deepseek_dims(config: Config) -> Dims:
@@ -127,20 +167,17 @@ def qwen_layer(
     optional: bool = False,
 ) -> tuple[Role, ...]:
     """A decoder layer without its linear attention; `every` to `moe` are layer groups."""
-    norms, attn = "input_layernorm post_attention_layernorm", "q_proj k_proj v_proj o_proj"
     return (
-        *parts(prefix, at, norms, every, optional=optional),
+        *parts(prefix, at, NORMS, every, optional=optional),
         *parts(
             f"{prefix}attn.",
             f"{at}.self_attn",
-            f"{attn} q_norm k_norm",
+            ATTENTION | QK_NORMS,
             attention,
             optional=optional,
         ),
-        *parts(
-            f"{prefix}mlp.", f"{at}.mlp", "gate_proj up_proj down_proj", dense, optional=optional
-        ),
-        Role(f"{prefix}router", f"{at}.mlp.gate", moe, optional),
+        *parts(f"{prefix}mlp.", f"{at}.mlp", MLP, dense, optional=optional),
+        Role(f"{prefix}router", f"{at}.mlp.gate", Kind.ROUTER, moe, optional),
         *experts(prefix, at, moe),
     )
 
@@ -149,19 +186,26 @@ def qwen_shared_expert(
     prefix: str, at: str, moe: str, *, optional: bool = False
 ) -> tuple[Role, ...]:
     """The expert every token passes, and the gate it is weighed with."""
-    shared, names = f"{at}.mlp.shared_expert", "gate_proj up_proj down_proj"
+    shared, gate = f"{at}.mlp.shared_expert", f"{at}.mlp.shared_expert_gate"
     return (
-        *parts(f"{prefix}shared_expert.", shared, names, moe, optional=optional),
-        Role(f"{prefix}shared_expert_gate", f"{at}.mlp.shared_expert_gate", moe, optional),
+        *parts(f"{prefix}shared_expert.", shared, SHARED_MLP, moe, optional=optional),
+        Role(f"{prefix}shared_expert_gate", gate, Kind.SHARED_WEIGHT, moe, optional),
     )
 
 
 def gated_delta_net(at: str) -> tuple[Role, ...]:
     """Linear attention. Its input projections come fused (Qwen3-Next, and what we fuse) or split
     (Qwen3.5), so every one of them is optional."""
-    inputs = "in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_b in_proj_a"
+    kinds = {
+        "conv1d": Kind.CONV, "A_log": Kind.BUFFER, "dt_bias": Kind.BUFFER, "norm": Kind.NORM,
+        "out_proj": Kind.GDN_OUTPUT,
+    }  # fmt: skip
+    inputs = {
+        "in_proj_qkvz": Kind.GDN_QKVZ, "in_proj_ba": Kind.GDN_BA, "in_proj_qkv": Kind.GDN_QKV,
+        "in_proj_z": Kind.GDN_Z, "in_proj_b": Kind.GDN_B, "in_proj_a": Kind.GDN_A,
+    }  # fmt: skip
     return (
-        *parts("gdn.", at, "conv1d A_log dt_bias norm out_proj", "linear_attention"),
+        *parts("gdn.", at, kinds, "linear_attention"),
         *parts("gdn.", at, inputs, "linear_attention", optional=True),
     )
 
@@ -169,9 +213,13 @@ def gated_delta_net(at: str) -> tuple[Role, ...]:
 def qwen_mtp() -> tuple[Role, ...]:
     """The draft layers: full attention whatever the model's own layers are. Optional, because
     transformers drops them on saving and leaves their count in the config."""
-    outer, at = "fc norm pre_fc_norm_embedding pre_fc_norm_hidden", "mtp.layers.{L}"
+    around = {
+        "fc": Kind.DRAFT_JOIN, "norm": Kind.NORM, "pre_fc_norm_embedding": Kind.NORM,
+        "pre_fc_norm_hidden": Kind.NORM,
+    }  # fmt: skip
+    at = "mtp.layers.{L}"
     return (
-        *parts("mtp.", "mtp", outer, optional=True),
+        *parts("mtp.", "mtp", around, optional=True),
         *qwen_layer("mtp.", at, "mtp", "mtp", "mtp_dense", "mtp_moe", optional=True),
         *qwen_shared_expert("mtp.", at, "mtp_moe", optional=True),
     )
@@ -180,10 +228,16 @@ def qwen_mtp() -> tuple[Role, ...]:
 def qwen_vision() -> tuple[Role, ...]:
     """The vision tower from Qwen3-VL on, without deepstack mergers. Optional: text-only copies leave
     it out."""
-    outer = "patch_embed.proj pos_embed merger.norm merger.linear_fc1 merger.linear_fc2"
-    block = "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
+    around = {
+        "patch_embed.proj": Kind.CONV, "pos_embed": Kind.POSITION, "merger.norm": Kind.NORM,
+        "merger.linear_fc1": Kind.VISION, "merger.linear_fc2": Kind.VISION,
+    }  # fmt: skip
+    block = {
+        "norm1": Kind.NORM, "norm2": Kind.NORM, "attn.qkv": Kind.VISION, "attn.proj": Kind.VISION,
+        "mlp.linear_fc1": Kind.VISION, "mlp.linear_fc2": Kind.VISION,
+    }  # fmt: skip
     return (
-        *parts("vision.", "model.visual", outer, optional=True),
+        *parts("vision.", "model.visual", around, optional=True),
         *parts("vision.blocks.", "model.visual.blocks.{L}", block, "vision", optional=True),
     )
 

@@ -15,16 +15,21 @@ from qconvert.layouts._blocks import (
     deepseek_draft,
     deepseek_layer,
     latent_attention,
+    outer,
     parts,
 )
+from qconvert.roles import Kind
 
 _AT = "model.layers.{L}"
 
 
 def _indexer(prefix: str, every: str) -> tuple[Role, ...]:
     """What DeepSeek-V3.2 chooses the tokens with that it attends to."""
-    names = "wq_b wk k_norm weights_proj"
-    return parts(f"{prefix}indexer.", f"{_AT}.self_attn.indexer", names, every, optional=True)
+    kinds = {
+        "wq_b": Kind.INDEXER, "wk": Kind.INDEXER, "k_norm": Kind.NORM,
+        "weights_proj": Kind.INDEXER_WEIGHTS,
+    }  # fmt: skip
+    return parts(f"{prefix}indexer.", f"{_AT}.self_attn.indexer", kinds, every, optional=True)
 
 
 FAMILY = Family(
@@ -32,9 +37,7 @@ FAMILY = Family(
     model_types=("deepseek_v3", "deepseek_v32"),
     dims=deepseek_dims,
     roles=(
-        Role("embed_tokens", "model.embed_tokens"),
-        Role("norm", "model.norm"),
-        Role("lm_head", "lm_head"),
+        *outer(),
         *latent_attention("", _AT, "all", "low_rank_q", "full_rank_q"),
         *_indexer("", "all"),
         *deepseek_layer("", _AT, "all", "dense", "moe", "shared_experts"),
@@ -43,6 +46,5 @@ FAMILY = Family(
         *deepseek_layer("mtp.", _AT, "mtp", "mtp_dense", "mtp_moe", "mtp_moe", optional=True),
         *deepseek_draft(_AT),
     ),
-    shared_scale=(("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")),
     tied=("lm_head", "embed_tokens"),
 )

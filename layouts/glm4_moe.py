@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qconvert.family import Config, Dims, Family, Role
-from qconvert.layouts._blocks import deepseek_dims, deepseek_draft, deepseek_layer, parts
+from qconvert.layouts._blocks import (
+    ATTENTION,
+    QK_NORMS,
+    deepseek_dims,
+    deepseek_draft,
+    deepseek_layer,
+    outer,
+    parts,
+)
 
 _AT = "model.layers.{L}"
 
@@ -29,10 +37,10 @@ def dims(config: Config) -> Dims:
 def _attention(
     prefix: str, every: str, qk_norm: str, *, optional: bool = False
 ) -> tuple[Role, ...]:
-    at, names = f"{_AT}.self_attn", "q_proj k_proj v_proj o_proj"
+    at = f"{_AT}.self_attn"
     return (
-        *parts(f"{prefix}attn.", at, names, every, optional=optional),
-        *parts(f"{prefix}attn.", at, "q_norm k_norm", qk_norm, optional=optional),
+        *parts(f"{prefix}attn.", at, ATTENTION, every, optional=optional),
+        *parts(f"{prefix}attn.", at, QK_NORMS, qk_norm, optional=optional),
     )
 
 
@@ -41,15 +49,12 @@ FAMILY = Family(
     model_types=("glm4_moe",),
     dims=dims,
     roles=(
-        Role("embed_tokens", "model.embed_tokens"),
-        Role("norm", "model.norm"),
-        Role("lm_head", "lm_head"),
+        *outer(),
         *_attention("", "all", "qk_norm"),
         *deepseek_layer("", _AT, "all", "dense", "moe", "shared_experts"),
         *_attention("mtp.", "mtp", "mtp_qk_norm", optional=True),
         *deepseek_layer("mtp.", _AT, "mtp", "mtp_dense", "mtp_moe", "mtp_moe", optional=True),
         *deepseek_draft(_AT),
     ),
-    shared_scale=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     tied=("lm_head", "embed_tokens"),
 )

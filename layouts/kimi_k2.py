@@ -16,11 +16,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qconvert.family import Config, Dims, Family, Role, first_int, vision_config
-from qconvert.layouts._blocks import deepseek_dims, deepseek_layer, latent_attention, parts
+from qconvert.layouts._blocks import deepseek_dims, deepseek_layer, latent_attention, outer, parts
+from qconvert.roles import Kind
 
 _AT = "@model.layers.{L}"
-_BLOCK = "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"
-_TOWER = "patch_embed.proj patch_embed.pos_emb encoder.final_layernorm"
+_BLOCK = {
+    "norm0": Kind.NORM, "norm1": Kind.NORM, "wqkv": Kind.VISION, "wo": Kind.VISION,
+    "mlp.fc0": Kind.VISION, "mlp.fc1": Kind.VISION,
+}  # fmt: skip
+_TOWER = {
+    "patch_embed.proj": Kind.CONV, "patch_embed.pos_emb": Kind.POSITION,
+    "encoder.final_layernorm": Kind.NORM,
+}  # fmt: skip
+_INV_FREQ = f"{_AT}.self_attn.rotary_emb.inv_freq"
 
 
 def dims(config: Config) -> Dims:
@@ -39,19 +47,22 @@ FAMILY = Family(
     dims=dims,
     prefixes=("", "language_model."),
     roles=(
-        Role("embed_tokens", "@model.embed_tokens"),
-        Role("norm", "@model.norm"),
-        Role("lm_head", "@lm_head"),
+        *outer("@model.", "@lm_head"),
         *latent_attention("", _AT, "all", "low_rank_q", "full_rank_q"),
-        Role("attn.inv_freq", f"{_AT}.self_attn.rotary_emb.inv_freq", "all", optional=True),
+        Role("attn.inv_freq", _INV_FREQ, Kind.BUFFER, "all", optional=True),
         *deepseek_layer("", _AT, "all", "dense", "moe", "shared_experts"),
         *parts("vision.", "vision_tower", _TOWER, optional=True),
         *parts(
             "vision.blocks.", "vision_tower.encoder.blocks.{L}", _BLOCK, "vision", optional=True
         ),
-        Role("vision.projector.norm", "mm_projector.pre_norm", optional=True),
-        Role("vision.projector", "mm_projector.proj.{L}", "vision_projector", optional=True),
+        Role("vision.projector.norm", "mm_projector.pre_norm", Kind.NORM, optional=True),
+        Role(
+            "vision.projector",
+            "mm_projector.proj.{L}",
+            Kind.VISION,
+            "vision_projector",
+            optional=True,
+        ),
     ),
-    shared_scale=(("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")),
     tied=("lm_head", "embed_tokens"),
 )

@@ -11,9 +11,10 @@ deepstack mergers (`deepstack_visual_indexes` is empty), and text-only copies le
 
 from __future__ import annotations
 
-from qconvert.family import Config, Dims, Family, Role
+from qconvert.family import Config, Dims, Family
 from qconvert.layouts._blocks import (
     gated_delta_net,
+    outer,
     qwen_dims,
     qwen_layer,
     qwen_mtp,
@@ -33,20 +34,12 @@ FAMILY = Family(
     dims=dims,
     prefixes=("model.language_model.", "model."),
     roles=(
-        Role("embed_tokens", "@embed_tokens"),
-        Role("norm", "@norm"),
-        Role("lm_head", "lm_head"),
+        *outer("@"),
         *qwen_layer("", "@layers.{L}", "all", "full_attention", "dense", "moe"),
         *qwen_shared_expert("", "@layers.{L}", "moe"),
         *gated_delta_net("@layers.{L}.linear_attn"),
         *qwen_mtp(),
         *qwen_vision(),
-    ),
-    shared_scale=(
-        ("q_proj", "k_proj", "v_proj"),
-        ("gate_proj", "up_proj"),
-        ("in_proj_qkv", "in_proj_z"),
-        ("in_proj_b", "in_proj_a"),
     ),
     tied=("lm_head", "embed_tokens"),
     mtp=("mtp.",),

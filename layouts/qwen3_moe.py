@@ -7,19 +7,16 @@ publish them. No shared expert, no draft layers.
 
 from __future__ import annotations
 
-from qconvert.family import Family, Role
-from qconvert.layouts._blocks import qwen_dims, qwen_layer
+from qconvert.family import Family
+from qconvert.layouts._blocks import outer, qwen_dims, qwen_layer
 
 FAMILY = Family(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
     dims=qwen_dims,
     roles=(
-        Role("embed_tokens", "model.embed_tokens"),
-        Role("norm", "model.norm"),
-        Role("lm_head", "lm_head"),
+        *outer(),
         *qwen_layer("", "model.layers.{L}", "all", "full_attention", "dense", "moe"),
     ),
-    shared_scale=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     tied=("lm_head", "embed_tokens"),
 )

@@ -8,9 +8,10 @@ do.
 
 from __future__ import annotations
 
-from qconvert.family import Config, Dims, Family, Role
+from qconvert.family import Config, Dims, Family
 from qconvert.layouts._blocks import (
     gated_delta_net,
+    outer,
     qwen_dims,
     qwen_layer,
     qwen_mtp,
@@ -28,19 +29,11 @@ FAMILY = Family(
     model_types=("qwen3_next",),
     dims=dims,
     roles=(
-        Role("embed_tokens", "model.embed_tokens"),
-        Role("norm", "model.norm"),
-        Role("lm_head", "lm_head"),
+        *outer(),
         *qwen_layer("", "model.layers.{L}", "all", "full_attention", "dense", "moe"),
         *qwen_shared_expert("", "model.layers.{L}", "moe"),
         *gated_delta_net("model.layers.{L}.linear_attn"),
         *qwen_mtp(),
-    ),
-    shared_scale=(
-        ("q_proj", "k_proj", "v_proj"),
-        ("gate_proj", "up_proj"),
-        ("in_proj_qkv", "in_proj_z"),
-        ("in_proj_b", "in_proj_a"),
     ),
     tied=("lm_head", "embed_tokens"),
     mtp=("mtp.",),

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.family import Config, Dims, Family, Role, list_of, vision_config
-from qconvert.layouts._blocks import parts, qwen_dims, qwen_layer, qwen_vision
+from qconvert.family import Config, Dims, Family, list_of, vision_config
+from qconvert.layouts._blocks import outer, parts, qwen_dims, qwen_layer, qwen_vision
+from qconvert.roles import Kind
 
-_MERGER = "norm linear_fc1 linear_fc2"
+_MERGER = {"norm": Kind.NORM, "linear_fc1": Kind.VISION, "linear_fc2": Kind.VISION}
 
 
 def dims(config: Config) -> Dims:
@@ -30,9 +31,7 @@ FAMILY = Family(
     model_types=("qwen3_vl_moe",),
     dims=dims,
     roles=(
-        Role("embed_tokens", "model.language_model.embed_tokens"),
-        Role("norm", "model.language_model.norm"),
-        Role("lm_head", "lm_head"),
+        *outer("model.language_model."),
         *qwen_layer("", "model.language_model.layers.{L}", "all", "full_attention", "dense", "moe"),
         *qwen_vision(),
         *parts(
@@ -43,7 +42,6 @@ FAMILY = Family(
             optional=True,
         ),
     ),
-    shared_scale=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     tied=("lm_head", "embed_tokens"),
     stacked_transposed=True,
 )

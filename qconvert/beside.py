@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from re import escape
 
 from qconvert.errors import PlanError
 from qconvert.graph import Output
@@ -11,23 +12,48 @@ from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan import Plan
 from qconvert.quantization import fp8_scheme
 
-ALL_EXPERTS = r"re:.*\.mlp\.experts(\..*)?$"
-_DRAFT_LINEARS = r"re:model\.decoder\.(?!mlp\.experts\.).*"
 _VISION = r"re:.*visual\..*"
 
 Named = Mapping[str, Output]
+
+
+def expert_targets(paths: Iterable[str]) -> list[str]:
+    """Patterns of all modules of routed experts that hang at these paths below their layers
+    (`.mlp.experts`)."""
+    return [rf"re:.*{escape(path)}\..*" for path in paths]
+
+
+def all_experts(paths: Iterable[str]) -> list[str]:
+    """The same with the module that holds them, for lists of what is left."""
+    return [rf"re:.*{escape(path)}(\..*)?$" for path in paths]
+
+
+def no_experts(paths: Iterable[str]) -> str:
+    """A pattern, without `re:`, of all modules that are none of routed experts."""
+    return rf"^(?!.*{_any_of(paths)}).*$"
+
+
+def _draft_linears(paths: Iterable[str]) -> str:
+    below = [path.removeprefix(".") for path in paths]
+    return rf"re:model\.decoder\.(?!{_any_of(below)}\.).*" if below else r"re:model\.decoder\..*"
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    found = [escape(text) for text in texts]
+    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
 def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: a name too
     many does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
     runtimes name vision towers as they like; experts that stay are one pattern."""
-    places, dims = plan.census.places, plan.census.dims
+    census, dims = plan.census, plan.census.dims
+    paths = plan.family.expert_paths
     found, vision, kept = [], False, False
     for name, output in others.items():
-        place = places.get(name)
+        place = census.places.get(name)
         vision = vision or (place is not None and place.role.name.startswith("vision."))
-        if ".mlp.experts" in name and not experts:
+        if census.kind(name).routed and not experts:
             kept = True
             continue
         if not name.endswith(".weight") or len(output.type.shape) != 2:
@@ -35,11 +61,11 @@ def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
         if output.type.dtype not in WEIGHT_DTYPES:
             found.append(split_parameter(name)[0])
     if any(".layers." in m and plan.family.is_mtp(m, dims) for m in found):
-        found.append(_DRAFT_LINEARS)
+        found.append(_draft_linears(paths))
     if vision:
         found.append(_VISION)
     if kept:
-        found.append(ALL_EXPERTS)
+        found += all_experts(paths)
     return found
 
 
@@ -60,9 +86,15 @@ def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None
                 f"{module!r} is {kind}; beside packed weights runtimes take E4M3: dequantize the "
                 "checkpoint first (qconvert dequant)"
             )
-    block = fp8_scheme(plan.checkpoint).block
+    first, *others = [module for module, fp8 in linears.items() if fp8]
+    block = fp8_scheme(plan.checkpoint, first).block
+    for module in others:
+        if (other := fp8_scheme(plan.checkpoint, module).block) != block:
+            raise PlanError(
+                f"{first!r} is FP8 in blocks {block}, and {module!r} in blocks {other}; beside packed "
+                "weights runtimes take one: dequantize the checkpoint first (qconvert dequant)"
+            )
     if block is None:
-        first = next(module for module, fp8 in linears.items() if fp8)
         raise PlanError(
             f"{first!r} is FP8 without blocks; beside packed weights runtimes take block FP8 or bf16 "
             "linears: dequantize the checkpoint first (qconvert dequant)"

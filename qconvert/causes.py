@@ -7,6 +7,7 @@ what made it.
 from __future__ import annotations
 
 from qconvert.errors import PlanError
+from qconvert.family import undescribed
 from qconvert.formats.trtllm_gen import layout_of
 from qconvert.plan import Plan
 
@@ -33,7 +34,7 @@ def check_experts(plan: Plan, instead: str) -> None:
             "back first: qconvert unprepare"
         )
     if not plan.census.dims.num_experts:
-        if any(".experts." in name for name in plan.tensors):
+        if any(".experts." in name or plan.census.kind(name).routed for name in plan.tensors):
             raise PlanError(
                 f"{model_name(plan)}: tensors are named for experts, and the config counts none of "
                 f"them by a name that is known; {_UNKNOWN}"
@@ -46,7 +47,7 @@ def check_experts(plan: Plan, instead: str) -> None:
         )
     if plan.family.name == "generic":
         raise PlanError(
-            f"{model_name(plan)} is not known: it has experts, and nobody has described how they are "
+            f"{undescribed(plan.config)}: it has experts, and nobody has described how they are "
             f"stored; {_UNKNOWN}"
         )
 

@@ -7,26 +7,30 @@ from dataclasses import dataclass
 
 from qconvert.causes import check_experts
 from qconvert.errors import PlanError
-from qconvert.family import Place
+from qconvert.family import Place, undescribed
 from qconvert.formats.calibrated import Calibrated
 from qconvert.formats.scheme import Packer
 from qconvert.graph import Output, Value, apply
-from qconvert.names import split_parameter
+from qconvert.names import experts_module, split_parameter
 from qconvert.plan import ELSEWHERE, Plan
+from qconvert.roles import Kind
 from qconvert.spec import TensorType
 from qconvert.weights import Stored, read_matrix, read_of_stack
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+KINDS = dict(zip(PROJECTIONS, (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN), strict=True))
+_PROJECTION = {kind: projection for projection, kind in KINDS.items()}
+_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
 # Beside expert weights: shapes of packed ones, scales of activations.
 _SPENT = (".weight_shape", ".input_scale")
 SPENT_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
-_APART, _STACKED = "experts.", "stacked_experts."
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One matrix of one routed expert. `layer` counts the draft (MTP) layers on after the model's
-    own, as DeepSeek numbers them. `module` is the name its parameters would have apart."""
+    own, as DeepSeek numbers them. `kind` is one of PROJECTIONS, whatever the family calls it; `module`
+    is the name its parameters would have apart."""
 
     layer: int
     expert: int
@@ -54,6 +58,8 @@ def routed_experts(plan: Plan) -> Experts:
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
     census = plan.census
     dims = census.dims
+    if not dims.num_experts:
+        raise PlanError("the config counts no experts, and there are tensors of experts")
     stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
     for setting, size in stated.items():
         if size < 1:
@@ -72,9 +78,10 @@ def routed_experts(plan: Plan) -> Experts:
             taken.update(names)
     if not found:
         raise PlanError("no routed expert found, although the config counts them")
-    spent = {name for name in plan.tensors if ".experts." in name and name.endswith(_SPENT)}
-    for name in plan.tensors:
-        if ".experts." in name and name not in taken and name not in spent:
+    of_experts = [name for name in plan.tensors if census.kind(name).routed]
+    spent = {name for name in of_experts if name.endswith(_SPENT)}
+    for name in of_experts:
+        if name not in taken and name not in spent:
             raise PlanError(
                 f"{name!r}: belongs to an expert, and is none of the {dims.num_experts} experts' "
                 f"weights in the config's {dims.num_layers} layers; biases are not computed by the "
@@ -101,6 +108,18 @@ def routed_experts(plan: Plan) -> Experts:
         tuple(found[key] for key in sorted(found)), frozenset(taken | spent), frozenset(spent),
         counted * kinds,
     )  # fmt: skip
+
+
+def check_described(plan: Plan) -> None:
+    """Raises PlanError for a model that no family describes. Nothing of it is quantized: what its
+    tensors are cannot be told from their names."""
+    if plan.family.name == "generic":
+        raise PlanError(
+            f"{undescribed(plan.config)}: no file in layouts/ says which of its tensors are linear "
+            "layers that runtimes load quantized, and qconvert quantizes no others (an embedding or a "
+            "router in their place would load and generate garbage); copy, dequant, diff and validate "
+            "work; see CONTRIBUTING.md, a model family"
+        )
 
 
 def calibrated(
@@ -135,21 +154,20 @@ def _draft_layers(plan: Plan) -> list[int]:
 
 def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
     """The projections that a tensor begins: a weight its own, a stack those of all experts."""
-    role = place.role.name.removeprefix("mtp.")
-    if not role.startswith((_APART, _STACKED)) or place.layer is None:
+    role = place.role.kind
+    if role not in (*_PROJECTION, *_STACKED) or place.layer is None:
         return
     draft = plan.family.is_mtp(name, plan.census.dims)
     layer = place.layer
     if draft and layer < plan.census.dims.num_layers:
         layer += plan.census.dims.num_layers
-    kind = role.rpartition(".")[2]
-    if role.startswith(_APART):
+    if role in _PROJECTION:
         if place.parameter not in ("weight", "weight_packed", "qweight"):
             return
         assert place.expert is not None
         module, _ = split_parameter(name)
         stored, names = read_matrix(plan, module)
-        yield Projection(layer, place.expert, kind, draft, module, stored), names
+        yield Projection(layer, place.expert, _PROJECTION[role], draft, module, stored), names
         return
     if place.parameter not in ("", "weight"):
         return
@@ -161,11 +179,11 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             f"{plan.tensors[name].type}"
         )
     transposed = plan.family.stacked_transposed
-    base = name[: name.index(".experts.") + len(".experts")]
+    base, apart = experts_module(name), plan.family.expert_names()
     for expert in range(dims.num_experts):
         stored, names = read_of_stack(plan, name, expert, transposed=transposed)
-        if kind == "down_proj":
-            parts = [(kind, stored)]
+        if role is Kind.STACKED_DOWN:
+            parts = [("down_proj", stored)]
         else:
             half = stored.rows // 2
             parts = [
@@ -173,7 +191,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
                 ("up_proj", stored.cut(half, 2 * half)),
             ]
         for part, weight in parts:
-            module = f"{base}.{expert}.{part}"
+            module = f"{base}.{expert}.{apart.get(KINDS[part], part)}"
             yield Projection(layer, expert, part, draft, module, weight), names
 
 

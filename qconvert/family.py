@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from qconvert.errors import CheckpointError, PlanError, QConvertError
-from qconvert.names import parse, split_parameter
+from qconvert.names import experts_module, parse, split_parameter
+from qconvert.roles import Kind
 
 Config = Mapping[str, Any]
 
@@ -64,7 +65,8 @@ class Role:
     """One job in the model.
 
     `module` is a name template without its parameter: `model.layers.{L}.self_attn.q_a_proj`, or,
-    for bare parameters, `model.layers.{L}.linear_attn.A_log`. `layers` names a group of Dims.groups
+    for bare parameters, `model.layers.{L}.linear_attn.A_log`. `kind` is what the module is, by which
+    conversions treat it. `layers` names a group of Dims.groups
     that must all have it; "" means the module has no layer number, "*" that it may stand in any
     layer and nothing is known of how many. `optional` roles may be absent as a whole (a bias, an
     alternative expert form), never in part.
@@ -72,6 +74,7 @@ class Role:
 
     name: str
     module: str
+    kind: Kind
     layers: str = ""
     optional: bool = False
 
@@ -96,8 +99,7 @@ class Family:
 
     `model_types` are the config's `model_type` values (root or text_config) it answers to. `dims`
     reads a config (root). `prefixes` are tried in turn for the `@` that may open a role's module,
-    so that one table serves text-only and multi-modal names. `shared_scale` groups module names
-    whose quantized forms must share one global scale. `mtp` are name templates' beginnings that
+    so that one table serves text-only and multi-modal names. `mtp` are name templates' beginnings that
     mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are the roles
     of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert stacks
     of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
@@ -108,7 +110,6 @@ class Family:
     dims: Callable[[Config], Dims]
     roles: tuple[Role, ...]
     prefixes: tuple[str, ...] = ("",)
-    shared_scale: tuple[tuple[str, ...], ...] = ()
     tied: tuple[str, str] | None = None
     mtp: tuple[str, ...] = ()
     stacked_transposed: bool = False
@@ -126,6 +127,22 @@ class Family:
                 table.setdefault(module, []).append(role)
         return {module: tuple(roles) for module, roles in table.items()}
 
+    @cached_property
+    def expert_paths(self) -> tuple[str, ...]:
+        """Where routed experts hang below their layer (`.mlp.experts`), () for a family without any, or
+        one that nobody described."""
+        found: dict[str, None] = {}
+        for role in self.roles:
+            if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN:
+                found[(experts_module(role.module) or "").rpartition("{L}")[2]] = None
+        return tuple(found)
+
+    def expert_names(self) -> dict[Kind, str]:
+        """What gate, up and down of a routed expert are called, and the stacks of all experts'."""
+        return {
+            role.kind: role.module.rpartition(".")[2] for role in self.roles if role.kind.routed
+        }
+
     def candidates(self, name: str) -> tuple[tuple[Role, ...], int | None, int | None, str]:
         """Roles whose template fits, with the layer, expert and parameter read from the name."""
         template, layer, expert = parse(name)
@@ -141,6 +158,30 @@ class Family:
                     if roles:
                         return roles, layer, expert, "weight" + suffix
         return roles, layer, expert, parameter
+
+    def describes(self, names: Iterable[str]) -> bool:
+        """Whether names of layers are this family's. transformers saves some models with another word
+        for `layers` (`blocks` for Kimi-K2.5's) than is published; such a checkpoint is none of it."""
+        other = False
+        for name in names:
+            template, layer, _ = parse(name)
+            if layer is None:
+                continue
+            before, _, rest = split_parameter(template)[0].partition(".{L}.")
+            if f"{before}.{{L}}.{rest}" in self._layered:
+                return True
+            around = before.rpartition(".")[0]
+            other = other or f"{around}.layers.{{L}}.{rest}" in self._layered
+        return not other
+
+    @cached_property
+    def _layered(self) -> frozenset[str]:
+        """Modules that some decoder layer must have."""
+        return frozenset(
+            module
+            for module, roles in self._by_module.items()
+            if "{L}" in module and any(not role.optional for role in roles)
+        )
 
     def place(self, name: str, dims: Dims) -> Place | None:
         """The role of a tensor, or None for a name this family does not know."""
@@ -175,12 +216,23 @@ class Census:
         repr=False
     )
 
-    def expected(self, role: Role) -> list[tuple[int | None, int | None]]:
-        """The (layer, expert) pairs the config says this role has."""
+    def kind(self, name: str) -> Kind:
+        """What a tensor's module is. A name that no role fits is UNKNOWN, or EXPERT_UNKNOWN if
+        it says that it is of experts."""
+        place = self.places.get(name)
+        if place is not None:
+            return place.role.kind
+        return Kind.UNKNOWN if experts_module(name) is None else Kind.EXPERT_UNKNOWN
+
+    def expected(
+        self, role: Role, parameter: str = "weight"
+    ) -> list[tuple[int | None, int | None]]:
+        """The (layer, expert) pairs the config says this role has. Where nothing is known of its layers
+        ("*") they are those that have the parameter: of experts alone some can be missing."""
         layers: Iterable[int | None]
         if role.layers == "*":
-            seen = self.present.get(role.name, {}).values()
-            layers = sorted({layer for pairs in seen for layer, _ in pairs if layer is not None})
+            seen = self.present.get(role.name, {}).get(parameter, frozenset())
+            layers = sorted({layer for layer, _ in seen if layer is not None})
         else:
             layers = self.dims.groups.get(role.layers, ()) if role.layers else (None,)
         experts: Iterable[int | None] = range(self.dims.num_experts) if role.per_expert else (None,)
@@ -191,7 +243,7 @@ class Census:
         if self.dims.tied and self.family.tied and role.name == self.family.tied[0]:
             return []  # a tied head need not be stored
         have = self.present.get(role.name, {}).get(parameter, frozenset())
-        lacking = [pair for pair in self.expected(role) if pair not in have]
+        lacking = [pair for pair in self.expected(role, parameter) if pair not in have]
         if not lacking:
             return []
         bare = "" in self.present.get(role.name, {})
@@ -295,7 +347,8 @@ def families() -> list[Family]:
 
 
 def generic(names: Iterable[str]) -> Family:
-    """A family for a model_type nobody has described: a role per module template, named after it.
+    """A family for a model_type nobody has described: a role per module template, named after it, of
+    unknown kind, so that nothing of it is quantized.
 
     It knows no layer groups, so it cannot tell a missing layer from an absent one; `inspect` and
     `plan` say so. Experts are still counted, against the config's expert count.
@@ -304,9 +357,16 @@ def generic(names: Iterable[str]) -> Family:
     for name in names:
         modules.setdefault(split_parameter(parse(name).template)[0], True)
     roles = tuple(
-        Role(module, module, "*" if "{L}" in module else "", optional=True) for module in modules
+        Role(module, module, _guessed(module), "*" if "{L}" in module else "", optional=True)
+        for module in modules
     )
     return Family("generic", (), generic_dims, roles)
+
+
+def _guessed(module: str) -> Kind:
+    """Whether a module is of routed experts is all that names are asked: they are kept or dropped
+    whole."""
+    return Kind.UNKNOWN if experts_module(module) is None else Kind.EXPERT_UNKNOWN
 
 
 def list_of(config: Config, key: str) -> list[Any]:
@@ -358,7 +418,9 @@ def generic_dims(config: Config) -> Dims:
     return Dims(
         hidden_size=first_int(text, "hidden_size", "n_embd", "d_model"),
         num_layers=layers,
-        num_experts=first_int(text, "n_routed_experts", "num_experts", "num_local_experts"),
+        num_experts=first_int(
+            text, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
+        ),
         mtp_layers=mtp,
         groups={},
         tied=is_tied(config),
@@ -367,8 +429,22 @@ def generic_dims(config: Config) -> Dims:
 
 
 def family_for(config: Config, names: Iterable[str]) -> Family:
-    """The family that answers to the config's model_type (root first, then text_config), else a
-    generic one made from the names."""
+    """The family that answers to the config's model_type (root first, then text_config) and to the
+    names, else a generic one made from the names."""
+    names = list(names)
+    family = _answering(config)
+    return family if family is not None and family.describes(names) else generic(names)
+
+
+def undescribed(config: Config) -> str:
+    """Why a model has no family but a generic one."""
+    kind, family = config.get("model_type"), _answering(config)
+    if family is None:
+        return f"model_type {kind!r} is not known"
+    return f"the tensors of this {kind!r} go by other names than those of family {family.name}"
+
+
+def _answering(config: Config) -> Family | None:
     nested = config.get("text_config")
     wanted = [config.get("model_type")]
     if isinstance(nested, Mapping):
@@ -377,4 +453,4 @@ def family_for(config: Config, names: Iterable[str]) -> Family:
         for family in families():
             if model_type in family.model_types:
                 return family
-    return generic(names)
+    return None

@@ -4,14 +4,14 @@ shapes."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.errors import PlanError
 from qconvert.formats.scheme import IntScheme
-from qconvert.quantization import config_groups
+from qconvert.quantization import config_groups, groups_of
 
 _NOT_READ = ("transform_config", "sparsity_config")
 _PACKED_FORMATS = ("pack-quantized", "mixed-precision")
@@ -27,25 +27,33 @@ class GptqForm:
 
 
 def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
-    """The scheme of a matrix in compressed-tensors' packed form: the one that all integer groups of all
-    blocks agree on, else that of the groups whose targets name the module. Raises PlanError where
-    that is none or several, or a form is stated that is not read."""
-    found = [pair for config in checkpoint.quantization_configs for pair in _integers(config)]
-    schemes = {scheme for _, scheme in found}
-    if len(schemes) > 1:
-        schemes = {scheme for targets, scheme in found if _names(targets, module)}
+    """The scheme of a matrix in compressed-tensors' packed form: that of the group that speaks of the
+    module, else the one that all integer groups of all blocks agree on. Raises PlanError where that is
+    none or several, or a form is stated that is not read."""
+    every: set[IntScheme] = set()
+    own: set[IntScheme] = set()
+    for groups in groups_of(checkpoint):
+        integers = [w for _, w in config_groups(groups.config) if w.get("type") == "int"]
+        if not integers:
+            continue
+        _check_read(groups.config)
+        weights = groups.weights(module)
+        if weights is not None and weights.get("type") == "int":
+            own.add(_scheme(groups.config, weights))
+        else:
+            every |= {_scheme(groups.config, one) for one in integers}
+    schemes = own or every
     if len(schemes) != 1:
         listed = ", ".join(sorted(map(str, schemes)))
+        said = f"several schemes for it: {listed}" if own else f"several, none for it: {listed}"
         raise PlanError(
             f"{module!r} is packed integers, and the config states "
-            + (f"several schemes for it: {listed}" if schemes else "no group size for it")
+            + (said if schemes else "no group size for it")
         )
     return schemes.pop()
 
 
-def _integers(config: QuantConfig) -> Iterator[tuple[list[Any], IntScheme]]:
-    if config.method != "compressed-tensors":
-        return
+def _check_read(config: QuantConfig) -> None:
     for key in _NOT_READ:
         if config.block.get(key):
             raise PlanError(f"{config.where}: integer weights with a {key} are not read here")
@@ -54,9 +62,6 @@ def _integers(config: QuantConfig) -> Iterator[tuple[list[Any], IntScheme]]:
         raise PlanError(
             f"{config.where}: integer weights are read in format pack-quantized, found {form!r}"
         )
-    for targets, weights in config_groups(config):
-        if weights.get("type") == "int":
-            yield targets, _scheme(config, weights)
 
 
 def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
@@ -82,16 +87,6 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
     return IntScheme(
         bits, size, symmetric, None if order is None else "group" if order == "group" else "static"
     )
-
-
-def _names(targets: list[Any], module: str) -> bool:
-    """Whether targets name a module: compressed-tensors 0.19 `utils/match.py` knows names and, after
-    `re:`, patterns from a name's beginning. (Classes name no module.)"""
-    for target in targets:
-        text = str(target)
-        if text == module or (text.startswith("re:") and _fits(text[3:], module)):
-            return True
-    return False
 
 
 def _fits(pattern: str, module: str) -> bool:

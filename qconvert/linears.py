@@ -11,76 +11,59 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.errors import PlanError
-from qconvert.family import Place
 from qconvert.formats.scheme import IntScheme
 from qconvert.graph import Output
 from qconvert.names import split_parameter
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan import Plan
+from qconvert.roles import Cut, Kind, joined_with
 
 TP_SIZES = (1, 2, 4, 8, 16)
 _GROUPS = (128, 32)  # what all kernels take (sglang's Triton WNA16 no other)
 
-# Matrices that runtimes do not build as linear layers, so no quantization config is asked of them:
-# embeddings and heads, the router, the draft layers' projection of two hidden states.
-_NO_LINEARS = ("embed_tokens", "lm_head", "router", "eh_proj", "fc", "shared_head.head")
-# Linear layers that are read in the dtype they have, or are too small for a kernel: the gate of a shared
-# expert is one row; gates of linear attention are a row a head; kv_b_proj is taken apart after
-# loading, and q_a_proj with kv_a_proj_with_mqa joined to one before it.
-_AS_THEY_ARE = (
-    "shared_expert_gate", "gdn.in_proj_ba", "gdn.in_proj_b", "gdn.in_proj_a", "attn.kv_b_proj",
-    "attn.q_a_proj", "attn.kv_a_proj_with_mqa",
-)  # fmt: skip
-_APART = ("vision.", "indexer.")
-# Linears whose columns, not rows, are dealt out to the ranks.
-_BY_COLUMNS = ("down_proj", "o_proj", "out_proj")
+# Matrices that no runtime asks a quantization config about.
+_NEVER_ASKED = (Kind.EMBEDDING, Kind.HEAD, Kind.ROUTER, Kind.DRAFT_JOIN)
 # A scale a row is on every rank; what a rank has of a row fits kernels in multiples of this.
 _CHANNEL_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A quantized matrix [rows, columns] by its module's name."""
+    """A quantized matrix [rows, columns] by its module's name, and how tensor parallelism cuts it."""
 
     module: str
     rows: int
     columns: int
+    cut: Cut
 
 
 def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]:
-    """Modules among `others` that runtimes build as linear layers, and whether they are FP8."""
+    """Modules among `others` of which a config may have to say that they are not quantized, and whether
+    they are FP8. Names that no role fits are among them: one too many does no harm here."""
     found = {}
     for name, output in others.items():
         module, parameter = split_parameter(name)
         if parameter != "weight" or len(output.type.shape) != 2:
             continue
-        if _role(plan.census.places.get(name)) in _NO_LINEARS:
+        if plan.census.kind(name) in _NEVER_ASKED:
             continue
         found[module] = output.type.dtype in WEIGHT_DTYPES
     return found
 
 
-def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[str]:
-    """Modules of linears that can be quantized, but for those of the tensors `taken` (experts). Draft
-    layers' are left: a draft that is wrong more often costs more than its bytes."""
+def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
+    """Modules of linears that are known to be loaded quantized, and what they are; but for those of the
+    tensors `taken` (experts). What no role fits is none. Draft layers' are left: a draft that is wrong
+    more often costs more than its bytes."""
     spent, dims = set(taken), plan.census.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
         if name in spent or parameter not in ("weight", "weight_packed", "qweight"):
             continue
-        place = plan.census.places.get(name)
-        if place is None:  # of no known role: nobody says that it is a linear layer
+        kind = plan.census.kind(name)
+        if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):
             continue
-        role = _role(place)
-        if len(output.type.shape) != 2 or role in _NO_LINEARS or role in _AS_THEY_ARE:
-            continue
-        if role.startswith(_APART) or plan.family.is_mtp(name, dims):
-            continue
-        yield module
-
-
-def _role(place: Place | None) -> str:
-    return "" if place is None else place.role.name.removeprefix("mtp.")
+        yield module, kind
 
 
 def matches(module: str, patterns: Iterable[str]) -> str | None:
@@ -100,35 +83,32 @@ def matches(module: str, patterns: Iterable[str]) -> str | None:
     return None
 
 
-def check_sets(plan: Plan, chosen: Iterable[str], left: Iterable[str]) -> None:
+def check_sets(chosen: Mapping[str, Kind], left: Mapping[str, Kind]) -> None:
     """Runtimes fuse q, k and v, or gate and up, to one layer with one scheme. Raises PlanError where one
     is quantized and another is left."""
-    quantized, others = set(chosen), set(left)
-    for module in quantized:
-        parent, _, last = module.rpartition(".")
-        for members in plan.family.shared_scale:
-            if last not in members:
-                continue
-            for member in members:
-                if f"{parent}.{member}" in others:
-                    raise PlanError(
-                        f"{module!r} is to be quantized and {parent}.{member} is not; runtimes make "
-                        "one layer of them: target or ignore both"
-                    )
+    others = {(module.rpartition(".")[0], kind): module for module, kind in left.items()}
+    for module, kind in chosen.items():
+        parent = module.rpartition(".")[0]
+        for member in joined_with(kind):
+            if (parent, member) in others:
+                raise PlanError(
+                    f"{module!r} is to be quantized and {others[parent, member]} is not; runtimes "
+                    "make one layer of them: target or ignore both"
+                )
 
 
 def loads_at(matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False) -> bool:
     """Whether each of `tp` ranks gets whole groups of every matrix, and whole words of zero points where
     the format packs those along rows: `words`, or asymmetric."""
     for matrix in matrices:
-        if matrix.module.rpartition(".")[2] in _BY_COLUMNS:
+        if matrix.cut is Cut.COLUMNS:
             step = _CHANNEL_STEP if scheme.group is None else scheme.group
             if tp > 1 and matrix.columns % (tp * step):
                 return False
-            continue
-        step = scheme.word if tp > 1 and (words or not scheme.symmetric) else 1
-        if matrix.rows % (tp * step):
-            return False
+        elif matrix.cut is Cut.ROWS:
+            step = scheme.word if tp > 1 and (words or not scheme.symmetric) else 1
+            if matrix.rows % (tp * step):
+                return False
     return True
 
 

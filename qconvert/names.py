@@ -101,6 +101,13 @@ def split_parameter(name: str) -> tuple[str, str]:
     return (module, last) if module and last in PARAMETERS else (name, "")
 
 
+def experts_module(name: str) -> str | None:
+    """The module that holds a layer's routed experts (`model.layers.3.mlp.experts`), by the component
+    after which `parse` reads an expert's number. None for a name without it."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("experts") + 1]) if "experts" in parts[1:] else None
+
+
 def scale_candidates(weight: str) -> tuple[str, ...]:
     """Names an FP8 weight's scale may have. 3-D expert stacks (`experts.gate_up_proj`) have no
     `.weight`, and carry theirs as a suffix."""

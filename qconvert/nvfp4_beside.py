@@ -46,7 +46,7 @@ def ignored_names(plan: Plan, others: Named) -> list[str]:
         plan, {n: o for n, o in others.items() if not n.startswith(drafts)}, experts=True
     )
     inside = {name: o for name, o in others.items() if name.startswith(drafts)}
-    plain = [name for name, o in inside.items() if _is_matrix(name, o)]
+    plain = [name for name, o in inside.items() if _is_matrix(plan, name, o)]
     if not plain:
         return found
     if any(output.type.dtype in WEIGHT_DTYPES for output in inside.values()):
@@ -61,7 +61,7 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
     drafts = draft_prefixes(plan)
     found: dict[str, None] = {}
     for name, output in others.items():
-        if not _is_matrix(name, output):
+        if not _is_matrix(plan, name, output):
             continue
         draft = next((prefix for prefix in drafts if name.startswith(prefix)), None)
         place = plan.census.places.get(name)
@@ -81,7 +81,7 @@ def kept_expert_globs(plan: Plan, others: Named) -> list[str]:
     """Globs of draft layers that have FP8 experts of their own."""
     found: dict[str, None] = {}
     for draft in draft_prefixes(plan):
-        inside = [n for n in others if n.startswith(draft) and ".experts." in n]
+        inside = [n for n in others if n.startswith(draft) and plan.census.kind(n).routed]
         if any(others[name].type.dtype in WEIGHT_DTYPES for name in inside):
             found |= dict.fromkeys(_draft_globs(draft))
     return list(found)
@@ -97,13 +97,13 @@ def _parents(module: str) -> Iterable[str]:
         yield module
 
 
-def _is_matrix(name: str, output: Output) -> bool:
+def _is_matrix(plan: Plan, name: str, output: Output) -> bool:
     """Whether it is an unquantized linear's weight, or a stack of experts'."""
     kind = output.type
     if kind.dtype in WEIGHT_DTYPES:
         return False
     return (name.endswith(".weight") and len(kind.shape) == 2) or (
-        ".experts." in name and len(kind.shape) == 3
+        plan.census.kind(name).routed and len(kind.shape) == 3
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from qconvert.errors import PlanError
 from qconvert.formats.nvfp4 import PackNvfp4
@@ -12,6 +12,7 @@ from qconvert.graph import Output, apply
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp4 import Dialect
 from qconvert.ops.rowwise import RowOp
+from qconvert.roles import Kind, joined_with
 from qconvert.weights import Stored
 
 
@@ -47,13 +48,11 @@ def _decoder(stored: Stored) -> RowOp | None:
     return None if isinstance(stored.decoder, ToBf16) else stored.decoder
 
 
-def shared_groups(
-    shared: Iterable[Sequence[str]], modules: Iterable[str]
-) -> tuple[tuple[str, ...], ...]:
-    """Modules in groups that share a scale: the members of a set under one parent."""
-    sets = {member: members for members in shared for member in members}
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for module in modules:
-        parent, _, last = module.rpartition(".")
-        found.setdefault((parent, tuple(sets.get(last, (last,)))), []).append(module)
+def shared_groups(modules: Mapping[str, Kind]) -> tuple[tuple[str, ...], ...]:
+    """Modules in groups that share a scale: those under one parent that runtimes compute as one."""
+    found: dict[tuple[str, tuple[Kind, ...]], list[str]] = {}
+    for module, kind in modules.items():
+        joined = joined_with(kind)
+        at = module.rpartition(".")[0] if len(joined) > 1 else module
+        found.setdefault((at, joined), []).append(module)
     return tuple(map(tuple, found.values()))

@@ -15,7 +15,7 @@ from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Census, Family, census, family_for
 from qconvert.graph import Apply, Output, Several, Source, Value
-from qconvert.names import natural_key, scale_candidates, weight_candidates
+from qconvert.names import experts_module, natural_key, scale_candidates, weight_candidates
 from qconvert.quantization import grid_fault, stated_block
 
 # Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
@@ -361,14 +361,14 @@ def _check_whole_groups(plan: Plan) -> None:
     babbles."""
     if not plan.dropped:
         return
-    dims = plan.checkpoint.census.dims
-    family = plan.checkpoint.family
+    census = plan.checkpoint.census
+    dims, family = census.dims, plan.checkpoint.family
     kept: dict[str, str] = {}
     gone: dict[str, str] = {}
     for name in plan.checkpoint:
         groups = []
-        if ".experts." in name:
-            groups.append(f"the experts of {name.partition('.experts.')[0]}")
+        if census.kind(name).routed:
+            groups.append(f"the experts of {(experts_module(name) or name).rpartition('.')[0]}")
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")
         rule = plan.dropped.get(name)

@@ -10,7 +10,7 @@ from math import gcd, prod
 from qconvert.errors import PlanError
 from qconvert.graph import Output, Value, concat
 from qconvert.integers import gptq_form, packed_scheme
-from qconvert.names import scale_candidates
+from qconvert.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.gptq import DequantGptq
@@ -81,9 +81,10 @@ def _regrid(
 
 
 def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
-    """How the config says weights are scaled. Raises PlanError for U8 scales it does not call
-    exponents."""
-    scheme = fp8_scheme(plan.checkpoint)
+    """How the config says the weight of this scale is scaled. Raises PlanError for U8 scales it does not
+    call exponents."""
+    weight = next(iter(weight_candidates(scale)), scale)
+    scheme = fp8_scheme(plan.checkpoint, split_parameter(weight)[0])
     if plan.tensors[scale].type.dtype == "U8" and not scheme.u8_exponents:
         raise PlanError(
             f"scale {scale!r} is U8, which is an exponent only where {scheme.where} says "

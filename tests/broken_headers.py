@@ -111,6 +111,25 @@ def _a_conversion_goes_on(bench: Bench) -> Repo:
     return Repo(folder)
 
 
+# --- Quantized, and never loaded so ---------------------------------------------------------------
+
+
+@broken("QC095")
+def _a_quantized_embedding(bench: Bench) -> Repo:
+    """Every matrix taken for a linear layer."""
+    model = fp8_moe()
+    model.tensors |= fp8_weight("model.embed_tokens", 10, 8)
+    return bench.write(model)
+
+
+@broken("QC095")
+def _a_quantized_table_of_positions(bench: Bench) -> Repo:
+    """In a family that nobody described: by its name."""
+    model = fp8_moe(model_type="nobody_s")
+    model.tensors |= fp8_weight("model.wpe", 12, 8)
+    return bench.write(model)
+
+
 # --- Tensors -------------------------------------------------------------------------------------
 
 
@@ -522,7 +541,7 @@ def _packed_shapes_as_floats(bench: Bench) -> Repo:
     return bench.write(model)
 
 
-@broken("QC027")
+@broken("QC027", beside=["QC095"])
 def _a_norm_in_fp8(bench: Bench) -> Repo:
     def cast(tensors: dict[str, Tensor]) -> None:
         name = "model.norm.weight"

@@ -17,7 +17,7 @@ _PACKAGE = _ROOT / "qconvert"
 _RANK = {
     "errors": 0, "spec": 1, "names": 1, "graph": 2, "header": 2, "family": 3, "layouts": 4,
     "layout": 3, "rows": 4, "consumers": 4, "checkpoint": 5, "ops": 5, "quantization": 6, "plan": 7,
-    "ignore": 8, "units": 8, "formats": 6, "integers": 7, "kt": 8, "linears": 8,
+    "ignore": 8, "units": 8, "formats": 6, "integers": 7, "kt": 8, "linears": 8, "roles": 1,
     "beside": 8, "causes": 8, "weights": 8, "experts": 9, "passes": 10, "input_scales": 6, "relabel": 8,
     "nvfp4_beside": 9, "nvfp4_weights": 9, "stored": 8, "made": 1,
     "stages": 9, "pair": 11, "recipe": 11, "recipes": 11, "run": 11,
@@ -40,6 +40,7 @@ _FOUNDATION = (
     "errors",
     "spec",
     "names",
+    "roles",
     "graph",
     "header",
     "shown",

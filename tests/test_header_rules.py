@@ -34,7 +34,7 @@ from qconvert.validators import (
     side_files,
     structure,
 )
-from qconvert.validators._quantization import Listed, ignored, judged, packed_ints, targets
+from qconvert.validators._quantization import Ints, Listed, ignored, judged, packed_ints, targets
 
 MANY = 10_000  # tensors; of larger models, some experts stand for all
 MODULES = (
@@ -245,22 +245,29 @@ def test_packed_weights(
     assert {f.where for f in found} == {name}
 
 
-def test_what_int4_configs_state() -> None:
-    def config(**weights: Any) -> QuantConfig:
-        group = {"weights": {"type": "int", "num_bits": 4, **weights}}
-        return QuantConfig(
-            "x", {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
-        )
+def test_what_int4_configs_state(tmp_path: Path) -> None:
+    module = "model.layers.0.self_attn.q_proj"
 
-    by_group, by_row = config(strategy="group", group_size=32), config(strategy="channel")
-    found = packed_ints([by_group])
-    assert found is not None
-    assert (found.bits, found.group) == (4, 32)
-    found = packed_ints([by_row])
-    assert found is not None
-    assert found.group is None
-    assert packed_ints([by_group, by_row]) is None
-    assert packed_ints([config(strategy="group", group_size="32")]) is None
+    def stated(*weights: Mapping[str, Any]) -> Ints | None:
+        """By a config that has a block for each, nested and not."""
+        model = bf16_moe()
+        blocks = [
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4, **one}}},
+            }
+            for one in weights
+        ]
+        model.config["quantization_config"] = blocks[0]
+        for one in blocks[1:]:
+            model.config["text_config"] = {"quantization_config": one}
+        return packed_ints(Checkpoint.open(model.write(tmp_path / str(weights))), module)
+
+    by_group, by_row = {"strategy": "group", "group_size": 32}, {"strategy": "channel"}
+    assert stated(by_group) == Ints(4, 32)
+    assert stated(by_row) == Ints(4, None)
+    assert stated(by_group, by_row) is None
+    assert stated({"strategy": "group", "group_size": "32"}) is None
 
 
 # --- Quantization blocks -------------------------------------------------------------------------

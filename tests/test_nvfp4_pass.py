@@ -29,6 +29,7 @@ from qconvert.ops.fp4 import SIZES, Dialect
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan import Plan, run_passes
 from qconvert.report import dump
+from qconvert.roles import Kind
 from qconvert.run.executor import Options, prepare
 from qconvert.spec import TensorType
 
@@ -212,11 +213,15 @@ def test_shared_scales_of_all_linears(dialect: Dialect, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_groups_follow_the_family() -> None:
-    shared = (("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
-    modules = ("a.q_a_proj", "a.kv_b_proj", "a.kv_a_proj_with_mqa", "b.gate_proj", "c.up_proj")
-    assert shared_groups(shared, modules) == (
-        ("a.q_a_proj", "a.kv_a_proj_with_mqa"), ("a.kv_b_proj",), ("b.gate_proj",), ("c.up_proj",),
+def test_groups_follow_the_kinds() -> None:
+    """Whatever modules are called, and under one parent only."""
+    modules = {
+        "a.q_a_proj": Kind.QUERY_DOWN, "a.kv_b_proj": Kind.KV_UP, "a.other": Kind.KV_DOWN,
+        "b.w1": Kind.EXPERT_GATE, "b.w3": Kind.EXPERT_UP, "b.w2": Kind.EXPERT_DOWN,
+        "c.up_proj": Kind.UP,
+    }  # fmt: skip
+    assert shared_groups(modules) == (
+        ("a.q_a_proj", "a.other"), ("a.kv_b_proj",), ("b.w1", "b.w3"), ("b.w2",), ("c.up_proj",),
     )  # fmt: skip
 
 

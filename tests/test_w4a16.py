@@ -27,6 +27,7 @@ from qconvert.linears import Matrix, loads_at
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan import Plan, run_passes
 from qconvert.recipe import parse_recipe
+from qconvert.roles import Cut
 from qconvert.spec import TensorType
 
 FORMS: dict[str, list[str]] = {
@@ -329,7 +330,10 @@ def test_the_plan_says_at_which_sizes_it_loads(tmp_path: Path) -> None:
 )
 def test_sizes_of_published_models(size: int, at_128: list[int], at_32: list[int]) -> None:
     at = "model.layers.0.mlp.experts.0"
-    matrices = [Matrix(f"{at}.down_proj", 4096, size), Matrix(f"{at}.up_proj", size, 4096)]
+    matrices = [
+        Matrix(f"{at}.down_proj", 4096, size, Cut.COLUMNS),
+        Matrix(f"{at}.up_proj", size, 4096, Cut.ROWS),
+    ]
     for group, expected in ((128, at_128), (32, at_32)):
         found = [tp for tp in (1, 2, 4, 8, 16) if loads_at(matrices, IntScheme(group=group), tp)]
         assert found == expected
@@ -338,7 +342,7 @@ def test_sizes_of_published_models(size: int, at_128: list[int], at_32: list[int
 def test_zero_points_are_dealt_out_in_whole_words() -> None:
     """96 rows are 12 a rank of eight: one word and a half, where 4-bit zero points are packed along
     them. A word of 8-bit ones is four."""
-    rows = [Matrix("up_proj", 96, 256)]
+    rows = [Matrix("up_proj", 96, 256, Cut.ROWS)]
     for scheme, words, expected in (
         (IntScheme(), False, True),
         (IntScheme(), True, False),
@@ -346,8 +350,8 @@ def test_zero_points_are_dealt_out_in_whole_words() -> None:
         (IntScheme(8, symmetric=False), False, True),
     ):
         assert loads_at(rows, scheme, 8, words) is expected
-    assert not loads_at([Matrix("up_proj", 90, 256)], IntScheme(), 4)
-    assert not loads_at([Matrix("o_proj", 256, 160)], IntScheme(8, None), 2)
+    assert not loads_at([Matrix("up_proj", 90, 256, Cut.ROWS)], IntScheme(), 4)
+    assert not loads_at([Matrix("o_proj", 256, 160, Cut.COLUMNS)], IntScheme(8, None), 2)
 
 
 def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.graph import Source
-from qconvert.names import scale_candidates
+from qconvert.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.spec import DTYPE_BITS, ceil_div
 from qconvert.validators._decode import FP8, SCALES
 from qconvert.validators._nvfp4 import BLOCK, NVFP4, Own, Parts, fault, parts_of
 from qconvert.validators._prepared import blocks_of
-from qconvert.validators._quantization import PackedInts, gptq_ints, ints_of
+from qconvert.validators._quantization import PackedInts, fp8_block_of, gptq_ints, ints_of
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 RAW = "raw"  # no numbers, or in a form that is not read here: bytes
@@ -166,6 +166,16 @@ class Forms:
         form = _NAMES.get(weight.type.dtype)
         return self.raw(name) if form is None else Form(form, weight, 0, rows, columns)
 
+    def _block_of(self, scale: str) -> tuple[int, int]:
+        """The block of these scales, of those that are stated."""
+        if len(self.fp8_blocks) == 1:
+            return next(iter(self.fp8_blocks))
+        weight = next(iter(weight_candidates(scale)), scale)
+        found = fp8_block_of(self.checkpoint, split_parameter(weight)[0])
+        if found not in self.fp8_blocks:
+            raise Unread("the config states several blocks of scales, and not which is its own")
+        return found
+
     def raw(self, name: str) -> Form:
         """A tensor as a column of bytes."""
         weight = self.checkpoint[name]
@@ -195,8 +205,8 @@ class Forms:
     ) -> Grid:
         """Scales of matrix `number` in a stack of `of`."""
         shape = scale.type.shape
-        if len(self.fp8_blocks) == 1:
-            ((high, wide),) = self.fp8_blocks
+        if self.fp8_blocks:
+            high, wide = self._block_of(scale.name)
             grid = ceil_div(rows, high), ceil_div(columns, wide)
             if shape == (*lead, *grid):
                 return Grid(scale, number * prod(grid), *grid, (high, wide))
@@ -220,7 +230,7 @@ class Forms:
         )
         if packed.type.dtype != "I32" or len(packed.type.shape) != 2 or scale is None:
             raise Unread(f"packed as {packed.type}" if scale else "it has no scale")
-        stated = ints_of(self.checkpoint.quantization_configs, module)
+        stated = ints_of(self.checkpoint, module)
         if stated is None:
             raise Unread("the config states no form of packed integers for it, or several")
         if stated.symmetric != (zeros is None):

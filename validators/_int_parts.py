@@ -65,7 +65,6 @@ def int_parts(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[F
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
-    configs = checkpoint.quantization_configs
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
         if parameter in ("weight_zero_point", "weight_g_idx"):
@@ -74,7 +73,7 @@ def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
                 yield Finding("QC088", "error", name, f"belongs to no weight ({packed})")
         if parameter != "weight_packed" or source.type.dtype != "I32":
             continue
-        stated = ints_of(configs, module)
+        stated = ints_of(checkpoint, module)
         if stated is None or len(source.type.shape) != 2:
             continue  # QC012, QC027
         yield from _parts(checkpoint, module, source.type, stated)
@@ -201,7 +200,7 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
             continue
         module = split_parameter(name)[0]
         packed = place.parameter == "weight_packed"
-        scheme = ints_of(checkpoint.quantization_configs, module) if packed else None
+        scheme = ints_of(checkpoint, module) if packed else None
         form = place.parameter, checkpoint[name].type.dtype, scheme
         layers.setdefault((role != base, place.layer), {}).setdefault(form, name)
     for (draft, layer), forms in layers.items():

@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from qconvert.checkpoint import Checkpoint
 from qconvert.errors import PlanError
+from qconvert.family import undescribed
 from qconvert.names import parse, split_parameter
 from qconvert.validation import NotChecked
+from qconvert.validators._quantization import READ_METHODS
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 # Parameters that are a matrix itself, not what goes with one.
@@ -25,7 +27,22 @@ def known_family(checkpoint: Checkpoint) -> None:
     """Raises NotChecked for a model that no family describes: of it only what every model has in common
     was looked at."""
     if checkpoint.family.name == "generic":
-        raise NotChecked(f"model_type {checkpoint.config.get('model_type')!r} is not known here")
+        raise NotChecked(undescribed(checkpoint.config))
+
+
+def unread_quantization(checkpoint: Checkpoint) -> str:
+    """Why what a quantization block says of the weights is not understood, "" where it is."""
+    for config in checkpoint.quantization_configs:
+        if config.method not in READ_METHODS:
+            return f"{config.where}: quant_method {config.method!r} is not read here"
+    return ""
+
+
+def readable_quantization(checkpoint: Checkpoint) -> None:
+    """Raises NotChecked for a model with a quantization block of a method that is not read here."""
+    why = unread_quantization(checkpoint)
+    if why:
+        raise NotChecked(why)
 
 
 # --- Pipeline stages -----------------------------------------------------------------------------

@@ -11,16 +11,22 @@ Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from qconvert.checkpoint import QuantConfig
+from qconvert.checkpoint import Checkpoint, QuantConfig
+from qconvert.errors import PlanError
+from qconvert.quantization import groups_of
+
+T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
+# Those that some rules read: GPTQ's own form and prepared folders by rules of their own.
+READ_METHODS = (*KNOWN_METHODS, "gptq", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # Keys of lists of modules that stay as they are, by method; the first that is there counts.
 LISTS: Mapping[str, tuple[str, ...]] = {
@@ -81,17 +87,55 @@ class Ints:
     group: int | None
 
 
-def packed_ints(configs: Iterable[QuantConfig]) -> Ints | None:
-    """The one form of packed weights that compressed-tensors blocks state, None for none or several."""
-    found = {
-        Ints(g["num_bits"], g["group_size"] if g.get("strategy") == "group" else None)
-        for config in configs
-        for g in weight_groups(config)
-        if g.get("type") == "int"
-        and g.get("num_bits") in (2, 4, 8)
-        and (g.get("strategy") == "channel" or type(g.get("group_size")) is int)
-    }
+def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
+    """The form of packed weights that compressed-tensors blocks state of a module: that of the group
+    which speaks of it, else the one that all have. None for none or several."""
+    return _stated_for(checkpoint, module, _ints)
+
+
+def _ints(g: Mapping[str, Any]) -> Ints | None:
+    size, by_row = g.get("group_size"), g.get("strategy") == "channel"
+    if g.get("type") != "int" or g.get("num_bits") not in (2, 4, 8):
+        return None
+    if not by_row and (type(size) is not int or size < 1):
+        return None
+    return Ints(g["num_bits"], size if g.get("strategy") == "group" else None)
+
+
+def _stated_for(
+    checkpoint: Checkpoint, module: str, read: Callable[[Mapping[str, Any]], T | None]
+) -> T | None:
+    """What `read` makes of the group that speaks of a module; where none does, of all groups, if that is
+    one thing. Blocks that cannot be read say nothing."""
+    own: set[T] = set()
+    every: set[T] = set()
+    try:
+        by_block = {id(groups.config): groups for groups in groups_of(checkpoint)}
+    except PlanError:
+        by_block = {}
+    for config in checkpoint.quantization_configs:
+        stated = {one for g in weight_groups(config) if (one := read(g)) is not None}
+        groups = by_block.get(id(config))
+        weights = groups.weights(module) if groups is not None and len(stated) > 1 else None
+        mine = None if weights is None else read(weights)
+        if mine is not None:
+            own.add(mine)
+        else:
+            every |= stated
+    found = own or every
     return found.pop() if len(found) == 1 else None
+
+
+def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
+    """The block of a module's FP8 scales: of several that of the compressed-tensors group which speaks
+    of the module, else the first that is stated; None where none is."""
+    blocks = fp8_blocks(checkpoint.quantization_configs)
+    own = _stated_for(checkpoint, module, _float_block) if len(blocks) > 1 else None
+    return own or next(iter(blocks), None)
+
+
+def _float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
+    return _pair(g.get("block_structure")) if g.get("type") == "float" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +150,21 @@ class PackedInts:
     ordered: bool
 
 
-def ints_of(configs: Iterable[QuantConfig], module: str) -> PackedInts | None:
-    """What compressed-tensors blocks (0.19) say of a packed module: the one form that all integer
-    groups have, or that of those whose targets name it. None where there is none, or several."""
-    found = [(stated, entries) for config in configs for stated, entries in _packed_groups(config)]
-    forms = {stated for stated, _ in found}
-    if len(forms) > 1:
-        forms = {stated for stated, listed in found if listed.names(module)}
-    return forms.pop() if len(forms) == 1 else None
+def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
+    """What compressed-tensors blocks (0.19) say of a packed module, as `packed_ints`."""
+    return _stated_for(checkpoint, module, _packed)
 
 
-def _packed_groups(config: QuantConfig) -> Iterator[tuple[PackedInts, Listed]]:
-    groups = config.block.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or weights.get("type") != "int":
-            continue
-        size, bits = weights.get("group_size"), weights.get("num_bits")
-        by_row = weights.get("strategy") == "channel"
-        if bits not in (4, 8) or not (by_row or (type(size) is int and size > 0)):
-            continue
-        named = group.get("targets")
-        entries = tuple(n for n in named if isinstance(n, str)) if isinstance(named, list) else ()
-        stated = PackedInts(
-            bits,
-            None if by_row else size,
-            weights.get("symmetric", True) is not False,
-            weights.get("actorder") == "group",
-        )
-        yield stated, Listed("compressed-tensors", entries)
+def _packed(weights: Mapping[str, Any]) -> PackedInts | None:
+    size, bits = weights.get("group_size"), weights.get("num_bits")
+    by_row = weights.get("strategy") == "channel"
+    if weights.get("type") != "int" or bits not in (4, 8):
+        return None
+    if not by_row and (type(size) is not int or size < 1):
+        return None
+    symmetric = weights.get("symmetric", True) is not False
+    ordered = weights.get("actorder") == "group"
+    return PackedInts(bits, None if by_row else size, symmetric, ordered)
 
 
 def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:

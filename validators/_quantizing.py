@@ -16,7 +16,7 @@ from typing import Any
 from qconvert.calibration import FACT
 from qconvert.checkpoint import MANIFEST, Checkpoint
 from qconvert.findings import Finding, Rule
-from qconvert.names import split_parameter
+from qconvert.roles import Cut
 from qconvert.validators._matrices import matrices
 
 RULES = (
@@ -45,8 +45,6 @@ RULES = (
 _TP = re.compile(r"\btp=(\d{1,5})\b")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("samples", "length", "block_size", "min_tokens")
-# Linears whose columns, not rows, are dealt out to the ranks.
-_BY_COLUMNS = ("down_proj", "o_proj", "out_proj")
 _CHANNEL_STEP = 64  # of a row under one scale, what a rank has fits kernels in multiples of this
 
 
@@ -113,11 +111,13 @@ def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[F
         form = matrix.form
         if form.codes is None or form.grid is None or matrix.role in seen:
             continue
-        last = split_parameter(matrix.tensor)[0].rpartition(".")[2]
+        cut = checkpoint.census.kind(matrix.tensor).cut
+        if cut is Cut.WHOLE:
+            continue
         packed_rows = form.turned or not form.codes.symmetric
         size, step = form.rows, form.codes.word if packed_rows else 1
         what = "rows"
-        if last in _BY_COLUMNS:
+        if cut is Cut.COLUMNS:
             whole = form.grid.block[1] == form.columns
             size, step, what = (
                 form.columns,

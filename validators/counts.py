@@ -75,6 +75,8 @@ class Counts:
 def _superfluous(checkpoint: Checkpoint) -> Iterator[Finding]:
     census = checkpoint.census
     experts = census.dims.num_experts
+    if census.family.name == "generic":
+        return  # configs count experts by many keys, some without those that have no weights
     for name, place in census.places.items():
         if place.expert is not None and place.expert >= experts:
             message = f"expert {place.expert}, and the config counts {experts}"

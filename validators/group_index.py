@@ -47,15 +47,14 @@ class GroupIndex:
 
 
 def _tasks(checkpoint: Checkpoint) -> Iterator[Groups]:
-    configs = checkpoint.quantization_configs
-    gptq = gptq_ints(configs)
+    gptq = gptq_ints(checkpoint.quantization_configs)
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
         stated: PackedInts | None = None
         if parameter == "g_idx" and gptq is not None:
             stated = gptq[0]
         elif parameter == "weight_g_idx":
-            stated = ints_of(configs, module)
+            stated = ints_of(checkpoint, module)
         kind = source.type
         if stated is None or kind.dtype not in ("I32", "I64") or len(kind.shape) != 1:
             continue  # QC088, QC089

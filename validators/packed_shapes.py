@@ -17,7 +17,7 @@ from qconvert.findings import Finding, Rule
 from qconvert.graph import Source
 from qconvert.tasks import Room
 from qconvert.validation import Folder, Need
-from qconvert.validators._quantization import Ints, packed_ints
+from qconvert.validators._quantization import packed_ints
 
 RULES = (
     Rule(
@@ -71,14 +71,11 @@ class PackedShapes:
     needs: frozenset[Need] = frozenset({"model", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[ReadShape]:
-        ints = packed_ints(folder.checkpoint.quantization_configs)
-        if ints is not None:
-            yield from folder.some(list(_tasks(folder.checkpoint, ints)))
+        yield from folder.some(list(_tasks(folder.checkpoint)))
 
 
-def _tasks(checkpoint: Checkpoint, ints: Ints) -> Iterator[ReadShape]:
+def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
     """Of what is packed as the config says; headers that do not fit have rules of their own."""
-    codes = 32 // ints.bits
     for name, packed in checkpoint.items():
         stem, _, parameter = name.rpartition(".")
         shape = checkpoint.get(f"{stem}.weight_shape")
@@ -88,6 +85,10 @@ def _tasks(checkpoint: Checkpoint, ints: Ints) -> Iterator[ReadShape]:
             continue
         if shape.type.dtype not in _INTEGERS:
             continue
+        ints = packed_ints(checkpoint, stem)
+        if ints is None:
+            continue
+        codes = 32 // ints.bits
         rows, most = packed.type.shape[0], packed.type.shape[1] * codes
         fewest = most - codes + 1
         scale = checkpoint.get(f"{stem}.weight_scale")

@@ -18,6 +18,7 @@ from qconvert.checkpoint import MANIFEST, Checkpoint
 from qconvert.errors import PlanError
 from qconvert.family import Role
 from qconvert.findings import Finding, Rule
+from qconvert.names import split_parameter
 from qconvert.shown import count
 from qconvert.validation import Folder, Need
 from qconvert.validators._matrices import GROUPS_FACT, gdn_groups
@@ -84,7 +85,7 @@ class Projections:
         checkpoint = folder.checkpoint
         found = forms_in(checkpoint)
         yield from _side_by_side(found)
-        yield from _layers_disagree(found)
+        yield from _layers_disagree(checkpoint, found)
         yield from _half_sets(checkpoint)
         yield from _form_of_class(folder, found)
         known_family(checkpoint)
@@ -108,8 +109,10 @@ def _side_by_side(found: dict[Where, Present]) -> Iterator[Finding]:
             yield Finding("QC016", "error", fused, message)
 
 
-def _layers_disagree(found: dict[Where, Present]) -> Iterator[Finding]:
-    """Of one projection in all layers; a layer with both forms is QC016's."""
+def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Iterator[Finding]:
+    """Of one projection in all layers; a layer with both forms is QC016's. Where no family says which
+    layers are alike (models with two kinds of attention have two forms by design), those are that have
+    the same modules beside the projection."""
     forms: dict[tuple[TwoForms, bool, str], dict[Side, list[str]]] = {}
     for where, present in found.items():
         if present.fused and present.split:
@@ -122,9 +125,20 @@ def _layers_disagree(found: dict[Where, Present]) -> Iterator[Finding]:
     for (form, _, _), sides in forms.items():
         if len(sides) == 2:
             rarer, usual = sorted(sides, key=lambda side: len(sides[side]))
-            for name in sides[rarer]:
+            alike = checkpoint.family.name != "generic" or (
+                _beside(checkpoint, form, sides[rarer][0])
+                == _beside(checkpoint, form, sides[usual][0])
+            )
+            for name in sides[rarer] if alike else ():
                 message = f"{form.what}: {rarer} here, {usual} in {len(sides[usual])} other layers"
                 yield Finding("QC017", "error", name, message)
+
+
+def _beside(checkpoint: Checkpoint, form: TwoForms, name: str) -> set[str]:
+    """What else stands under the module of a projection, but for the projection's own members."""
+    parent = split_parameter(name)[0].rpartition(".")[0] + "."
+    below = {split_parameter(n.removeprefix(parent))[0] for n in checkpoint if n.startswith(parent)}
+    return below - form.fused - form.split
 
 
 def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.findings import Finding, Rule
 from qconvert.names import weight_candidates
-from qconvert.validation import Folder, Need
-from qconvert.validators._model import FP8
+from qconvert.validation import Folder, Need, NotChecked
+from qconvert.validators._model import FP8, readable_quantization
 from qconvert.validators._quantization import (
     HF_QUANT_CONFIG,
     LISTS,
@@ -72,15 +72,6 @@ RULES = (
     ),
 )
 
-# Modules that runtimes do not build as linear layers, so no config is asked of them, by the last part
-# of their role: embeddings, heads, routers and gates, what joins two hidden states for draft layers,
-# DeepSeek-V3.2's indexer weights, positions of a vision tower.
-_NO_LINEARS = frozenset(
-    {
-        "embed_tokens", "lm_head", "router", "shared_expert_gate", "eh_proj", "fc", "head",
-        "weights_proj", "pos_embed", "pos_emb", "embed",
-    }
-)  # fmt: skip
 # Sets that one runtime fuses and another does not.
 _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
@@ -101,6 +92,7 @@ class QuantizationConfig:
         checkpoint = folder.checkpoint
         configs = checkpoint.quantization_configs
         quantized = _quantized(checkpoint)
+        readable_quantization(checkpoint)
         if not quantized:
             return  # QC012: a block that no tensor has
         contradictions = list(_contradictions(checkpoint))
@@ -108,8 +100,13 @@ class QuantizationConfig:
         for config in configs:
             yield from _two_lists(config)
         taken = judged(configs)
-        if taken is None or any(found.severity == "error" for found in contradictions):
+        if any(found.severity == "error" for found in contradictions):
             return  # which block is meant cannot be said
+        if taken is None and configs:
+            where, method = configs[0].where, configs[0].method
+            raise NotChecked(f"{where}: lists of quant_method {method!r} are not read here")
+        if taken is None:
+            return  # QC012
         listed = ignored(taken)
         yield from _broken(taken, listed)
         yield from _left_out(taken, listed, quantized)
@@ -141,7 +138,7 @@ def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
         if (
             place.parameter == "weight"
             and len(checkpoint[name].type.shape) == 2
-            and place.role.name.rpartition(".")[2] not in _NO_LINEARS
+            and place.role.kind.linear
         ):
             yield name.removesuffix(".weight")
 

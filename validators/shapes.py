@@ -23,8 +23,8 @@ from qconvert.names import scale_candidates, weight_candidates
 from qconvert.spec import TensorType, ceil_div
 from qconvert.validation import Folder, Need
 from qconvert.validators._int_parts import int_parts
-from qconvert.validators._model import FP8, known_family
-from qconvert.validators._quantization import Ints, packed_ints, states_ue8m0
+from qconvert.validators._model import FP8, known_family, readable_quantization
+from qconvert.validators._quantization import packed_ints, states_ue8m0
 
 RULES = (
     Rule(
@@ -81,15 +81,15 @@ class Shapes:
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         checkpoint = folder.checkpoint
-        ints = packed_ints(checkpoint.quantization_configs)
         yield from _sizes(checkpoint)
-        yield from _roles(checkpoint, ints)
+        yield from _roles(checkpoint)
         yield from _fp8(checkpoint)
-        yield from _packed(checkpoint, ints)
+        yield from _packed(checkpoint)
         census = checkpoint.census
         roles = expected_shapes(checkpoint.config, census.dims, census.family.name)
         yield from int_parts(checkpoint, roles)
         known_family(checkpoint)
+        readable_quantization(checkpoint)
 
 
 # --- What the config leads to --------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield Finding("QC047", "error", "config.json", message)
 
 
-def _roles(checkpoint: Checkpoint, ints: Ints | None) -> Iterator[Finding]:
+def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
     census = checkpoint.census
     wanted = expected_shapes(checkpoint.config, census.dims, census.family.name)
     either = census.family.stacked_transposed
@@ -115,7 +115,10 @@ def _roles(checkpoint: Checkpoint, ints: Ints | None) -> Iterator[Finding]:
         if shape is None:
             continue
         kind = checkpoint[name].type
-        if place.parameter == "weight_packed" and ints is not None and kind.dtype == "I32":
+        if place.parameter == "weight_packed" and kind.dtype == "I32":
+            ints = packed_ints(checkpoint, name.removesuffix(".weight_packed"))
+            if ints is None:
+                continue
             shape = (*shape[:-1], _ANY if shape[-1] < 0 else ceil_div(shape[-1] * ints.bits, 32))
         elif place.parameter == "bias":
             shape = shape[:1]
@@ -270,7 +273,7 @@ def _scale_fault(scale: TensorType, *, exponents: bool) -> str | None:
     return None
 
 
-def _packed(checkpoint: Checkpoint, ints: Ints | None) -> Iterator[Finding]:
+def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
     """compressed-tensors' packed whole numbers. Other packed formats have other types."""
     for name, source in checkpoint.items():
         if not name.endswith(".weight_packed") or source.type.dtype != "I32":
@@ -283,7 +286,7 @@ def _packed(checkpoint: Checkpoint, ints: Ints | None) -> Iterator[Finding]:
         }
         for part, fault in _packed_faults(source.type, parts):
             yield Finding("QC027", "error", stem + part, fault)
-        scale = parts.get("weight_scale")
+        scale, ints = parts.get("weight_scale"), packed_ints(checkpoint, stem.removesuffix("."))
         if ints is None or scale is None or len(scale.shape) != 2 or len(source.type.shape) != 2:
             continue
         columns = source.type.shape[1] * 32 // ints.bits

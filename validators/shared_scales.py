@@ -17,6 +17,7 @@ from qconvert.checkpoint import Checkpoint
 from qconvert.findings import Finding, Rule, Severity
 from qconvert.graph import Source
 from qconvert.names import split_parameter
+from qconvert.roles import Kind, joined_with
 from qconvert.tasks import Room
 from qconvert.validation import Folder, Need
 from qconvert.validators._decode import SCALES, scale_floats
@@ -61,23 +62,27 @@ class SharedScales:
 
 def _groups(checkpoint: Checkpoint) -> Iterator[Group]:
     """Every set of global scales of one kind that belong to a fused group."""
-    first: dict[str, tuple[str, ...]] = {}
-    for members in checkpoint.family.shared_scale:
-        first.setdefault(members[0], members)
     blocks = bool(Forms(checkpoint).fp8_blocks)
+    sets: dict[tuple[str, tuple[Kind, ...], str], dict[Kind, Source]] = {}
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
-        parent, _, last = module.rpartition(".")
-        if source.type.numel != 1 or source.type.dtype not in SCALES[:3] or last not in first:
-            continue
         if parameter == "weight_scale" and blocks:
             continue  # the only block of a small matrix
         if parameter not in (*_TWO_LEVEL, *_ACTIVATIONS, "weight_scale"):
             continue
-        others = [f"{parent}.{member}.{parameter}" for member in first[last]]
-        found = tuple(checkpoint[n] for n in others if n in checkpoint)
-        if len(found) > 1 and all(scale.type.numel == 1 for scale in found):
+        kind = checkpoint.census.kind(name)
+        joined = joined_with(kind)
+        if len(joined) > 1:
+            at = module.rpartition(".")[0], joined, parameter
+            sets.setdefault(at, {})[kind] = source
+    for (_, joined, parameter), members in sets.items():
+        found = tuple(members[kind] for kind in joined if kind in members)
+        if len(found) > 1 and all(_is_number(scale) for scale in found):
             yield Group("error" if parameter in _TWO_LEVEL else "warning", found)
+
+
+def _is_number(scale: Source) -> bool:
+    return scale.type.numel == 1 and scale.type.dtype in SCALES[:3]
 
 
 @dataclass(frozen=True, slots=True)

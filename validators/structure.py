@@ -18,14 +18,28 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint import INDEX, Checkpoint
 from qconvert.errors import PlanError
+from qconvert.family import undescribed
 from qconvert.findings import Finding, Proved, Rule, Skipped
 from qconvert.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.quantization import grid_fault
 from qconvert.shown import count
 from qconvert.spec import TensorType
-from qconvert.validation import Folder, Need
-from qconvert.validators._model import FP8, forms_in, other, stage_of, where_of
-from qconvert.validators._quantization import HF_QUANT_CONFIG, KNOWN_METHODS, fp8_blocks, judged
+from qconvert.validation import Folder, Need, NotChecked
+from qconvert.validators._model import (
+    FP8,
+    forms_in,
+    other,
+    stage_of,
+    unread_quantization,
+    where_of,
+)
+from qconvert.validators._quantization import (
+    HF_QUANT_CONFIG,
+    KNOWN_METHODS,
+    fp8_block_of,
+    fp8_blocks,
+    judged,
+)
 
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
@@ -133,12 +147,22 @@ class Structure:
         yield from _tied(checkpoint)
         yield from _tied_and_not(checkpoint)
         yield from _prefixes(checkpoint)
-        if checkpoint.family.name == "generic":
-            kind = checkpoint.config.get("model_type")
-            yield Proved("scales are paired, quantization blocks and tensors agree")
-            yield Skipped(
-                f"whether a required tensor is missing (model_type {kind!r} is not known)"
-            )
+        yield from _proved(checkpoint)
+
+
+def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
+    """What was shown of a model of which the family, or how it is quantized, is not known."""
+    unread, unknown = unread_quantization(checkpoint), checkpoint.family.name == "generic"
+    if not unread and not unknown:
+        return
+    if unread and unknown:
+        raise NotChecked(f"{unread}, {undescribed(checkpoint.config)}")
+    if unread:
+        yield Proved("no required tensor is missing")
+        yield Skipped(f"whether scales are paired, and config and tensors agree ({unread})")
+    else:
+        yield Proved("scales are paired, quantization blocks and tensors agree")
+        yield Skipped(f"whether a required tensor is missing ({undescribed(checkpoint.config)})")
 
 
 def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -192,7 +216,6 @@ def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
     configs = checkpoint.quantization_configs
-    block = next(iter(fp8_blocks(configs)), None)
     known = any(config.method in KNOWN_METHODS for config in configs)
     for name, source in checkpoint.items():
         if source.type.dtype not in FP8 or len(source.type.shape) < 2 or weight_candidates(name):
@@ -200,6 +223,7 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
             continue
+        block = fp8_block_of(checkpoint, split_parameter(name)[0])
         fault = _grid_fault(source.type, checkpoint[scale].type, scale, block)
         if fault is not None and (block is not None or known):
             yield Finding("QC015", "error", scale, fault)
@@ -233,7 +257,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
         None,
     )
     blocks = checkpoint.quantization_configs
-    if blocks and quantized is None:
+    if blocks and quantized is None and not unread_quantization(checkpoint):
         for block in blocks:
             yield Finding("QC012", "error", block.where, "states a quantization no tensor has")
     if quantized is not None and not blocks:
@@ -250,8 +274,9 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     absent = checkpoint.absent()
     forms = forms_in(checkpoint) if absent else {}
     family = checkpoint.census.family.name
+    stored = _modules(checkpoint) if absent and unread_quantization(checkpoint) else frozenset()
     for name in absent:
-        if _is_otherwise_there(name, checkpoint):
+        if _is_otherwise_there(name, checkpoint) or split_parameter(name)[0] in stored:
             continue
         found = where_of(name)
         if found is not None:
@@ -260,6 +285,11 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
             if present is not None and present.whole(where.forms, other(side)):
                 continue
         yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
+
+
+def _modules(checkpoint: Checkpoint) -> frozenset[str]:
+    """Modules that have any parameter, whatever it is called."""
+    return frozenset(name.rpartition(".")[0] for name in checkpoint)
 
 
 def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--targets", type=click.Choice(["experts", "all"]), default="experts", show_default=True,
     help="`experts`: the routed experts; all else as it is, FP8 too. `all`: every linear layer that "
-    "runtimes load in NVFP4.",
+    "is known to be loaded in NVFP4.",
 )  # fmt: skip
 @click.option(
     "--stats", type=Folder(), metavar="DIR",
@@ -48,15 +48,19 @@ def nvfp4(
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
-    nvidia-modelopt would, byte for byte, except that gate and up of an expert always share their own
-    scale, as runtimes need it. MXFP4 in compressed-tensors' form is relabelled without loss, or refused.
-    MTP layers stay as they are: sglang loads them without NVFP4.
+    nvidia-modelopt would, byte for byte, with two exceptions. Gate and up of an expert always share
+    their own scale, as runtimes need it. FP16 weights go through float32 in the compressed-tensors
+    dialect: its own FP16 arithmetic overflows and loses small weights, so the bytes are those that it
+    makes of the same weights in FP32. MXFP4 in compressed-tensors' form is relabelled without loss, or
+    refused.
+    MTP layers stay as they are: sglang loads them without NVFP4. A model whose family is not in layouts/
+    is refused: nothing is quantized that is not known to be a linear layer.
 
     \b
     Examples:
       qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
-      qconvert nvfp4 Qwen/Qwen3-32B out --dialect modelopt --targets all --weight-only
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets all --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
     from qconvert.recipe import Recipe

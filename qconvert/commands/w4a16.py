@@ -76,7 +76,8 @@ def w4a16(
     """Quantize the routed experts of SRC, or what --target names, to packed INT4 or INT8.
 
     Everything else stays as it is, FP8 too, and the config says which is which. Symmetric and
-    asymmetric compressed-tensors results are llm-compressor's, byte for byte. The plan says at which
+    asymmetric compressed-tensors results are llm-compressor's of the same weights in BF16, byte for byte
+    (FP16 and FP32 are rounded to BF16 first). The plan says at which
     tensor-parallel sizes the result loads. `gptq4` is another name of this command.
 
     \b

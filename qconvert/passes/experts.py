@@ -16,11 +16,18 @@ from qconvert.causes import check_experts
 from qconvert.errors import PlanError
 from qconvert.family import Census
 from qconvert.graph import Output, concat, stack
+from qconvert.names import experts_module
 from qconvert.plan import LogEntry, Plan
 from qconvert.quantization import fp8_scheme
+from qconvert.roles import Kind
 
-_STACKED = ("stacked_experts.gate_up_proj", "stacked_experts.down_proj")
-_APART = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
+_APART = (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN)
+# Names of the other form, where a family describes one alone.
+_NAMES = {
+    Kind.EXPERT_GATE: "gate_proj", Kind.EXPERT_UP: "up_proj", Kind.EXPERT_DOWN: "down_proj",
+    Kind.STACKED_GATE_UP: "gate_up_proj", Kind.STACKED_DOWN: "down_proj",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,12 @@ class Unstack:
         matched = 0
         for name, output in plan.tensors.items():
             place = census.places.get(name)
-            if place is None or _kind(place.role.name) not in _STACKED:
+            if place is None or place.role.kind not in _STACKED:
                 tensors[name] = output
                 continue
             _refuse_packed(name, place.parameter)
             matched += 1
-            both = _kind(place.role.name) == _STACKED[0]
+            both = place.role.kind is Kind.STACKED_GATE_UP
             if output.type.shape[:1] != (census.dims.num_experts,) or len(output.type.shape) != 3:
                 raise PlanError(
                     f"{name!r}: expected [{census.dims.num_experts} experts, rows, columns], "
@@ -55,12 +62,12 @@ class Unstack:
                 )
             if not place.parameter:
                 _check_orientation(name, output, census, both=both)
-            base = name[: name.index(".experts.") + len(".experts")]
+            base, names = experts_module(name), _names(census)
             suffix = place.parameter or "weight"
             for expert in range(census.dims.num_experts):
                 matrix = output.index(expert)
                 for projection, rows in _halves(plan, name, matrix, suffix, both=both):
-                    tensors[f"{base}.{expert}.{projection}.{suffix}"] = rows
+                    tensors[f"{base}.{expert}.{names[projection]}.{suffix}"] = rows
         if not matched and not self.optional:
             raise PlanError("no 3-D expert stack found; the experts are matrices already")
         expected = _expected(census, _STACKED)
@@ -77,30 +84,28 @@ class Stack:
     def __call__(self, plan: Plan) -> Plan:
         census = _census(plan)
         tensors: dict[str, Output] = {}
-        groups: dict[tuple[str, str], dict[tuple[str, int], Output]] = {}
+        groups: dict[tuple[str, str], dict[tuple[Kind, int], Output]] = {}
         matched = 0
         for name, output in plan.tensors.items():
             place = census.places.get(name)
-            if place is None or place.expert is None or _kind(place.role.name) not in _APART:
+            if place is None or place.expert is None or place.role.kind not in _APART:
                 tensors[name] = output
                 continue
             _refuse_packed(name, place.parameter)
             matched += 1
-            base = name[: name.index(".experts.") + len(".experts")]
-            projection = place.role.name.rpartition(".")[2]
-            groups.setdefault((base, place.parameter), {})[projection, place.expert] = output
+            at = experts_module(name) or "", place.parameter
+            groups.setdefault(at, {})[place.role.kind, place.expert] = output
         if not matched:
             raise PlanError("no expert matrices found; the experts are stacked already")
+        names = _names(census)
+        gate, up, down = _APART
         for (base, parameter), found in groups.items():
             if parameter != "weight":
                 _check_scale_join(plan, base, groups.get((base, "weight"), {}))
             suffix = "" if parameter == "weight" else parameter.removeprefix("weight")
-            tensors[f"{base}.gate_up_proj{suffix}"] = _stacked(
-                base, parameter, found, census, ("gate_proj", "up_proj")
-            )
-            tensors[f"{base}.down_proj{suffix}"] = _stacked(
-                base, parameter, found, census, ("down_proj",)
-            )
+            for kind, parts in ((_STACKED[0], (gate, up)), (_STACKED[1], (down,))):
+                made = _stacked(base, parameter, found, census, parts)
+                tensors[f"{base}.{names[kind]}{suffix}"] = made
         expected = _expected(census, _APART)
         return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
 
@@ -140,24 +145,24 @@ def _check_orientation(name: str, output: Output, census: Census, *, both: bool)
 
 def _halves(
     plan: Plan, name: str, matrix: Output, suffix: str, *, both: bool
-) -> Iterator[tuple[str, Output]]:
+) -> Iterator[tuple[Kind, Output]]:
     """gate and up of one expert, or down alone."""
     if not both:
-        yield "down_proj", matrix
+        yield Kind.EXPERT_DOWN, matrix
         return
     rows = matrix.type.shape[0]
     if suffix != "weight":
         _check_scale_cut(plan, name, rows)
     if rows % 2:
         raise PlanError(f"{name!r}: {rows} rows cannot be halved into gate and up")
-    yield "gate_proj", matrix.rows(0, rows // 2)
-    yield "up_proj", matrix.rows(rows // 2, rows)
+    yield Kind.EXPERT_GATE, matrix.rows(0, rows // 2)
+    yield Kind.EXPERT_UP, matrix.rows(rows // 2, rows)
 
 
 def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
     """Block scales may be cut between gate and up only where a block ends there."""
-    weight = plan.tensors[name.removesuffix("_scale_inv").removesuffix("_scale")]
-    block = fp8_scheme(plan.checkpoint).block
+    stack = name.removesuffix("_scale_inv").removesuffix("_scale")
+    weight, block = plan.tensors[stack], fp8_scheme(plan.checkpoint, stack).block
     half = weight.type.shape[1] // 2
     if (block is not None and half % block[0]) or grid_rows % 2:
         raise PlanError(
@@ -166,10 +171,11 @@ def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
         )
 
 
-def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[str, int], Output]) -> None:
+def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[Kind, int], Output]) -> None:
     """gate's scales may be followed by up's only where gate's rows end with a block."""
-    gate = weights.get(("gate_proj", 0))
-    block = fp8_scheme(plan.checkpoint).block
+    gate = weights.get((Kind.EXPERT_GATE, 0))
+    first = f"{base}.0.{_names(plan.census)[Kind.EXPERT_GATE]}"
+    block = fp8_scheme(plan.checkpoint, first).block
     if gate is None or block is None:
         raise PlanError(
             f"{base}: only block scales of expert weights can be stacked; dequantize first (the "
@@ -186,9 +192,9 @@ def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[str, int], O
 def _stacked(
     base: str,
     parameter: str,
-    found: Mapping[tuple[str, int], Output],
+    found: Mapping[tuple[Kind, int], Output],
     census: Census,
-    projections: tuple[str, ...],
+    projections: tuple[Kind, ...],
 ) -> Output:
     experts = []
     for expert in range(census.dims.num_experts):
@@ -196,7 +202,8 @@ def _stacked(
         for projection in projections:
             part = found.get((projection, expert))
             if part is None:
-                raise PlanError(f"'{base}.{expert}.{projection}.{parameter}' is missing")
+                name = f"{base}.{expert}.{_names(census)[projection]}.{parameter}"
+                raise PlanError(f"{name!r} is missing")
             parts.append(part)
         experts.append(concat(parts))
     try:
@@ -205,18 +212,19 @@ def _stacked(
         raise PlanError(f"{base}: its experts are not alike: {error}") from error
 
 
-def _expected(census: Census, kinds: tuple[str, ...]) -> int:
+def _expected(census: Census, kinds: tuple[Kind, ...]) -> int:
     """How many tensors the config leads to: all layers (and experts) of the roles that are there."""
     return sum(
-        len(census.expected(role)) * len(census.present[role.name])
+        len(census.expected(role, parameter))
         for role in census.family.roles
-        if role.name in census.present and _kind(role.name) in kinds
+        if role.name in census.present and role.kind in kinds
+        for parameter in census.present[role.name]
     )
 
 
-def _kind(role: str) -> str:
-    """Experts of the draft layers are experts like all others."""
-    return role.removeprefix("mtp.")
+def _names(census: Census) -> dict[Kind, str]:
+    """What the family calls gate, up and down of a routed expert, and the stacks of all."""
+    return _NAMES | census.family.expert_names()
 
 
 PASSES = (Unstack, Stack)

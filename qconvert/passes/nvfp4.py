@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
 from qconvert.beside import Named, as_weight_scale, check_plain_scales, fp8_block
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
-from qconvert.experts import SPENT_RULE, Experts, routed_experts
+from qconvert.experts import KINDS, SPENT_RULE, Experts, check_described, routed_experts
 from qconvert.formats.int_config import fp8_group_config
 from qconvert.formats.nvfp4_config import (
     NAMES,
@@ -43,6 +44,7 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.plan import LogEntry, Plan
 from qconvert.relabel import mxfp4_modules, relabelled, relabelled_block
+from qconvert.roles import Kind
 from qconvert.weights import Stored, read_matrix
 
 _STALE = ("hf_quant_config.json",)
@@ -133,7 +135,12 @@ class ToNvfp4:
         taken = {f"{module}{end}" for module in modules for end in ends}
         others = {name: o for name, o in plan.tensors.items() if name not in taken}
         made: dict[str, Output] = {}
-        for group in shared_groups(plan.family.shared_scale, modules):
+        check_described(plan)
+        kinds = {module: plan.census.kind(f"{module}.weight_packed") for module in modules}
+        for module, kind in kinds.items():
+            if not kind.quantizable:
+                raise PlanError(f"{module!r} is MXFP4, and no linear layer that runtimes load so")
+        for group in shared_groups(kinds):
             made.update(relabelled(plan, group, self.dialect))
         config = without_quantization(plan.config)
         if self.dialect == "compressed-tensors":
@@ -156,30 +163,34 @@ class ToNvfp4:
 
     def chosen(self, plan: Plan) -> Chosen:
         """What the targets take of a plan."""
+        if self.targets == "all":
+            check_described(plan)
         experts = None
         if self.targets == "experts" or plan.census.dims.num_experts:
             experts = routed_experts(plan)
         matrices: dict[str, Stored] = {}
         places: dict[str, tuple[int, int, str]] = {}
+        kinds: dict[str, Kind] = {}
         taken: set[str] = set()
         if experts is not None:
             for p in experts.projections:
                 if not p.draft:
                     matrices[p.module] = p.weight
+                    kinds[p.module] = KINDS[p.kind]
                     places[p.module] = p.layer, p.expert, p.kind
             taken |= _without_drafts(plan, experts.taken)
         spent = _without_drafts(plan, experts.spent) if experts is not None else frozenset()
-        left: list[str] = []
+        left: dict[str, Kind] = {}
         if self.targets == "all":
             left, read = _linears(plan, experts)
-            for module, (stored, names) in read.items():
-                matrices[module] = stored
+            for module, (kind, stored, names) in read.items():
+                matrices[module], kinds[module] = stored, kind
                 taken.update(names)
             spent |= {name for name in taken if name.endswith(_SPENT)}
         if not matrices:
             raise PlanError("no linear layer found that runtimes load in NVFP4")
-        check_sets(plan, matrices, left)
-        groups = shared_groups(plan.family.shared_scale, matrices)
+        check_sets(kinds, left)
+        groups = shared_groups(kinds)
         return Chosen(groups, matrices, places, frozenset(taken), frozenset(spent), tuple(left))
 
     def _input_maxima(self, plan: Plan, chosen: Chosen) -> InputMaxima | None:
@@ -240,7 +251,7 @@ class ToNvfp4:
             if hybrid and self.dialect == "modelopt":
                 notes.append("sglang 0.5.23 loads NVFP4 experts beside FP8 with input scales alone")
         dims = plan.census.dims
-        if plan.family.name != "generic" and any(plan.family.is_mtp(n, dims) for n in plan.tensors):
+        if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
             notes.append("MTP layers as they are")
         if chosen.left:
             notes.append(f"{len(chosen.left)} linears left as they are: no whole blocks of {BLOCK}")
@@ -259,17 +270,17 @@ def _without_drafts(plan: Plan, names: Iterable[str]) -> frozenset[str]:
 
 def _linears(
     plan: Plan, experts: Experts | None
-) -> tuple[list[str], dict[str, tuple[Stored, tuple[str, ...]]]]:
+) -> tuple[dict[str, Kind], dict[str, tuple[Kind, Stored, tuple[str, ...]]]]:
     """Linears beside the experts: those whose columns are no whole blocks, and how the others are
     read."""
-    left: list[str] = []
-    found: dict[str, tuple[Stored, tuple[str, ...]]] = {}
-    for module in quantizable(plan, experts.taken if experts is not None else ()):
+    left: dict[str, Kind] = {}
+    found: dict[str, tuple[Kind, Stored, tuple[str, ...]]] = {}
+    for module, kind in quantizable(plan, experts.taken if experts is not None else ()):
         stored, names = read_matrix(plan, module)
         if stored.columns % BLOCK:
-            left.append(module)
+            left[module] = kind
         else:
-            found[module] = stored, names
+            found[module] = kind, stored, names
     return left, found
 
 
@@ -279,7 +290,8 @@ def _packed_block(
     """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name."""
     drafts = draft_patterns(plan)
     experts = "".join(f"(?!{pattern})" for pattern in drafts)
-    targets = [rf"re:{experts}.*\.mlp\.experts\..*"] if chosen.places else []
+    paths = plan.family.expert_paths if chosen.places else ()
+    targets = [rf"re:{experts}.*{escape(path)}\..*" for path in paths]
     if chosen.linears:
         targets = ["Linear"] if block is None else [*targets, *chosen.linears]
     config: dict[str, Any] = {

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from qconvert.beside import (
-    ALL_EXPERTS,
     Named,
+    all_experts,
     as_weight_scale,
     check_nothing_packed,
     check_plain_scales,
+    expert_targets,
     fp8_block,
     ignored,
+    no_experts,
 )
 from qconvert.calibration import FACT as CALIBRATION
 from qconvert.calibration import Calibration, digest_of, identity
@@ -28,7 +30,15 @@ from qconvert.calibration import fact as calibration_fact
 from qconvert.causes import check_experts
 from qconvert.checkpoint import without_quantization
 from qconvert.errors import PlanError
-from qconvert.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
+from qconvert.experts import (
+    KINDS,
+    SPENT_RULE,
+    Experts,
+    Projection,
+    calibrated,
+    check_described,
+    routed_experts,
+)
 from qconvert.formats.int_config import fp8_group_config, gptq_config, group_config, left_pattern
 from qconvert.formats.packers import PackGptq, Packing, packer
 from qconvert.formats.rtn import RoundToNearest, encoder
@@ -48,22 +58,24 @@ from qconvert.linears import (
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.plan import Calibrating, LogEntry, Plan
+from qconvert.roles import Kind
 from qconvert.weights import Stored, read_matrix
 
 GROUP = 128
+# How recipes spell the routed experts, whatever a family calls them.
 EXPERTS = r"re:.*\.mlp\.experts\..*"
-_NOT_EXPERTS = r"^(?!.*\.mlp\.experts).*$"
 # What says nothing about the weights once experts are INT4.
 _STALE = ("hf_quant_config.json", "quantize_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What is quantized: the routed experts, or None of them; other linears by module; and linears that
-    were wanted and stay, since their columns are no whole groups."""
+    """What is quantized: the routed experts, or None of them; other linears by module, and what they
+    are; and linears that were wanted and stay, since their columns are no whole groups."""
 
     experts: Experts | None
     linears: Mapping[str, tuple[Stored, tuple[str, ...]]]
+    kinds: Mapping[str, Kind]
     left: tuple[str, ...]
 
     @property
@@ -82,23 +94,26 @@ class Chosen:
     @property
     def matrices(self) -> list[Matrix]:
         """One of each kind and size."""
-        found: dict[tuple[str, int, int], Matrix] = {}
-        for p in self.experts.projections if self.experts else ():
-            key = p.kind, p.weight.rows, p.weight.columns
+        found: dict[tuple[Kind, int, int], Matrix] = {}
+        every = [(p.module, KINDS[p.kind], p.weight) for p in self._projections]
+        every += [(module, self.kinds[module], one) for module, (one, _) in self.linears.items()]
+        for module, kind, stored in every:
+            key = kind, stored.rows, stored.columns
             if key not in found:
-                found[key] = Matrix(p.module, p.weight.rows, p.weight.columns)
-        for module, (stored, _) in self.linears.items():
-            key = module.rpartition(".")[2], stored.rows, stored.columns
-            if key not in found:
-                found[key] = Matrix(module, stored.rows, stored.columns)
+                found[key] = Matrix(module, stored.rows, stored.columns, kind.cut)
         return list(found.values())
+
+    @property
+    def _projections(self) -> tuple[Projection, ...]:
+        return self.experts.projections if self.experts is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToW4A16:
     """Weights of `bits`, in groups of `group` columns that share a scale (None: a whole row does),
     packed as `packing` says. `targets` and `ignore` are names, ends of names, `re:` patterns, or
-    `Linear`, as llm-compressor has them; what runtimes cannot load quantized is never taken. With
+    `Linear`, as llm-compressor has them; EXPERTS means the routed experts of every family, whatever it
+    calls them. What is not known to be loaded quantized is never taken. With
     `leave_bf16` a linear whose columns are no whole groups stays as it is (an expert never can).
     `tp` is a tensor-parallel size that the result must load at. With `calibrate` the codes of routed
     experts are found by GPTQ, but for those of draft layers, which transformers has no class for.
@@ -193,18 +208,17 @@ class ExpertsToW4A16:
         """What the targets take of a plan, checked for groups, sets and tensor parallelism."""
         if self.targets == (EXPERTS,):
             check_experts(plan, "quantize its other layers: --target Linear")
-        if plan.family.name == "generic":
-            raise PlanError(
-                f"model_type {plan.config.get('model_type')!r} is not known, so its linears cannot be "
-                "told from other tensors; see CONTRIBUTING.md, a model family"
-            )
         everyone = None
+        if self.targets != (EXPERTS,):
+            check_described(plan)
         if self.targets == (EXPERTS,) or plan.census.dims.num_experts:
             everyone = routed_experts(plan)
         experts = everyone if everyone is not None and self._takes(everyone) else None
         found: dict[str, tuple[Stored, tuple[str, ...]]] = {}
+        kinds: dict[str, Kind] = {}
         left, others = [], []
-        for module in quantizable(plan, everyone.taken if everyone else ()):
+        for module, kind in quantizable(plan, everyone.taken if everyone else ()):
+            kinds[module] = kind
             if not self._wants(module):
                 others.append(module)
                 continue
@@ -217,19 +231,26 @@ class ExpertsToW4A16:
         if experts is not None:
             modules += [p.module for p in experts.projections[:1]]
         for target in self.targets:
-            if not any(matches(module, (target,)) for module in modules):
+            named = any(matches(module, (target,)) for module in modules)
+            if not named and not (target == EXPERTS and experts is not None):
                 raise PlanError(f"target {target!r} matches no weight that can be quantized")
-        check_sets(plan, found, [*others, *left])
-        result = Chosen(experts, found, tuple(left))
+        check_sets(
+            {module: kinds[module] for module in found},
+            {module: kinds[module] for module in (*others, *left)},
+        )
+        result = Chosen(experts, found, kinds, tuple(left))
         self._check_sizes(result)
         return result
 
-    def _wants(self, module: str) -> bool:
-        return bool(matches(module, self.targets) and not matches(module, self.ignore))
+    def _wants(self, module: str, *, expert: bool = False) -> bool:
+        def listed(patterns: tuple[str, ...]) -> bool:
+            return (expert and EXPERTS in patterns) or matches(module, patterns) is not None
+
+        return listed(self.targets) and not listed(self.ignore)
 
     def _takes(self, experts: Experts) -> bool:
         """Whether the targets take the routed experts. Raises PlanError where they take a part."""
-        wanted = [self._wants(projection.module) for projection in experts.projections]
+        wanted = [self._wants(p.module, expert=True) for p in experts.projections]
         if any(wanted) and not all(wanted):
             kept = experts.projections[wanted.index(False)].module
             raise PlanError(
@@ -302,7 +323,7 @@ class ExpertsToW4A16:
         every_linear = block is not None and all(linears.values()) and not chosen.linears
         if block is not None:
             for module, fp8 in linears.items():
-                if fp8 and ".mlp.experts." in module:
+                if fp8 and plan.census.kind(f"{module}.weight").routed:
                     raise PlanError(
                         f"{module!r} is FP8 and stays so beside packed linears, which no runtime here "
                         "loads: target the experts too, or dequantize the checkpoint first (qconvert "
@@ -369,12 +390,13 @@ class ExpertsToW4A16:
         every_linear: bool,
     ) -> dict[str, Any]:
         """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name."""
+        experts = expert_targets(plan.family.expert_paths)
         if not chosen.linears:
-            targets = [EXPERTS]
+            targets = experts
         elif block is None:
             targets = ["Linear"]
         else:
-            targets = [*([EXPERTS] if chosen.experts else []), *chosen.linears]
+            targets = [*(experts if chosen.experts else []), *chosen.linears]
         config: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
@@ -396,10 +418,11 @@ class ExpertsToW4A16:
     def _gptq_quantization(self, plan: Plan, chosen: Chosen, others: Named) -> dict[str, Any]:
         """GPTQ's block: every module is quantized but those that a pattern leaves."""
         if not chosen.linears:
-            left = [_NOT_EXPERTS]
+            left = [no_experts(plan.family.expert_paths)]
         else:
             left = [left_pattern(runtime_linears(plan, others))]
-            left += [] if chosen.experts else [ALL_EXPERTS.removeprefix("re:")]
+            if not chosen.experts:
+                left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
         return gptq_config(self.scheme, 1 if self.packing == "gptq" else 2, left)
 
 
