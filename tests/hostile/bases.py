@@ -1,0 +1,140 @@
+"""Sound checkpoints, results and left-overs of killed runs: what mutations break.
+
+Made once in a folder that several processes may share, one base at a time, on first use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import faults
+import gdn_models
+import nvfp4_moe
+from checkpoints import Model, run_cli
+from test_kt import qwen3_moe
+
+from qconvert.run.files import Files
+
+_README = b"---\nlicense: apache-2.0\nbase_model: someone/somewhat\n---\n# The model's own page\n"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The bases below a folder, made when they are asked for."""
+
+    root: Path
+
+    def folder(self, name: str) -> Path:
+        """A base (a file, for some) to be copied."""
+        made = self.root / name
+        if made.exists():
+            return made
+        self.root.mkdir(parents=True, exist_ok=True)
+        make = _MAKE[name]
+        for needed in _NEEDS.get(name, ()):
+            self.folder(needed)
+        with (self.root / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                unfinished = self.root / f".{name}.making"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                make(self, unfinished)
+                os.rename(unfinished, made)
+        return made
+
+
+Make = Callable[[Bases, Path], object]
+
+
+def _written(model: Callable[[], Model], shards: int = 2) -> Make:
+    def make(_bases: Bases, folder: Path) -> None:
+        made = model()
+        made.side_files.setdefault("tokenizer.json", b'{"version": "1.0"}\n')
+        made.side_files["README.md"] = _README
+        made.config.setdefault("vocab_size", 8)
+        made.write(folder, shards)
+
+    return make
+
+
+def _converted(source: str, *words: str) -> Make:
+    """By the command line; `{src}` and `{out}` in the words."""
+
+    def make(bases: Bases, folder: Path) -> None:
+        places = {"{src}": str(bases.folder(source)), "{out}": str(folder)}
+        done = run_cli(*(places.get(word, word) for word in words), "--jobs", "1")
+        if done.code != 0:
+            raise RuntimeError(f"base {folder.name}: {done.err}")
+
+    return make
+
+
+def _killed(what: str, after: int) -> Make:
+    """What `qconvert dequant` of the base fp8, in several files, leaves when it is killed after so many
+    operations of a kind: the same command goes on from there."""
+
+    def make(bases: Bases, folder: Path) -> None:
+        words = ("dequant", bases.folder("fp8"), folder, "--max-shard-size", "100000", "--jobs", "1")
+
+        def run() -> None:
+            real = getattr(Files, what)
+            left = [after]
+
+            def dying(self: Files, *arguments: Any) -> Any:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return real(self, *arguments)
+
+            setattr(Files, what, dying)
+            run_cli(*words)
+
+        code = faults.in_child(run)
+        if code != -9:
+            raise RuntimeError(f"base {folder.name}: was to be killed, and ended with {code}")
+
+    return make
+
+
+def _text(text: str) -> Make:
+    return lambda _bases, file: file.write_text(text, encoding="utf-8")
+
+
+def _fp8_small() -> Model:
+    return qwen3_moe("fp8", intermediate=128)
+
+
+def _bf16_small() -> Model:
+    return qwen3_moe("bf16", intermediate=128)
+
+
+_MAKE: Mapping[str, Make] = {
+    "fp8": _written(_fp8_small),
+    "bf16": _written(_bf16_small),
+    "single": _written(_bf16_small, 1),
+    "gdn": _written(partial(gdn_models.model, "qwen3_5_moe")),
+    "stacked": _written(partial(gdn_models.model, "qwen3_5_moe", stacked=True)),
+    "nvfp4": _written(nvfp4_moe.nvfp4_moe),
+    "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
+    "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
+    "made": _converted("fp8", "dequant", "{src}", "{out}"),
+    "amx": _converted("bf16", "amx", "{src}", "{out}", "--method", "int8", "--numa", "1"),
+    "w4a16": _converted("bf16", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"),
+    "stages": _converted("fp8", "split", "{src}", "{out}", "--pp", "1,1", "--for", "vllm"),
+    "unfinished": _killed("append", 2),
+    "publishing": _killed("rename", 3),
+    "recipe.yaml": _text("passes:\n  - dequant\n"),
+    "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
+}
+_NEEDS = {
+    "fused": ("gdn",), "prepared": ("nvfp4",), "made": ("fp8",), "amx": ("bf16",),
+    "w4a16": ("bf16",), "stages": ("fp8",), "unfinished": ("fp8",), "publishing": ("fp8",),
+}  # fmt: skip

@@ -1,0 +1,15 @@
+"""Ways to break what qconvert reads, one subject a file. Each has a `MUTATIONS`."""
+
+from hostile.breaking import (
+    configs,
+    contents,
+    forms,
+    headers,
+    indexes,
+    leftovers,
+    recipes,
+    sidefiles,
+    sound,
+)
+
+MODULES = (sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, recipes)
