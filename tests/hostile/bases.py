@@ -18,7 +18,7 @@ from typing import Any
 import faults
 import gdn_models
 import nvfp4_moe
-from checkpoints import Model, run_cli
+from checkpoints import Model, Tensor, run_cli, write_shard
 from test_kt import qwen3_moe
 
 from qconvert.run.files import Files
@@ -47,7 +47,7 @@ class Bases:
                 unfinished = self.root / f".{name}.making"
                 shutil.rmtree(unfinished, ignore_errors=True)
                 make(self, unfinished)
-                os.rename(unfinished, made)
+                unfinished.rename(made)
         return made
 
 
@@ -82,7 +82,15 @@ def _killed(what: str, after: int) -> Make:
     operations of a kind: the same command goes on from there."""
 
     def make(bases: Bases, folder: Path) -> None:
-        words = ("dequant", bases.folder("fp8"), folder, "--max-shard-size", "100000", "--jobs", "1")
+        words = (
+            "dequant",
+            bases.folder("fp8"),
+            folder,
+            "--max-shard-size",
+            "100000",
+            "--jobs",
+            "1",
+        )
 
         def run() -> None:
             real = getattr(Files, what)
@@ -102,6 +110,39 @@ def _killed(what: str, after: int) -> Make:
             raise RuntimeError(f"base {folder.name}: was to be killed, and ended with {code}")
 
     return make
+
+
+def _calibratable(_bases: Bases, folder: Path) -> None:
+    """What transformers can compute with, as it saves it. In a process of its own: torch is large."""
+
+    def make() -> None:
+        import calibrate_models
+
+        calibrate_models.saved(calibrate_models.qwen3_moe(num_hidden_layers=1), folder)
+
+    if faults.in_child(make) != 0:
+        raise RuntimeError("base calibratable: transformers could not make it")
+
+
+def _stats(_bases: Bases, folder: Path) -> None:
+    """What `--save-stats` leaves, of the base bf16."""
+    import numpy as np
+
+    layers, experts, hidden, intermediate = 2, 2, 128, 128
+    folder.mkdir()
+    (folder / "stats.json").write_text('{"samples": 2}\n', encoding="utf-8")
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        parts: dict[str, tuple[str, Any]] = {
+            "counts": ("I64", np.full(experts, 500, "<i8")),
+            "gate_up.mean_square": ("F32", np.full((experts, hidden), 0.5, "<f4")),
+            "gate_up.absmax": ("F32", np.full((experts, hidden), 2, "<f4")),
+            "down.mean_square": ("F32", np.full((experts, intermediate), 0.5, "<f4")),
+            "down.absmax": ("F32", np.full((experts, intermediate), 2, "<f4")),
+        }
+        tensors = {f"{at}.{k}": Tensor(d, a.shape, a.tobytes()) for k, (d, a) in parts.items()}
+        notes = {"few": "[]", "rounded": "[]", "dead_columns": "{}", "fallbacks": "[]"}
+        write_shard(folder / f"layer-{layer:05d}.safetensors", tensors, notes)
 
 
 def _text(text: str) -> Make:
@@ -131,6 +172,8 @@ _MAKE: Mapping[str, Make] = {
     "stages": _converted("fp8", "split", "{src}", "{out}", "--pp", "1,1", "--for", "vllm"),
     "unfinished": _killed("append", 2),
     "publishing": _killed("rename", 3),
+    "calibratable": _calibratable,
+    "stats": _stats,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }

@@ -11,6 +11,7 @@ from random import Random
 MIB = 1 << 20
 # What conversions are given as --memory.
 BUDGET = 256 * MIB
+HEAVY_BUDGET = 1024 * MIB  # for those with torch in them
 DEADLINE_SECONDS = 20.0
 EXTRA_BYTES = 512 * MIB
 

@@ -16,10 +16,13 @@ def mutations() -> tuple[Mutation, ...]:
 
 
 def fitting(mutation: Mutation, scenes: Sequence[Scene]) -> list[Scene]:
+    """Bare scenes have no words of their own: only mutations that bring them fit."""
     return [
         scene
         for scene in scenes
-        if mutation.needs <= scene.has and (not mutation.only or scene.command in mutation.only)
+        if mutation.needs <= scene.has
+        and ("bare" in mutation.needs or "bare" not in scene.has)
+        and (not mutation.only or scene.command in mutation.only)
     ]
 
 
@@ -42,28 +45,39 @@ def cases(seed: int) -> list[Case]:
             found.append(_case(mutation, scene, seed))
     names = [case.name for case in found]
     if len(set(names)) != len(names):
-        raise ValueError(f"names are given twice: {sorted({n for n in names if names.count(n) > 1})[:5]}")
+        raise ValueError(
+            f"names are given twice: {sorted({n for n in names if names.count(n) > 1})[:5]}"
+        )
     return sorted(found, key=lambda case: case.name)
 
 
 def _case(mutation: Mutation, scene: Scene, seed: int) -> Case:
     base = dict(scene.bases)[scene.broken.split("/")[0]] if scene.broken else "none"
-    return Case(f"{mutation.group}/{mutation.name}/{scene.command} of {base}", mutation, scene, seed)
+    return Case(
+        f"{mutation.group}/{mutation.name}/{scene.command} of {base}", mutation, scene, seed
+    )
 
 
-def sample(found: Iterable[Case], count: int, seed: int) -> list[Case]:
-    """`count` cases spread over groups and commands: in turn from each pair of them."""
+def sample(found: Iterable[Case], count: int, seed: int, *, heavy: bool = True) -> list[Case]:
+    """`count` cases: classes take turns, each gives a mutation that was not taken yet with the command
+    that has been taken least. Without `heavy` none whose commands load torch."""
     random = Random(f"sample/{seed}")
-    piles: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    left: dict[str, dict[Mutation, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in found:
-        piles[case.mutation.group, case.scene.command].append(case)
-    keys = sorted(piles)
-    random.shuffle(keys)
-    for pile in piles.values():
-        random.shuffle(pile)
+        if heavy or not case.scene.heavy:
+            left[case.mutation.group][case.mutation].append(case)
+    piles = {
+        group: random.sample(sorted(m, key=lambda one: one.name), len(m))
+        for group, m in left.items()
+    }
+    used: dict[str, int] = defaultdict(int)
     chosen: list[Case] = []
     while len(chosen) < count and any(piles.values()):
-        for key in keys:
-            if piles[key] and len(chosen) < count:
-                chosen.append(piles[key].pop())
+        for group in sorted(piles):
+            if not piles[group] or len(chosen) == count:
+                continue
+            mutation = piles[group].pop()
+            case = min(left[group][mutation], key=lambda one: (used[one.scene.command], one.name))
+            used[case.scene.command] += 1
+            chosen.append(case)
     return sorted(chosen, key=lambda case: case.name)

@@ -15,6 +15,7 @@ _ERROR = re.compile(r"^(qconvert: error: |Error: )", re.MULTILINE)
 _USAGE = re.compile(r"^(Usage: |Try ')")
 # What GitHub's runner takes for a command to itself, wherever a line begins with it.
 _COMMAND = re.compile(r"^\s*(::|##\[)", re.MULTILINE)
+_OWN = re.compile(r"::(error|warning|notice|group|endgroup)\b(?!::INJECTED)")
 _FINDINGS = 3
 
 
@@ -60,16 +61,13 @@ def _unsafe(case: Case, done: Played, out: str, err: str) -> list[Fault]:
         if bad is not None:
             at = text.index(bad)
             found.append(
-                Fault("control characters", f"{where}: {ascii(text[max(0, at - 40) : at + 40])}")
+                Fault("control characters", f"{where}: {text[max(0, at - 40) : at + 40]!a}")
             )
-        # --format github prints commands on purpose, its own.
-        own = "github" in done.arguments and where == "stdout"
         lines = [line for line in text.splitlines() if _COMMAND.match(line)]
-        if own:
-            lines = [line for line in lines if not re.match(r"::(error|warning|notice|group|endgroup)\b", line)
-                     or "::error::INJECTED" in line[:20]]  # fmt: skip
+        if "github" in done.arguments and where == "stdout":  # its own, on purpose
+            lines = [line for line in lines if not _OWN.match(line)]
         if lines:
-            found.append(Fault("workflow command", f"{where}: {ascii(lines[0][:100])}"))
+            found.append(Fault("workflow command", f"{where}: {lines[0][:100]!a}"))
         if SECRET in text:
             found.append(Fault("leak", f"{where} holds the content of a file outside the folder"))
     return found
@@ -97,7 +95,7 @@ def _answer(case: Case, done: Played, out: str, err: str) -> list[Fault]:
     if code == _FINDINGS:
         return _named(case, out + err, "findings") if not errors else []
     if not errors:
-        return [Fault("no error line", f"exit {code}: {ascii(err[-200:])}")]
+        return [Fault("no error line", f"exit {code}: {err[-200:]!a}")]
     found = []
     if len(errors) > 1:
         found.append(Fault("several error lines", f"{len(errors)} of them"))

@@ -1,8 +1,8 @@
 """All hostile inputs of a seed, or some, with a table by class and by command, and what failed.
 
-    .venv/bin/python tests/hostile/run.py --seed 1 --jobs 2
-    .venv/bin/python tests/hostile/run.py --group recipes --keep /tmp/cases
-    .venv/bin/python tests/hostile/run.py --case 'leftovers/journal traversal'
+.venv/bin/python tests/hostile/run.py --seed 1 --jobs 2
+.venv/bin/python tests/hostile/run.py --group recipes --keep /tmp/cases
+.venv/bin/python tests/hostile/run.py --case 'leftovers/journal traversal'
 """
 
 from __future__ import annotations
@@ -58,13 +58,17 @@ def _chosen(every: Sequence[Case], asked: argparse.Namespace) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--group", help="classes, with commas between")
     parser.add_argument("--command", help="one command")
     parser.add_argument("--case", help="a part of the name of cases")
-    parser.add_argument("--sample", type=int, help="so many cases, spread over classes and commands")
+    parser.add_argument(
+        "--sample", type=int, help="so many cases, spread over classes and commands"
+    )
     parser.add_argument("--keep", type=Path, help="keep each case's folder below this one")
     parser.add_argument("--list", action="store_true", help="print names and stop")
     parser.add_argument("--verbose", action="store_true", help="print every failure whole")
@@ -87,9 +91,21 @@ def main() -> int:
 def _played(root: Path, asked: argparse.Namespace, numbers: Sequence[int]) -> list[Line]:
     context = get_context("spawn")
     queue: Queue[Line | str] = context.Queue()
+    every = cases(asked.seed)
+    # Only the first one waits for torch.
+    heavy = [n for n in numbers if every[n].scene.heavy]
+    light = [n for n in numbers if not every[n].scene.heavy]
+    share = -(-len(numbers) // asked.jobs)
+    first = max(0, share - len(heavy))
+    shares = [light[:first] + heavy] if heavy else []
+    rest = light[first:] if heavy else light
+    others = asked.jobs - len(shares)
+    shares += [rest[n::others] for n in range(others)] if others else []
+    if not others:
+        shares[0] += rest
     workers = [
-        context.Process(target=_work, args=(root, asked.seed, numbers[n :: asked.jobs], asked.keep, queue))
-        for n in range(asked.jobs)
+        context.Process(target=_work, args=(root, asked.seed, share, asked.keep, queue))
+        for share in shares
     ]
     for worker in workers:
         worker.start()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hostile.case import BUDGET, Scene
+from typing import Any
 
-_RUN = ("--jobs", "1", "--memory", f"{BUDGET}")
+from hostile.case import BUDGET, HEAVY_BUDGET, Scene
 
 
 def _scene(
@@ -20,20 +20,23 @@ def _scene(
     runs: bool = False,
     heavy: bool = False,
 ) -> Scene:
+    """`src` and `good` are bases; `has` says what there is to break in it."""
     bases = [("src", src)]
     bases += [("good", good)] if good else []
     bases += [("out", out)] if out else []
-    words = tuple(arguments.split()) + (_RUN if runs else ())
+    bases += [("stats", "stats")] if "stats" in has else []
+    words = tuple(arguments.split())
     what = frozenset(has.split())
-    budget = BUDGET if runs else 0
+    budget = (HEAVY_BUDGET if heavy else BUDGET) if runs else 0
+    words += ("--jobs", "1", "--memory", f"{budget}") if runs else ()
     return Scene(
         command, words, tuple(bases), broken, what, tuple(writes.split()), heavy, budget
     )  # fmt: skip
 
 
-def _conversion(command: str, arguments: str, **more: str) -> Scene:
+def _conversion(command: str, arguments: str, **more: Any) -> Scene:
     more.setdefault("writes", "out")
-    return _scene(command, arguments, runs=True, **more)  # type: ignore[arg-type]
+    return _scene(command, arguments, runs=True, **more)
 
 
 READERS = (
@@ -49,9 +52,11 @@ READERS = (
     _scene("validate", "validate {src} --jobs 1", src="made", has="checkpoint manifest receipt"),
     _scene("validate full", "validate {src} --level full --jobs 1 --json", src="made",
            has="checkpoint manifest receipt data"),
-    _scene("validate against", "validate {src} --against {good} --level full --jobs 1 --format github",
+    _scene("validate against",
+        "validate {src} --against {good} --level full --jobs 1 --format github",
            src="made", good="fp8", has="checkpoint manifest receipt data"),
-    _scene("validate source", "validate {good} --against {src} --level full --jobs 1 --format junit",
+    _scene("validate source",
+        "validate {good} --against {src} --level full --jobs 1 --format junit",
            good="made", has="checkpoint"),
     _scene("validate markdown", "validate {src} --jobs 1 --format markdown", src="w4a16",
            has="checkpoint manifest receipt"),
@@ -105,7 +110,8 @@ LEFT_OVERS = (
                 out="publishing", broken="out", has="unfinished"),
     _conversion("dequant finished", "dequant {src} {out}", out="made", broken="out",
                 has="finished"),
-    _conversion("amx other plan", "amx {src} {out} --method int8 --numa 1", src="bf16", out="unfinished",
+    _conversion("amx other plan", "amx {src} {out} --method int8 --numa 1", src="bf16",
+        out="unfinished",
                 broken="out", has="unfinished"),
     _scene("clean", "clean {out}", out="unfinished", broken="out", has="unfinished",
            writes="out"),
@@ -118,4 +124,25 @@ LEFT_OVERS = (
            has="unfinished"),
 )  # fmt: skip
 
-SCENES = READERS + CONVERSIONS + WITH_RECIPES + LEFT_OVERS
+# Calibration data at {root}/data.jsonl, statistics at {root}/stats.
+_GPTQ = "--gptq --data {root}/data.jsonl --samples 2 --length 8 --device cpu"
+CALIBRATING = (
+    _conversion("w4a16 gptq", f"w4a16 {{src}} {{out}} --group-size 32 {_GPTQ}", src="calibratable",
+                has="calibration", heavy=True),
+    _conversion("amx gptq", f"amx {{src}} {{out}} --method int8 --numa 1 {_GPTQ}",
+        src="calibratable",
+                has="calibration", heavy=True),
+    _conversion("nvfp4 stats", "nvfp4 {src} {out} --dialect modelopt --stats {root}/stats",
+                src="bf16", has="stats"),
+)  # fmt: skip
+
+# The mutation gives all words: see breaking/arguments.py.
+_COMMANDS = (
+    "inspect", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4", "split", "join",
+    "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo", "experts stack",
+)  # fmt: skip
+BARE = tuple(
+    _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS
+)
+
+SCENES = READERS + CONVERSIONS + WITH_RECIPES + LEFT_OVERS + CALIBRATING + BARE

@@ -34,7 +34,7 @@ def tree(root: Path) -> dict[str, Entry]:
         mode = stat.S_IMODE(info.st_mode)
         key = os.fsdecode(name)
         if stat.S_ISLNK(info.st_mode):
-            found[key] = ("link", mode, 0, os.fsdecode(os.readlink(path)))
+            found[key] = ("link", mode, 0, os.fsdecode(os.readlink(path)))  # noqa: PTH115
         elif stat.S_ISDIR(info.st_mode):
             found[key] = ("folder", mode, 0, "")
         elif stat.S_ISREG(info.st_mode):

@@ -1,6 +1,8 @@
 """Ways to break what qconvert reads, one subject a file. Each has a `MUTATIONS`."""
 
 from hostile.breaking import (
+    arguments,
+    calibration,
     configs,
     contents,
     forms,
@@ -12,4 +14,7 @@ from hostile.breaking import (
     sound,
 )
 
-MODULES = (sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, recipes)
+MODULES = (
+    sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, recipes, calibration,
+    arguments,
+)  # fmt: skip

@@ -18,13 +18,14 @@ from hostile.breaking.texts import (
     dumped,
     nested,
 )
-from hostile.case import Ground, Mutation, Verdict
+from hostile.case import Break, Ground, Mutation, Verdict
 
 GROUP = "config"
 _SIZES = (
     "num_hidden_layers", "num_experts", "hidden_size", "moe_intermediate_size",
     "decoder_sparse_step", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "mtp_num_hidden_layers", "n_routed_experts", "first_k_dense_replace", "num_nextn_predict_layers",
+    "mtp_num_hidden_layers", "n_routed_experts", "first_k_dense_replace",
+    "num_nextn_predict_layers",
     "vocab_size", "num_attention_heads", "head_dim",
 )  # fmt: skip
 _ANY: dict[str, Any] = {
@@ -77,8 +78,12 @@ def _set_root(key: str, value: Any) -> Callable[[Ground], None]:
     return _edit(lambda config: config.update({key: value}))
 
 
-def _bytes(data: bytes) -> Callable[[Ground], None]:
+def _bytes(data: bytes) -> Break:
     return lambda ground: config_of(ground).write_bytes(data)
+
+
+def _encoded(codec: str) -> Break:
+    return lambda ground: config_of(ground).write_bytes(config_of(ground).read_text().encode(codec))
 
 
 def _paths(block: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -102,7 +107,7 @@ def _put(block: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def _mutations() -> Iterator[Mutation]:
-    def one(name: str, make: Callable[[Ground], None], **more: Any) -> Mutation:
+    def one(name: str, make: Break, **more: Any) -> Mutation:
         more.setdefault("culprit", ("config",))
         return Mutation(name, GROUP, make, **more)
 
@@ -120,8 +125,7 @@ def _mutations() -> Iterator[Mutation]:
         yield one(f"form {name}", _bytes(data))
     yield one("form empty object", _bytes(b"{}"), verdict=Verdict.EITHER, culprit=())
     for name, codec in {"BOM": "utf-8-sig", "UTF-16": "utf-16", "UTF-32": "utf-32"}.items():
-        yield one(f"form {name}", lambda g, codec=codec: config_of(g).write_bytes(
-            config_of(g).read_text().encode(codec)), verdict=Verdict.EITHER)  # fmt: skip
+        yield one(f"form {name}", _encoded(codec), verdict=Verdict.EITHER)  # fmt: skip
     yield one("form doubled keys", _bytes(b'{"model_type": "qwen3_moe", "model_type": "llama"}'),
               verdict=Verdict.EITHER, culprit=())  # fmt: skip
     yield one("form 20 MB", _edit(lambda c: c.update(x="y" * 20_000_000)))
@@ -135,18 +139,24 @@ def _mutations() -> Iterator[Mutation]:
     for key in ("model_type", "architectures", "torch_dtype", "tie_word_embeddings", "layer_types",
                 "mlp_only_layers", "hidden_act", "transformers_version", "auto_map"):  # fmt: skip
         for name, value in _ANY.items():
-            yield one(f"{key} {name}", _set_root(key, value), verdict=Verdict.EITHER, culprit=(), most=2)
+            yield one(
+                f"{key} {name}", _set_root(key, value), verdict=Verdict.EITHER, culprit=(), most=2
+            )
     for key in ("text_config", "vision_config", "quantization_config", "compression_config"):
         for name, value in _ANY.items():
-            yield one(f"{key} {name}", _set_root(key, value), verdict=Verdict.EITHER, culprit=(), most=2)
+            yield one(
+                f"{key} {name}", _set_root(key, value), verdict=Verdict.EITHER, culprit=(), most=2
+            )
     for key in ("model_type", "architectures", "torch_dtype", "quantization_config"):
         for name, text in STEERING.items():
-            value: Any = text
+            told: Any = text
             if key == "architectures":
-                value = [text]
+                told = [text]
             if key == "quantization_config":
-                value = {"quant_method": text}
-            yield one(f"{key} {name}", _set_root(key, value), verdict=Verdict.EITHER, culprit=(), most=4)
+                told = {"quant_method": text}
+            yield one(
+                f"{key} {name}", _set_root(key, told), verdict=Verdict.EITHER, culprit=(), most=4
+            )
     yield one("a key that steers", _edit(lambda c: c.update({STEERING["newline command"]: 1})),
               verdict=Verdict.EITHER, culprit=())  # fmt: skip
     for method, block in _BLOCKS.items():
@@ -160,8 +170,10 @@ def _mutations() -> Iterator[Mutation]:
                 yield one(f"block {method} {label} {name}",
                           _set_root("quantization_config", _put(block, path, value)),
                           verdict=Verdict.EITHER, culprit=(), most=1)  # fmt: skip
-    yield one("block in a block in a block", _set_root("a_config", {"b_config": {"quantization_config": {
-        "quant_method": "fp8", "weight_block_size": [0, 0]}}}), verdict=Verdict.EITHER, culprit=())  # fmt: skip
+    yield one("block in a block in a block",
+        _set_root("a_config", {"b_config": {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [0, 0]}}}), verdict=Verdict.EITHER,
+        culprit=())  # fmt: skip
     yield one("1,000 nested configs", _edit(lambda c: c.update(_chain(900))),
               verdict=Verdict.EITHER, culprit=())  # fmt: skip
     for name, pattern in (("catastrophic", "re:(a+)+$"), ("no expression", "re:((("),
@@ -190,7 +202,7 @@ def _mutations() -> Iterator[Mutation]:
                        (), Verdict.EITHER)  # fmt: skip
 
 
-def _beside(name: str, data: bytes) -> Callable[[Ground], None]:
+def _beside(name: str, data: bytes) -> Break:
     return lambda ground: (ground.at / name).write_bytes(data)
 
 

@@ -7,10 +7,11 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from hostile.breaking.headers import shard
-from hostile.case import Ground, Mutation, Verdict
+from hostile.case import Break, Ground, Mutation, Verdict
 
 GROUP = "files"
 _SPARSE = 3 << 30
@@ -107,25 +108,41 @@ FORMS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
+def _at(name: str, make: Callable[[Path], None]) -> Break:
+    return lambda ground: make(ground.at / name)
+
+
+def _on_shard(make: Callable[[Path], None]) -> Break:
+    return lambda ground: make(shard(ground))
+
+
+def _on_out(make: Callable[[Path], None]) -> Break:
+    return lambda ground: make(ground.out)
+
+
 def _mutations() -> Iterator[Mutation]:
     for form, make in FORMS.items():
         for file in ("config.json", "model.safetensors.index.json"):
             # A folder where the index should be is passed over today by some readers.
-            yield Mutation(f"{file} {form}", GROUP, lambda g, m=make, f=file: m(g.at / f),
+            yield Mutation(f"{file} {form}", GROUP, _at(file, make),
                            (file.split(".")[0],), most=5)  # fmt: skip
-        yield Mutation(f"shard {form}", GROUP, lambda g, m=make: m(shard(g)), ("model",), most=6)
+        yield Mutation(f"shard {form}", GROUP, _on_shard(make), ("model",), most=6)
         for file in ("README.md", "tokenizer.json", "notes.txt", "hf_quant_config.json",
                      "generation_config.json"):  # fmt: skip
-            yield Mutation(f"{file} {form}", GROUP, lambda g, m=make, f=file: m(g.at / f), (),
+            yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
                            Verdict.EITHER, most=3)  # fmt: skip
         for file in ("qconvert.json", "qconvert.receipt.jsonl"):
-            yield Mutation(f"{file} {form}", GROUP, lambda g, m=make, f=file: m(g.at / f), (),
+            yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
                            Verdict.EITHER, needs=frozenset({"manifest"}), most=3)  # fmt: skip
-    yield Mutation("shard with 3 GiB behind it", GROUP, lambda g: _sparse_tail(shard(g)), ("model",))
+    yield Mutation(
+        "shard with 3 GiB behind it", GROUP, lambda g: _sparse_tail(shard(g)), ("model",)
+    )
     yield Mutation("config.json with 3 GiB behind it", GROUP,
                    lambda g: _sparse_tail(g.at / "config.json"), ("config.json",))  # fmt: skip
     yield Mutation("folder link out", GROUP, _folder_out, (), Verdict.EITHER)
-    yield Mutation("folder loop", GROUP, lambda g: (g.at / "more").symlink_to(".."), (), Verdict.EITHER)
+    yield Mutation(
+        "folder loop", GROUP, lambda g: (g.at / "more").symlink_to(".."), (), Verdict.EITHER
+    )
     yield Mutation("1,000 folders deep", GROUP, _deep_folders, (), Verdict.EITHER)
     yield Mutation("20,000 files", GROUP, _many_files, (), Verdict.EITHER, most=3)
     yield Mutation("source link to itself", GROUP, _source_loop, ())
@@ -137,20 +154,22 @@ def _mutations() -> Iterator[Mutation]:
         "not UTF-8": b"note-\xff\xfe.txt", "newline": b"note\n::error::INJECTED.txt",
         "escape": b"note\x1b[2J.txt", "direction": "note\u202egnp.txt".encode(), "dash": b"--help",
         "spaces": b"   ", "longest": b"n" * 250 + b".txt", "backslash": b"..\\..\\x.txt",
-        "quote": b'"; touch x; ".txt', "template": b"{{ 7 * 7 }}.txt", "shards": b"x-00001-of-00001.safetensors",
+        "quote": b'"; touch x; ".txt', "template": b"{{ 7 * 7 }}.txt",
+        "shards": b"x-00001-of-00001.safetensors",
         "not UTF-8 shard": b"model-\xff.safetensors", "index": b"other.safetensors.index.json",
         "work": b".qconvert", "colon": b"C:note.txt", "surrogates": b"\xed\xa0\x80.txt",
     }  # fmt: skip
     for name, raw in names.items():
-        yield Mutation(f"name {name}", GROUP, lambda g, r=raw: _named(g, r), (), Verdict.EITHER, most=5)
+        yield Mutation(f"name {name}", GROUP, partial(_named, raw=raw), (), Verdict.EITHER, most=5)
     yield Mutation("folder name not UTF-8", GROUP, _folder_named, (), Verdict.EITHER)
     for form in ("fifo", "device", "loop", "folder", "socket"):
         for place in ("out",):
-            yield Mutation(f"{place} {form}", GROUP, lambda g, f=form: FORMS[f](g.out), ("out",),
+            yield Mutation(f"{place} {form}", GROUP, _on_out(FORMS[form]), ("out",),
                            needs=frozenset({"checkpoint"}), only=_WRITING, most=4)  # fmt: skip
     yield Mutation("out link to source", GROUP, lambda g: g.out.symlink_to("src"), ("out", "src"),
                    only=_WRITING)  # fmt: skip
-    yield Mutation("out link to beside", GROUP, lambda g: g.out.symlink_to("beside"), ("out", "beside"),
+    yield Mutation("out link to a file", GROUP, lambda g: g.out.symlink_to("victim.txt"),
+        ("out", "victim"),
                    only=_WRITING)  # fmt: skip
     yield Mutation("out full of others' files", GROUP, _foreign_out, ("out",), only=_WRITING)
 
@@ -195,7 +214,7 @@ def _named(ground: Ground, raw: bytes) -> None:
 
 def _folder_named(ground: Ground) -> None:
     folder = os.fsencode(ground.at) + b"/more-\xff"
-    os.mkdir(folder)
+    os.makedirs(folder)
     with open(folder + b"/x.txt", "wb") as stream:
         stream.write(b"x")
 

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from checkpoints import read_shard
+
 from hostile.breaking.texts import DIGITS, LONG, STEERING, Raw, deep, dumped, nested
 from hostile.case import Ground, Mutation, Verdict
 
@@ -97,6 +98,14 @@ def _renamed(new: Callable[[str], str]) -> Callable[[Ground], None]:
     return make
 
 
+def _metadata(value: Any) -> Callable[[Table, Random], object]:
+    return lambda table, _random: table.update(__metadata__=value)
+
+
+def _suffix(text: str) -> Callable[[str], str]:
+    return lambda old: old + text
+
+
 def _duplicates(count: int, *, last: bool) -> Callable[[Ground], None]:
     """`count` keys of no bytes, and one of them again: the last, or one by chance."""
 
@@ -162,15 +171,16 @@ def _mutations() -> Iterator[Mutation]:
         "single quotes": lambda t, _r: t.replace(b'"', b"'"),
         "nested lists": lambda _t, _r: b"[" * 100_000 + b"]" * 100_000,
         "nested objects": lambda _t, _r: b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-        "nested in an entry": lambda t, _r: t[:-1] + b',"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        "nested in an entry": lambda t,
+        _r: t[:-1] + b',"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
         "a bit": lambda t, r: _bit(t, r),
         "bytes": lambda t, r: _bytes(t, r),
         "zeros": lambda t, _r: bytes(len(t)),
     }  # fmt: skip
-    for name, text in texts.items():
+    for name, rewritten in texts.items():
         # A flipped bit may change metadata, or nothing that a reader of one tensor sees.
         either = {"verdict": Verdict.EITHER, "culprit": ()} if name in ("a bit", "bytes") else {}
-        yield one(name, _with_text(text), **either)
+        yield one(name, _with_text(rewritten), **either)
 
     entries: dict[str, Any] = {
         "no dtype": lambda e, _r: e.pop("dtype"),
@@ -206,14 +216,17 @@ def _mutations() -> Iterator[Mutation]:
         "offsets negative": lambda e, _r: e.update(data_offsets=[-8, e["data_offsets"][1]]),
         "offsets huge": lambda e, _r: e.update(data_offsets=[2**64, 2**64 + 8]),
         "offsets 5,000 digits": lambda e, _r: e.update(data_offsets=[0, Raw(DIGITS)]),
-        "offsets floats": lambda e, _r: e.update(data_offsets=[float(x) + 0.5 for x in e["data_offsets"]]),
+        "offsets floats": lambda e,
+        _r: e.update(data_offsets=[float(x) + 0.5 for x in e["data_offsets"]]),
         "offsets booleans": lambda e, _r: e.update(data_offsets=[False, True]),
         "offsets three": lambda e, _r: e["data_offsets"].append(0),
         "offsets one": lambda e, _r: e["data_offsets"].pop(),
         "offsets texts": lambda e, _r: e.update(data_offsets=["0", "8"]),
         "offsets null": lambda e, _r: e.update(data_offsets=None),
-        "offsets beyond": lambda e, _r: e.update(data_offsets=[10**9, 10**9 + e["data_offsets"][1] - e["data_offsets"][0]]),
-        "offsets shifted": lambda e, r: e.update(data_offsets=[x + r.choice((-1, 1)) for x in e["data_offsets"]]),
+        "offsets beyond": lambda e,
+        _r: e.update(data_offsets=[10**9, 10**9 + e["data_offsets"][1] - e["data_offsets"][0]]),
+        "offsets shifted": lambda e,
+        r: e.update(data_offsets=[x + r.choice((-1, 1)) for x in e["data_offsets"]]),
     }  # fmt: skip
     for name, entry in entries.items():
         yield one(name, _with_entry(entry), culprit=(*file, "tensor", "model.", "lm_head"))
@@ -241,13 +254,17 @@ def _mutations() -> Iterator[Mutation]:
         verdict = Verdict.EITHER if name in may_pass else Verdict.REFUSED
         yield one(name, _with_table(table), culprit=(*file, "tensor"), verdict=verdict)
     for name, text in STEERING.items():
-        yield one(f"metadata {name}", _with_table(lambda t, _r, text=text: t.update(
-            __metadata__={"format": "pt", text: text})), culprit=(), verdict=Verdict.EITHER)  # fmt: skip
-    yield one("metadata of 1,000,000 characters", _with_table(
-        lambda t, _r: t.update(__metadata__={"x": LONG * 200})), culprit=(), verdict=Verdict.EITHER)
+        yield one(f"metadata {name}", _with_table(_metadata({"format": "pt", text: text})), culprit=(),
+            verdict=Verdict.EITHER)  # fmt: skip
+    yield one(
+        "metadata of 1,000,000 characters",
+        _with_table(lambda t, _r: t.update(__metadata__={"x": LONG * 200})),
+        culprit=(),
+        verdict=Verdict.EITHER,
+    )
 
     names = {
-        **{f"name {key}": (lambda old, text=text: old + text) for key, text in STEERING.items()},
+        **{f"name {key}": _suffix(text) for key, text in STEERING.items()},
         "name empty": lambda _old: "",
         "name surrogate": lambda old: old + "\ud800",
         "name of 5,000 characters": lambda old: old + LONG,
@@ -256,7 +273,9 @@ def _mutations() -> Iterator[Mutation]:
         "name of 5,000 dots": lambda old: old + ".1" * 5000,
         "name of a layer of 5,000 digits": lambda _old: f"model.layers.{DIGITS}.mlp.gate.weight",
         "name of a layer 10^18": lambda _old: f"model.layers.{10**18}.mlp.gate.weight",
-        "name of an expert 10^18": lambda _old: f"model.layers.0.mlp.experts.{10**18}.up_proj.weight",
+        "name of an expert 10^18": lambda _old: (
+            f"model.layers.0.mlp.experts.{10**18}.up_proj.weight"
+        ),
         "name of a negative layer": lambda _old: "model.layers.-1.mlp.gate.weight",
         "name with a digit of another script": lambda _old: "model.layers.\u0663.mlp.gate.weight",
         "name dunder": lambda _old: "__class__",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, dumped, nested
-from hostile.case import Ground, Mutation, Verdict
+from hostile.case import Break, Ground, Mutation, Verdict
 
 GROUP = "index"
 INDEX = "model.safetensors.index.json"
@@ -55,8 +54,16 @@ def _all_point(where: str) -> Callable[[Ground], None]:
     return _edit(change)
 
 
+def _whole(data: bytes) -> Break:
+    return lambda ground: (ground.at / INDEX).write_bytes(data)
+
+
+def _metadata(value: Any) -> Break:
+    return _edit(lambda index, _ground: index.update(metadata=value))
+
+
 def _mutations() -> Iterator[Mutation]:
-    def one(name: str, make: Callable[[Ground], None], **more: Any) -> Mutation:
+    def one(name: str, make: Break, **more: Any) -> Mutation:
         more.setdefault("culprit", (INDEX, "tensor"))
         return Mutation(name, GROUP, make, **more)
 
@@ -79,7 +86,7 @@ def _mutations() -> Iterator[Mutation]:
 
     def linked_out(ground: Ground) -> None:
         """A link in the folder that leads to another's weights."""
-        os.symlink(ground.root / "beside" / "model.safetensors", ground.at / "x.safetensors")
+        (ground.at / "x.safetensors").symlink_to(ground.root / "beside" / "model.safetensors")
         _points("x.safetensors")(ground)
 
     yield one("points to a link out", linked_out, culprit=(INDEX, "x.safetensors", "tensor"))
@@ -92,17 +99,18 @@ def _mutations() -> Iterator[Mutation]:
         "nested": nested(100_000),
     }  # fmt: skip
     for name, value in whole.items():
-        yield one(f"whole {name}", lambda g, v=value: (g.at / INDEX).write_bytes(dumped(v)))
+        yield one(f"whole {name}", _whole(dumped(value)))
     forms = {
         "empty": b"", "no JSON": b"{", "invalid UTF-8": b'{"weight_map": {"\xff": "\xfe"}}',
         "nul bytes": bytes(1000), "a pickle": b"\x80\x04K\x01.",
         "doubled keys": b'{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}',
     }  # fmt: skip
     for name, data in forms.items():
-        yield one(f"form {name}", lambda g, d=data: (g.at / INDEX).write_bytes(d))
+        yield one(f"form {name}", _whole(data))
 
     more: dict[str, Callable[[dict[str, Any], Ground], object]] = {
-        "a tensor more": lambda i, _g: i["weight_map"].update(ghost=next(iter(i["weight_map"].values()))),
+        "a tensor more": lambda i,
+        _g: i["weight_map"].update(ghost=next(iter(i["weight_map"].values()))),
         "a tensor less": lambda i, g: i["weight_map"].pop(g.random.choice(list(i["weight_map"]))),
         "200,000 ghosts": lambda i, _g: i["weight_map"].update(
             {f"ghost.{n}": f"g{n % 7}.safetensors" for n in range(200_000)}),
@@ -118,11 +126,13 @@ def _mutations() -> Iterator[Mutation]:
     metadata: dict[str, Any] = {
         "list": [1], "null": None, "text": "x", "total 5,000 digits": {"total_size": Raw(DIGITS)},
         "total NaN": {"total_size": Raw("NaN")}, "total negative": {"total_size": -5},
-        "total text": {"total_size": STEERING["newline command"]}, "total list": {"total_size": [[]]},
-        "total 1e30": {"total_size": 10**30}, "deep": deep(3000), "total long": {"total_size": LONG},
+        "total text": {"total_size": STEERING["newline command"]},
+        "total list": {"total_size": [[]]},
+        "total 1e30": {"total_size": 10**30}, "deep": deep(3000),
+        "total long": {"total_size": LONG},
     }  # fmt: skip
     for name, value in metadata.items():
-        yield one(f"metadata {name}", _edit(lambda i, _g, v=value: i.update(metadata=v)),
+        yield one(f"metadata {name}", _metadata(value),
                   verdict=Verdict.EITHER, culprit=())  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
 from hostile.breaking.forms import FORMS
 from hostile.breaking.texts import DIGITS, STEERING, Raw, deep, dumped, nested
-from hostile.case import Ground, Mutation, Verdict
+from hostile.case import Break, Ground, Mutation, Verdict
 
 GROUP = "leftovers"
 _NEEDS = frozenset({"unfinished"})
@@ -51,7 +52,10 @@ def _publishes(*names: Any) -> Callable[[Ground], None]:
     def change(records: list[Any], ground: Ground) -> None:
         records[:] = [r for r in records if "publish" not in r]
         staged = sorted(p.name for p in (_work(ground) / "stage").iterdir())
-        filled = [str(ground.root / n[6:]) if isinstance(n, str) and n.startswith("{root}") else n for n in names]
+        filled = [
+            str(ground.root / n[6:]) if isinstance(n, str) and n.startswith("{root}") else n
+            for n in names
+        ]
         records.append({"publish": [*staged[:1], *filled, *staged[1:]]})
 
     return _journal(change)
@@ -88,12 +92,16 @@ def _hard_lock(ground: Ground) -> None:
 
 def _link_journal(ground: Ground) -> None:
     (_work(ground) / "journal.jsonl").unlink()
-    (_work(ground) / "journal.jsonl").symlink_to(ground.root / "beside" / ".qconvert" / "journal.jsonl")
+    (_work(ground) / "journal.jsonl").symlink_to(
+        ground.root / "beside" / ".qconvert" / "journal.jsonl"
+    )
 
 
 def _staged(change: Callable[[Path, Ground], object]) -> Callable[[Ground], None]:
     def make(ground: Ground) -> None:
-        change(ground.random.choice(sorted((_work(ground) / "stage").glob("*.safetensors"))), ground)
+        change(
+            ground.random.choice(sorted((_work(ground) / "stage").glob("*.safetensors"))), ground
+        )
 
     return make
 
@@ -104,6 +112,26 @@ def _flip(file: Path, ground: Ground) -> None:
     file.write_bytes(data)
 
 
+def _in_work(name: str, make: Callable[[Path], object]) -> Break:
+    return lambda ground: make(_work(ground) / name)
+
+
+def _in_out(name: str, make: Callable[[Path], object]) -> Break:
+    return lambda ground: make(ground.out / name)
+
+
+def _alone(make: Callable[[Path], object]) -> Callable[[Path, Ground], object]:
+    return lambda file, _ground: make(file)
+
+
+def _filled(data: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(data)
+
+
+def _halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
 def _mutations() -> Iterator[Mutation]:
     def one(name: str, make: Callable[[Ground], object], **more: Any) -> Mutation:
         more.setdefault("verdict", Verdict.EITHER)
@@ -112,9 +140,12 @@ def _mutations() -> Iterator[Mutation]:
     for name, names in {
         "parent's": ("../victim.txt",), "grandparent's": ("../../secret.txt",),
         "absolute": ("{root}/victim.txt",), "beside": ("../beside/model.safetensors",),
-        "source's": ("../src/config.json",), "nested": ("a/../../victim.txt",), "dot": (".",), "dot dot": ("..",),
-        "work": (".qconvert/journal.jsonl",), "empty": ("",), "number": (5,), "null": (None,), "list": (["a"],),
-        "object": ({"a": 1},), "long": ("n" * 5000,), "nul": ("a\x00b",), "escape": (STEERING["newline command"],),
+        "source's": ("../src/config.json",), "nested": ("a/../../victim.txt",), "dot": (".",),
+        "dot dot": ("..",),
+        "work": (".qconvert/journal.jsonl",), "empty": ("",), "number": (5,), "null": (None,),
+        "list": (["a"],),
+        "object": ({"a": 1},), "long": ("n" * 5000,), "nul": ("a\x00b",),
+        "escape": (STEERING["newline command"],),
         "deep folder": ("a/b/c/d",), "surrogate": ("\ud800",), "deep": (deep(3000),),
     }.items():  # fmt: skip
         yield one(f"journal publishes {name}", _publishes(*names), most=4)
@@ -124,20 +155,25 @@ def _mutations() -> Iterator[Mutation]:
         "publish number": lambda r, _g: r.append({"publish": 5}),
         "publish object": lambda r, _g: r.append({"publish": {"../victim.txt": 1}}),
         "publish empty": lambda r, _g: r.append({"publish": []}),
-        "header list": lambda r, _g: r.__setitem__(0, []), "header null": lambda r, _g: r.__setitem__(0, None),
-        "header number": lambda r, _g: r.__setitem__(0, 5), "header empty": lambda r, _g: r.__setitem__(0, {}),
+        "header list": lambda r, _g: r.__setitem__(0, []), "header null": lambda r,
+        _g: r.__setitem__(0, None),
+        "header number": lambda r, _g: r.__setitem__(0, 5), "header empty": lambda r,
+        _g: r.__setitem__(0, {}),
         "header text": lambda r, _g: r.__setitem__(0, "x"),
         "header passes null": lambda r, _g: r[0].update(passes=None),
         "header passes number": lambda r, _g: r[0].update(passes=5),
-        "header passes steer": lambda r, _g: r[0].update(passes=[STEERING["newline command"], STEERING["escape"]]),
+        "header passes steer": lambda r,
+        _g: r[0].update(passes=[STEERING["newline command"], STEERING["escape"]]),
         "header passes long": lambda r, _g: r[0].update(passes=["p" * 100_000]),
         "header deep": lambda r, _g: r[0].update(passes=deep(3000)),
         "header fingerprint list": lambda r, _g: r[0].update(fingerprint=[1]),
-        "header run list": lambda r, _g: r[0].update(run=[1]), "header digits": lambda r, _g: r[0].update(
+        "header run list": lambda r, _g: r[0].update(run=[1]), "header digits": lambda r,
+        _g: r[0].update(
             max_shard_size=Raw(DIGITS)),
         "line null": lambda r, _g: r.insert(1, None), "line list": lambda r, _g: r.insert(1, []),
         "line number": lambda r, _g: r.insert(1, 5), "line text": lambda r, _g: r.insert(1, "unit"),
-        "line empty": lambda r, _g: r.insert(1, {}), "line deep": lambda r, _g: r.insert(1, nested(100_000)),
+        "line empty": lambda r, _g: r.insert(1, {}), "line deep": lambda r,
+        _g: r.insert(1, nested(100_000)),
         "line deep object": lambda r, _g: r.insert(1, deep(100_000)),
         "line 5,000 digits": lambda r, _g: r.insert(1, Raw('{"unit": ' + DIGITS + "}")),
         "unit null": lambda r, _g: r.insert(1, {"unit": None, "records": [], "remarks": []}),
@@ -150,29 +186,39 @@ def _mutations() -> Iterator[Mutation]:
         "records no JSON": lambda r, _g: r.insert(1, {"unit": 0, "records": ["{"], "remarks": []}),
         "records traversal": lambda r, _g: r.insert(1, {"unit": 0, "records": [
             '{"file": "../victim.txt", "name": "x"}'], "remarks": []}),
-        "records newline": lambda r, _g: r.insert(1, {"unit": 0, "records": ["{}\n::error::INJECTED"], "remarks": []}),
+        "records newline": lambda r,
+        _g: r.insert(1, {"unit": 0, "records": ["{}\n::error::INJECTED"], "remarks": []}),
         "remarks null": lambda r, _g: r.insert(1, {"unit": 0, "records": [], "remarks": None}),
-        "remarks numbers": lambda r, _g: r.insert(1, {"unit": 0, "records": [], "remarks": [5, None]}),
+        "remarks numbers": lambda r,
+        _g: r.insert(1, {"unit": 0, "records": [], "remarks": [5, None]}),
         "remarks steer": lambda r, _g: r.insert(1, {"unit": 0, "records": [], "remarks": [
             STEERING["newline command"], STEERING["escape"]]}),
-        "another unit's records": lambda r, _g: [x.update(records=r[1].get("records")) for x in r[2:] if "unit" in x],
+        "another unit's records": lambda r,
+        _g: [x.update(records=r[1].get("records")) for x in r[2:] if "unit" in x],
         "no units": lambda r, _g: r.__delitem__(slice(1, None)),
         "units twice": lambda r, _g: r.extend(r[1:]),
-        "100,000 lines": lambda r, _g: r.extend([{"unit": n, "records": [], "remarks": []} for n in range(100_000)]),
+        "100,000 lines": lambda r,
+        _g: r.extend([{"unit": n, "records": [], "remarks": []} for n in range(100_000)]),
     }  # fmt: skip
     for name, change in changes.items():
         yield one(f"journal {name}", _journal(change), most=3)
     for name, data in {
-        "empty": b"", "nul bytes": bytes(10_000), "invalid UTF-8": hashed(b"\xff\xfe"), "no JSON": hashed(b"{"),
-        "not hashed": b"0123456789abcdef {}\n", "NaN": hashed(b"NaN"), "one line of 5 MB": b"x" * 5_000_000,
+        "empty": b"", "nul bytes": bytes(10_000), "invalid UTF-8": hashed(b"\xff\xfe"),
+        "no JSON": hashed(b"{"),
+        "not hashed": b"0123456789abcdef {}\n", "NaN": hashed(b"NaN"),
+        "one line of 5 MB": b"x" * 5_000_000,
     }.items():  # fmt: skip
-        yield one(f"journal form {name}", lambda g, d=data: (_work(g) / "journal.jsonl").write_bytes(d), most=3)
+        yield one(
+            f"journal form {name}",
+            _in_work("journal.jsonl", _filled(data)),
+            most=3,
+        )
     for form, make in FORMS.items():
-        yield one(f"journal {form}", lambda g, m=make: m(_work(g) / "journal.jsonl"), most=3)
-        yield one(f"lock {form}", lambda g, m=make: m(_work(g) / "lock"), most=2)
-        yield one(f"stage {form}", lambda g, m=make: m(_work(g) / "stage"), most=2)
-        yield one(f"work {form}", lambda g, m=make: m(_work(g)), most=2)
-        yield one(f"staged shard {form}", _staged(lambda f, _g, m=make: m(f)), most=2)
+        yield one(f"journal {form}", _in_work("journal.jsonl", make), most=3)
+        yield one(f"lock {form}", _in_work("lock", make), most=2)
+        yield one(f"stage {form}", _in_work("stage", make), most=2)
+        yield one(f"work {form}", _in_work("", make), most=2)
+        yield one(f"staged shard {form}", _staged(_alone(make)), most=2)
     for target in ("beside", "src", "beside/.qconvert", "victim.txt", "nothing"):
         yield one(f"work link to {target}", _link_work(target), most=3)
     yield one("stage link", _link_stage, most=5)
@@ -182,13 +228,19 @@ def _mutations() -> Iterator[Mutation]:
     yield one("journal link", _link_journal, most=5)
     staged: dict[str, Callable[[Path, Ground], object]] = {
         "truncated": lambda f, _g: os.truncate(f, f.stat().st_size // 2),
-        "longer": lambda f, _g: os.truncate(f, f.stat().st_size + 100), "emptied": lambda f, _g: f.write_bytes(b""),
+        "longer": lambda f, _g: os.truncate(f, f.stat().st_size + 100), "emptied": lambda f,
+        _g: f.write_bytes(b""),
         "removed": lambda f, _g: f.unlink(), "a bit flipped": _flip,
-        "another's": lambda f, g: shutil.copy(g.root / "src" / "model-00001-of-00002.safetensors", f),
+        "another's": lambda f,
+        g: shutil.copy(g.root / "src" / "model-00001-of-00002.safetensors", f),
     }  # fmt: skip
-    for name, change in staged.items():
-        yield one(f"staged shard {name}", _staged(change), most=5)
-    yield one("more files staged", lambda g: (_work(g) / "stage" / "evil.safetensors").write_bytes(b"x"), most=4)
+    for name, restaged in staged.items():
+        yield one(f"staged shard {name}", _staged(restaged), most=5)
+    yield one(
+        "more files staged",
+        lambda g: (_work(g) / "stage" / "evil.safetensors").write_bytes(b"x"),
+        most=4,
+    )
     yield one("foreign file beside", lambda g: (g.out / "mine.txt").write_text("mine"), most=4)
     yield one("foreign config beside", lambda g: (g.out / "config.json").write_text("{}"), most=4)
 
@@ -201,14 +253,26 @@ def _finished() -> Iterator[Mutation]:
         more.setdefault("verdict", Verdict.EITHER)
         return Mutation(name, "finished", make, needs=needs, **more)
 
-    for file in ("qconvert.json", "qconvert.receipt.jsonl", "config.json", "model.safetensors", "README.md"):
+    for file in (
+        "qconvert.json",
+        "qconvert.receipt.jsonl",
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    ):
         for form, make in FORMS.items():
-            yield one(f"{file} {form}", lambda g, m=make, f=file: m(g.out / f))
-        yield one(f"{file} gone", lambda g, f=file: (g.out / f).unlink())
-        yield one(f"{file} cut", lambda g, f=file: os.truncate(g.out / f, (g.out / f).stat().st_size // 2))
+            yield one(f"{file} {form}", _in_out(file, make))
+        yield one(f"{file} gone", _in_out(file, Path.unlink))
+        yield one(f"{file} cut", _in_out(file, _halve))
     yield one("config.json {}", lambda g: (g.out / "config.json").write_text("{}"))
-    yield one("manifest deep", lambda g: (g.out / "qconvert.json").write_bytes(b'{"identity":' + b"[" * 100_000))
-    yield one("manifest digits", lambda g: (g.out / "qconvert.json").write_text('{"identity": ' + DIGITS + "}"))
+    yield one(
+        "manifest deep",
+        lambda g: (g.out / "qconvert.json").write_bytes(b'{"identity":' + b"[" * 100_000),
+    )
+    yield one(
+        "manifest digits",
+        lambda g: (g.out / "qconvert.json").write_text('{"identity": ' + DIGITS + "}"),
+    )
     yield one("foreign file", lambda g: (g.out / "mine.txt").write_text("mine"))
 
 

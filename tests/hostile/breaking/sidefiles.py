@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, dumped, nested
-from hostile.case import Ground, Mutation, Verdict
+from hostile.case import Break, Ground, Mutation, Verdict
 
 MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 
@@ -34,14 +34,17 @@ def _readme() -> Iterator[Mutation]:
         "tag of a set": b"a: !!set {x, y}", "tag of a timestamp": b"a: 2001-99-99",
         "5,000 digits": b"license: " + DIGITS.encode(), "binary": b"a: !!binary x===",
         "invalid UTF-8": b"license: \xff\xfe", "list": b"- a\n- b", "number": b"5",
-        "base_model list of lists": b"base_model: [[a, [b]]]", "base_model number": b"base_model: 7",
-        "base_model object": b"base_model: {a: {b: c}}", "base_model long": b"base_model: " + LONG.encode(),
+        "base_model list of lists": b"base_model: [[a, [b]]]",
+        "base_model number": b"base_model: 7",
+        "base_model object": b"base_model: {a: {b: c}}",
+        "base_model long": b"base_model: " + LONG.encode(),
         "base_model traversal": b"base_model: ../../etc/passwd",
         "self alias": b"a: &a [*a]", "merge": b"<<: 5\na: 1", "tabs": b"a:\n\t- b",
         "doubled": b"license: a\nlicense: b", "unknown alias": b"a: *b", "anchors": b"a: &a",
         "complex key": b"? [a, b]\n: c", "key mapping": b"{a: b}: c", "nul": b"a: \x00",
         "license object": b"license: {a: b}", "tags of numbers": b"tags: [1, null, {}]",
-        "escape": b'base_model: "a\\e[2J/b"', "newline command": b'base_model: "a/b\\n::error::INJECTED"',
+        "escape": b'base_model: "a\\e[2J/b"',
+        "newline command": b'base_model: "a/b\\n::error::INJECTED"',
         "direction": 'base_model: "a/\u202eb"'.encode(), "sexagesimal": b"a: 1" + b":59" * 2000,
         "float": b"a: 1e999999999", "hex": b"a: 0x" + b"f" * 5000, "octal": b"a: 0" + b"7" * 5000,
     }  # fmt: skip
@@ -52,7 +55,8 @@ def _readme() -> Iterator[Mutation]:
         "endless": b"---\n" + b"a: b\n" * 1000, "empty": b"", "nul bytes": bytes(10_000),
         "invalid UTF-8": b"\xff\xfe\x00", "only dashes": b"---\n---\n---\n" * 1000,
         "windows": b"---\r\nlicense: mit\r\n---\r\n", "old Mac": b"---\rlicense: mit\r---\r",
-        "BOM": b"\xef\xbb\xbf---\nlicense: mit\n---\n", "UTF-16": "---\nlicense: mit\n---\n".encode("utf-16"),
+        "BOM": b"\xef\xbb\xbf---\nlicense: mit\n---\n",
+        "UTF-16": "---\nlicense: mit\n---\n".encode("utf-16"),
         "one line of 10 MB": b"x" * 10_000_000, "escapes": STEERING["escape"].encode() * 100,
         "command": b"\n::error::INJECTED\n##[error]INJECTED\n",
     }  # fmt: skip
@@ -60,7 +64,7 @@ def _readme() -> Iterator[Mutation]:
         yield Mutation(f"form {name}", "readme", _write("README.md", data), (), Verdict.EITHER)
 
 
-def _write(name: str, data: bytes) -> Callable[[Ground], None]:
+def _write(name: str, data: bytes) -> Break:
     return lambda ground: (ground.at / name).write_bytes(data)
 
 
@@ -73,9 +77,18 @@ def _manifest_edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Grou
     return make
 
 
+def _update(values: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest.update(values)
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest.pop(key, None)
+
+
 _VALUES: dict[str, Any] = {
     "null": None, "list": [], "number": 5, "text": "x", "object": {}, "list of nulls": [None],
-    "object of lists": {"a": [[]]}, "deep": deep(3000), "nested": nested(3000), "5,000 digits": Raw(DIGITS),
+    "object of lists": {"a": [[]]}, "deep": deep(3000), "nested": nested(3000),
+    "5,000 digits": Raw(DIGITS),
     "NaN": Raw("NaN"), "steers": STEERING["newline command"], "surrogate": SURROGATE, "true": True,
 }  # fmt: skip
 
@@ -83,18 +96,21 @@ _VALUES: dict[str, Any] = {
 def _manifest() -> Iterator[Mutation]:
     needs = frozenset({"manifest"})
 
-    def one(name: str, make: Callable[[Ground], None], **more: Any) -> Mutation:
+    def one(name: str, make: Break, **more: Any) -> Mutation:
         more.setdefault("verdict", Verdict.EITHER)
         return Mutation(name, "manifest", make, needs=needs, **more)
 
-    keys = ("identity", "passes", "dropped", "dropped_files", "lossy_steps", "bytes", "family", "layers",
-            "experts", "stage", "amx", "w4a16", "nvfp4", "prepared", "calibration", "losses")  # fmt: skip
+    keys = ("identity", "passes", "dropped", "dropped_files", "lossy_steps", "bytes", "family",
+        "layers",
+            "experts", "stage", "amx", "w4a16", "nvfp4", "prepared", "calibration",
+            "losses")  # fmt: skip
     for key in keys:
         for name, value in _VALUES.items():
-            yield one(f"{key} {name}", _manifest_edit(lambda m, k=key, v=value: m.update({k: v})), most=1)
-        yield one(f"{key} gone", _manifest_edit(lambda m, k=key: m.pop(k, None)), most=2)
-    nested_keys = {
-        "stage of nulls": {"stage": dict.fromkeys(("folder", "number", "of", "partition", "layers"))},
+            yield one(f"{key} {name}", _manifest_edit(_update({key: value})), most=1)
+        yield one(f"{key} gone", _manifest_edit(_without(key)), most=2)
+    nested_keys: dict[str, dict[str, Any]] = {
+        "stage of nulls": {"stage": dict.fromkeys(("folder", "number", "of", "partition",
+            "layers"))},
         "stage layers text": {"stage": {"folder": "x", "number": 0, "of": 2, "partition": [1, 1],
                                         "layers": "ab"}},
         "stage of negative numbers": {"stage": {"folder": "../x", "number": -1, "of": -2,
@@ -102,16 +118,20 @@ def _manifest() -> Iterator[Mutation]:
         "stage partition huge": {"stage": {"folder": "x", "number": 0, "of": 10**9,
                                            "partition": [1] * 100_000, "layers": [0, 1]}},
         "passes of nulls": {"passes": [None]}, "passes without names": {"passes": [{"spec": 5}]},
-        "passes that steer": {"passes": [{"name": STEERING["escape"], "spec": STEERING["newline command"],
+        "passes that steer": {"passes": [{"name": STEERING["escape"],
+            "spec": STEERING["newline command"],
                                           "matched": 1, "expected": 1}]},
-        "passes 100,000": {"passes": [{"name": "x", "spec": "x", "matched": 1, "expected": 1}] * 100_000},
+        "passes 100,000": {"passes": [{"name": "x", "spec": "x", "matched": 1,
+            "expected": 1}] * 100_000},
         "dropped steers": {"dropped": {STEERING["newline command"]: [STEERING["escape"]]}},
         "dropped of numbers": {"dropped": {"rule": [1, None, {}]}},
-        "identity empty": {"identity": {}}, "identity deep": {"identity": {"passes": deep(2000)}},
+        "identity empty": {"identity": {}},
+        "identity passes deep": {"identity": {"passes": deep(2000)}},
     }  # fmt: skip
     for name, update in nested_keys.items():
-        yield one(name, _manifest_edit(lambda m, u=update: m.update(u)), most=3)
-    forms = {"empty": b"", "list": b"[]", "null": b"null", "no JSON": b"{", "nested": b"[" * 100_000,
+        yield one(name, _manifest_edit(_update(update)), most=3)
+    forms = {"empty": b"", "list": b"[]", "null": b"null", "no JSON": b"{",
+        "nested": b"[" * 100_000,
              "nested objects": b'{"a":' * 100_000, "invalid UTF-8": b'{"identity": "\xff"}',
              "another's": b'{"name": "not ours"}', "5,000 digits": DIGITS.encode()}  # fmt: skip
     for name, data in forms.items():
@@ -120,7 +140,8 @@ def _manifest() -> Iterator[Mutation]:
 
 
 # Commands that have no use for a manifest or receipt may not look at it.
-_BLIND = frozenset({"inspect", "inspect tensors", "inspect json", "unfuse", "unprepare", "upload dry",
+_BLIND = frozenset({"inspect", "inspect tensors", "inspect json", "unfuse", "unprepare",
+    "upload dry",
                     "upload", "diff"})  # fmt: skip
 
 
@@ -145,7 +166,7 @@ def _put(key: str, value: Any) -> Callable[[list[dict[str, Any]], Ground], objec
 def _receipts() -> Iterator[Mutation]:
     needs = frozenset({"receipt"})
 
-    def one(name: str, make: Callable[[Ground], None], **more: Any) -> Mutation:
+    def one(name: str, make: Break, **more: Any) -> Mutation:
         more.setdefault("verdict", Verdict.EITHER)
         return Mutation(name, "receipt", make, needs=needs, **more)
 
@@ -153,8 +174,10 @@ def _receipts() -> Iterator[Mutation]:
         for name, value in _VALUES.items():
             yield one(f"{key} {name}", _lines(_put(key, value)), most=1)
     more: dict[str, Any] = {
-        "file traversal": _put("file", "../victim.txt"), "file absolute": _put("file", "/etc/passwd"),
-        "file dev zero": _put("file", "/dev/zero"), "file parent's": _put("file", "../beside/model.safetensors"),
+        "file traversal": _put("file", "../victim.txt"),
+        "file absolute": _put("file", "/etc/passwd"),
+        "file dev zero": _put("file", "/dev/zero"),
+        "file parent's": _put("file", "../beside/model.safetensors"),
         "sources of nulls": _put("sources", [None, {}]), "sources huge": _put("sources", [{
             "name": "x", "start": 0, "stop": 10**30, "xxh3": "0"}] * 3),
         "a line is null": lambda lines, _g: lines.insert(0, Raw("null")),
@@ -163,11 +186,13 @@ def _receipts() -> Iterator[Mutation]:
         "a line is empty": lambda lines, _g: lines.insert(1, {}),
         "a line twice": lambda lines, g: lines.append(g.random.choice(lines)),
         "a line gone": lambda lines, g: lines.remove(g.random.choice(lines)),
-        "100,000 lines": lambda lines, _g: lines.extend([dict(lines[0], name=f"g{n}") for n in range(100_000)]),
+        "100,000 lines": lambda lines,
+        _g: lines.extend([dict(lines[0], name=f"g{n}") for n in range(100_000)]),
     }  # fmt: skip
     for name, change in more.items():
         yield one(name, _lines(change), most=3)
-    forms = {"empty": b"", "no JSON": b"{\n", "nul bytes": bytes(10_000), "invalid UTF-8": b"\xff\xfe\n",
+    forms = {"empty": b"", "no JSON": b"{\n", "nul bytes": bytes(10_000),
+        "invalid UTF-8": b"\xff\xfe\n",
              "nested": b"[" * 100_000 + b"\n", "nested objects": b'{"a":' * 100_000 + b"\n",
              "one line of 10 MB": b'{"name": "' + b"x" * 10_000_000 + b'"}\n'}  # fmt: skip
     for name, data in forms.items():
@@ -178,8 +203,11 @@ def _tokenizers() -> Iterator[Mutation]:
     """Carried along byte for byte: whatever is in them is somebody's."""
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "PREPARED.md"):
         for name, data in {"nul bytes": bytes(1000), "nested": b"[" * 100_000,
-                           "template": b"{% for x in range(10**9) %}{{ x }}{% endfor %}"}.items():  # fmt: skip
-            yield Mutation(f"{file} {name}", "sidefiles", _write(file, data), (), Verdict.EITHER, most=3)
+                           "template": b"{% for x in range(10**9) %}{{ x }}{% endfor %}",
+                           }.items():  # fmt: skip
+            yield Mutation(
+                f"{file} {name}", "sidefiles", _write(file, data), (), Verdict.EITHER, most=3
+            )
 
 
 MUTATIONS = (*_readme(), *_manifest(), *_receipts(), *_tokenizers())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 # Each with what it would do where it is printed as it is.
@@ -19,10 +20,6 @@ SURROGATE = "a\ud800b"
 LONG = "n" * 5000
 # As JSON text, because no Python value writes them.
 DIGITS = "9" * 5000
-
-
-def raw(text: str) -> Raw:
-    return Raw(text)
 
 
 class Raw:
@@ -55,6 +52,14 @@ NOT_A_SIZE: dict[str, Any] = {
     "false": False,
     "deep": nested(3000),
 }
+
+
+def brief(text: str) -> str:
+    """A text in a case's name: printable, without slashes, and another one for every other text."""
+    shown = ascii(text)[1:-1].replace("/", "|")
+    if len(shown) <= 40:
+        return shown
+    return f"{shown[:30]}~{blake2b(shown.encode(), digest_size=3).hexdigest()}"
 
 
 def dumped(value: Any) -> bytes:
