@@ -167,6 +167,7 @@ _MAKE: Mapping[str, Make] = {
     "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
     "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
     "made": _converted("fp8", "dequant", "{src}", "{out}"),
+    "sharded": _converted("fp8", "dequant", "{src}", "{out}", "--max-shard-size", "100000"),
     "amx": _converted("bf16", "amx", "{src}", "{out}", "--method", "int8", "--numa", "1"),
     "w4a16": _converted("bf16", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"),
     "stages": _converted("fp8", "split", "{src}", "{out}", "--pp", "1,1", "--for", "vllm"),
@@ -178,6 +179,6 @@ _MAKE: Mapping[str, Make] = {
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }
 _NEEDS = {
-    "fused": ("gdn",), "prepared": ("nvfp4",), "made": ("fp8",), "amx": ("bf16",),
+    "fused": ("gdn",), "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "unfinished": ("fp8",), "publishing": ("fp8",),
 }  # fmt: skip

@@ -64,6 +64,7 @@ class Mutation:
     passes: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
     most: int = 6  # scenes it is played in, at most
+    silent: bool = False  # a change that nobody who does not hash everything can see
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Scene:
     """A command on a base. `arguments` may hold {root}, {src}, {out}, {good}; `bases` are copied to
     folders of the case, {folder: base}; `broken` is the folder of it that mutations break. `has` says
     what there is to break. `writes` are the folders and files of the case that the command may write;
-    a conversion's are empty or absent before, and must not be filled when it refuses."""
+    a conversion's are empty or absent before, and must not be filled when it refuses. `result` is the
+    base that OUT must equal where the command says that all is well, whatever lay there before."""
 
     command: str
     arguments: tuple[str, ...]
@@ -81,6 +83,7 @@ class Scene:
     writes: tuple[str, ...] = ()
     heavy: bool = False
     budget: int = 0
+    result: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Case:
 @dataclass(frozen=True)
 class Played:
     """What a command did. `code` is None where it was stopped, or a signal ended it (`signal`).
-    `excess` is how far the resident memory of its processes rose, in bytes."""
+    `excess` is how far the resident memory of its processes rose, in bytes. `leaks` are files that hold
+    the secret that lies outside of all folders, `wrong` files of OUT that are not what they must be."""
 
     arguments: tuple[str, ...]
     code: int | None
@@ -118,3 +122,5 @@ class Played:
     stopped: str | None = None  # "deadline" or "memory"
     notes: tuple[str, ...] = ()
     changes: tuple[str, ...] = field(default=())
+    leaks: tuple[str, ...] = field(default=())
+    wrong: tuple[str, ...] = field(default=())

@@ -46,6 +46,10 @@ def faults(case: Case, done: Played) -> list[Fault]:
     if done.stopped is None and done.code is not None:
         found += _answer(case, done, out, err)
     found += _touched(case, done)
+    for leak in done.leaks:
+        found.append(Fault("leak", f"{leak} holds the content of a file outside the folder"))
+    if done.code == 0 and done.wrong and not case.mutation.silent:
+        found.append(Fault("wrong result", f"exit 0, and OUT differs: {', '.join(done.wrong[:4])}"))
     return found
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -189,6 +189,8 @@ class Stage:
         after = tree(folder)
         for name in ("stdout", "stderr"):
             after.pop(name, None)
+        changed = changes(before, after)
+        result = tree(self.bases.folder(scene.result)) if scene.result else {}
         done = Played(
             arguments,
             reply["code"],
@@ -199,7 +201,13 @@ class Stage:
             reply["signal"],
             reply["stopped"],
             tuple(reply["notes"]),
-            changes(before, after),
+            changed,
+            tuple(_leaks(folder, changed)),
+            tuple(
+                name
+                for name, entry in result.items()
+                if entry != after.get(f"case/out/{name}") and entry[0] == "file"
+            ),
         )
         told = digest(before, *words)
         if self._keep is None:
@@ -213,6 +221,17 @@ def _filled(word: str, places: Mapping[str, Path]) -> str:
     for name, path in places.items():
         word = word.replace(f"{{{name}}}", str(path))
     return word
+
+
+def _leaks(folder: Path, changed: Sequence[str]) -> Iterator[str]:
+    """Files that are new or changed and hold the secret."""
+    for change in changed:
+        path = folder / change[2:]
+        if change[0] == "-" or path.is_symlink() or not path.is_file():
+            continue
+        with path.open("rb") as stream:
+            if SECRET.encode() in stream.read(1 << 20):
+                yield change[2:]
 
 
 def _remove(folder: Path) -> None:

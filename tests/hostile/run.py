@@ -152,7 +152,13 @@ def _report(every: Sequence[Case], lines: Sequence[Line], verbose: bool) -> str:
             f"  {case.name}\n    {fault.detail}" + (f"\n{text}" if verbose else "")
             for case, fault, text in met
         ]
-    distinct = len({line[2] for line in lines})
+    first: dict[str, str] = {}
+    for line in lines:
+        name = every[line[0]].name
+        if line[2] in first:
+            parts.append(f"the same input: {first[line[2]]} and {name}")
+        first.setdefault(line[2], name)
+    distinct = len(first)
     slow = sorted(((line[4], every[line[0]].name) for line in lines), reverse=True)[:5]
     parts.append("slowest: " + "; ".join(f"{name} {seconds:.1f} s" for seconds, name in slow))
     wrong = sum(1 for line in lines if line[1])

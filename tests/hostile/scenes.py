@@ -19,6 +19,7 @@ def _scene(
     writes: str = "",
     runs: bool = False,
     heavy: bool = False,
+    result: str = "",
 ) -> Scene:
     """`src` and `good` are bases; `has` says what there is to break in it."""
     bases = [("src", src)]
@@ -30,7 +31,8 @@ def _scene(
     budget = (HEAVY_BUDGET if heavy else BUDGET) if runs else 0
     words += ("--jobs", "1", "--memory", f"{budget}") if runs else ()
     return Scene(
-        command, words, tuple(bases), broken, what, tuple(writes.split()), heavy, budget
+        command, words, tuple(bases), broken, what, tuple(writes.split()), heavy, budget,
+        result,
     )  # fmt: skip
 
 
@@ -105,11 +107,11 @@ WITH_RECIPES = (
 # OUT holds what an interrupted or finished run left, and that is broken.
 LEFT_OVERS = (
     _conversion("dequant", "dequant {src} {out} --max-shard-size 100000", out="unfinished",
-                broken="out", has="unfinished"),
+                broken="out", has="unfinished", result="sharded"),
     _conversion("dequant publishing", "dequant {src} {out} --max-shard-size 100000",
-                out="publishing", broken="out", has="unfinished"),
+                out="publishing", broken="out", has="unfinished", result="sharded"),
     _conversion("dequant finished", "dequant {src} {out}", out="made", broken="out",
-                has="finished"),
+                has="finished", result="made"),
     _conversion("amx other plan", "amx {src} {out} --method int8 --numa 1", src="bf16",
         out="unfinished",
                 broken="out", has="unfinished"),

@@ -50,7 +50,7 @@ def _mutations() -> Iterator[Mutation]:
                 continue
             before = ("copy",) if command == "plan" else ()
             yield one(command, f"source {name}", *before, source, *more)
-    outs = {"empty": "", "escape": f"{{root}}/x{_E}/y/victim.txt/z", "file": "{root}/victim.txt",
+    outs = {"empty": "", "escape": f"{{root}}/victim.txt/{_E}", "file": "{root}/victim.txt",
             "in a file": "{root}/victim.txt/x", "long": "{root}/" + LONG, "source": "{src}",
             "in source": "{src}/out",
             "around source": "{root}", "dev null": "/dev/null", "proc": "/proc/x",
@@ -170,7 +170,7 @@ def _mutations() -> Iterator[Mutation]:
     for rule in ("", "QC999", "qc001x", _E, _N, LONG * 10, "../RULES"):
         yield one("validate", f"--explain {brief(rule)}", "--explain", rule)
     for report in ("{root}/victim.txt/x.html", "{root}/none/x.html", "{root}/x.exe",
-        "/dev/full.html", "{root}/" + LONG + ".html",
+        "/proc/self/x.html", "{root}/" + LONG + ".html",
                    "", "/proc/x.json", "{src}"):  # fmt: skip
         yield one("validate", f"--report {brief(report)}", "{src}", "--report", report)
     for folder in (

@@ -29,7 +29,7 @@ def _at(name: str, make: Callable[[Path], object]) -> Break:
 
 def _jsonl() -> Iterator[Mutation]:
     def one(name: str, data: bytes, **more: Any) -> Mutation:
-        more.setdefault("culprit", ("data.jsonl",))
+        more.setdefault("culprit", ("data.jsonl", "tokenizer"))
         return Mutation(
             name, "calibration", lambda g: _data(g).write_bytes(data), needs=_DATA, **more
         )
@@ -64,11 +64,11 @@ def _jsonl() -> Iterator[Mutation]:
     for name, data in lines.items():
         # Booleans are numbers to some readers, and what is cut at a length may be read no further.
         verdict = Verdict.EITHER if name in ("one line of 20 MB", "UTF-16") else Verdict.REFUSED
-        yield one(f"jsonl {name}", data, verdict=verdict, most=2)
+        yield one(f"jsonl {name}", data, verdict=verdict, most=1)
     for form, make in FORMS.items():
         yield Mutation(f"data {form}", "calibration", _at("data.jsonl", make),
             ("data.jsonl",),
-                       needs=_DATA, most=2)  # fmt: skip
+                       needs=_DATA, most=1)  # fmt: skip
     missing = {
         "gone.jsonl": "no such file",
         "data.bin": "no known form",
@@ -155,7 +155,7 @@ def _stats() -> Iterator[Mutation]:
             # What stats.json says is for people, its being there is what counts.
             verdict = Verdict.EITHER if file == "stats.json" else Verdict.REFUSED
             yield one(f"{file} {form}", _at(f"stats/{file}", make), verdict=verdict)
-        yield one(f"{file} gone", _at(f"stats/{file}", Path.unlink))
+        yield one(f"{file} gone", _at(f"stats/{file}", Path.unlink), verdict=verdict)
     for name, value in {
         "NaN": float("nan"),
         "inf": float("inf"),

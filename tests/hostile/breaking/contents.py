@@ -119,6 +119,13 @@ def _mutations() -> Iterator[Mutation]:
                 _filled("F32", struct.pack("<f", value), count == "one"),
                       needs=frozenset({"checkpoint", "data", "fp8"}), verdict=Verdict.EITHER,
                       culprit=(), most=2)  # fmt: skip
+    # What cannot be BF16, or no number, is never written.
+    for name in ("NaN", "inf", "-inf", "largest"):
+        for count in ("one", "all"):
+            yield one(f"dequant of scale {count} {name}",
+                      _filled("F32", struct.pack("<f", scales[name]), count == "one"),
+                      needs=frozenset({"checkpoint", "data", "fp8"}), only=frozenset({"dequant"}),
+                      culprit=("model.layers",))  # fmt: skip
     for code in (0x7F, 0xFF, 0x80):
         yield one(f"FP8 code {code:#x}", _filled("F8_E4M3", bytes([code]), False),
                   needs=frozenset({"checkpoint", "data", "fp8"}), verdict=Verdict.EITHER,

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from hostile.breaking.headers import shard
 from hostile.case import Break, Ground, Mutation, Verdict
+from hostile.scenes import READERS
 
 GROUP = "files"
 _SPARSE = 3 << 30
+# Of files that are copied, in streams: enough to see whether one is read whole.
+_SPARSE_COPIED = 800 << 20
 _SECRET = "../../secret.txt"
 
 
@@ -70,6 +73,11 @@ def _sparse(path: Path) -> None:
         stream.truncate(_SPARSE)
 
 
+def _sparse_copied(path: Path) -> None:
+    with _gone(path).open("wb") as stream:
+        stream.truncate(_SPARSE_COPIED)
+
+
 def _sparse_tail(path: Path) -> None:
     """The right beginning, and 3 GiB of nothing behind it."""
     with path.open("r+b") as stream:
@@ -108,6 +116,11 @@ FORMS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
+_LINKS = frozenset({"link to /dev/zero", "link to /dev/urandom", "link to a terminal", "loop",
+                    "dangling", "link to /proc", "link out"})  # fmt: skip
+_READING = frozenset(scene.command for scene in READERS) - {"upload", "upload dry"}
+
+
 def _at(name: str, make: Callable[[Path], None]) -> Break:
     return lambda ground: make(ground.at / name)
 
@@ -129,8 +142,13 @@ def _mutations() -> Iterator[Mutation]:
         yield Mutation(f"shard {form}", GROUP, _on_shard(make), ("model",), most=6)
         for file in ("README.md", "tokenizer.json", "notes.txt", "hf_quant_config.json",
                      "generation_config.json"):  # fmt: skip
-            yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
-                           Verdict.EITHER, most=3)  # fmt: skip
+            copied = form == "sparse 3 GiB" and file not in ("README.md", "hf_quant_config.json")
+            # What is no link is left behind and named; a link that leads out is refused, at the latest
+            # by whoever would copy or send it.
+            verdict = Verdict.REFUSED if form in _LINKS else Verdict.EITHER
+            yield Mutation(f"{file} {form}", GROUP, _at(file, _sparse_copied if copied else make),
+                           (file,) if form in _LINKS else (), verdict, passes=_READING,
+                           most=4)  # fmt: skip
         for file in ("qconvert.json", "qconvert.receipt.jsonl"):
             yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
                            Verdict.EITHER, needs=frozenset({"manifest"}), most=3)  # fmt: skip

@@ -230,7 +230,7 @@ def _mutations() -> Iterator[Mutation]:
         "truncated": lambda f, _g: os.truncate(f, f.stat().st_size // 2),
         "longer": lambda f, _g: os.truncate(f, f.stat().st_size + 100), "emptied": lambda f,
         _g: f.write_bytes(b""),
-        "removed": lambda f, _g: f.unlink(), "a bit flipped": _flip,
+        "removed": lambda f, _g: f.unlink(),
         "another's": lambda f,
         g: shutil.copy(g.root / "src" / "model-00001-of-00002.safetensors", f),
     }  # fmt: skip
