@@ -59,25 +59,24 @@ def _case(mutation: Mutation, scene: Scene, seed: int) -> Case:
 
 
 def sample(found: Iterable[Case], count: int, seed: int, *, heavy: bool = True) -> list[Case]:
-    """`count` cases: classes take turns, each gives a mutation that was not taken yet with the command
-    that has been taken least. Without `heavy` none whose commands load torch."""
+    """`count` cases: classes take turns, and each gives a mutation that was not taken yet with the
+    command that has been taken least. Without `heavy` none whose commands load torch."""
     random = Random(f"sample/{seed}")
-    left: dict[str, dict[Mutation, list[Case]]] = defaultdict(lambda: defaultdict(list))
+    used: dict[str, int] = defaultdict(int)
+    piles: dict[str, list[Case]] = defaultdict(list)
     for case in found:
         if heavy or not case.scene.heavy:
-            left[case.mutation.group][case.mutation].append(case)
-    piles = {
-        group: random.sample(sorted(m, key=lambda one: one.name), len(m))
-        for group, m in left.items()
-    }
-    used: dict[str, int] = defaultdict(int)
+            piles[case.mutation.group].append(case)
+    for pile in piles.values():
+        random.shuffle(pile)
     chosen: list[Case] = []
     while len(chosen) < count and any(piles.values()):
         for group in sorted(piles):
             if not piles[group] or len(chosen) == count:
                 continue
-            mutation = piles[group].pop()
-            case = min(left[group][mutation], key=lambda one: (used[one.scene.command], one.name))
+            case = min(piles[group], key=lambda one: used[one.scene.command])
             used[case.scene.command] += 1
             chosen.append(case)
+            taken = case.mutation
+            piles[group] = [other for other in piles[group] if other.mutation is not taken]
     return sorted(chosen, key=lambda case: case.name)

@@ -6,10 +6,15 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, dumped, nested
+from hostile.breaking.seals import (
+    MANIFEST,
+    RECEIPT,
+    read_receipt,
+    write_manifest,
+    write_receipt,
+)
+from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, nested
 from hostile.case import Break, Ground, Mutation, Verdict
-
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 
 
 def _bomb(levels: int = 12) -> bytes:
@@ -72,7 +77,7 @@ def _manifest_edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Grou
     def make(ground: Ground) -> None:
         value = json.loads((ground.at / MANIFEST).read_bytes())
         change(value)
-        (ground.at / MANIFEST).write_bytes(dumped(value))
+        write_manifest(ground.at, value)
 
     return make
 
@@ -147,10 +152,11 @@ _BLIND = frozenset({"inspect", "inspect tensors", "inspect json", "unfuse", "unp
 
 def _lines(change: Callable[[list[dict[str, Any]], Ground], object]) -> Callable[[Ground], None]:
     def make(ground: Ground) -> None:
-        file = ground.at / RECEIPT
-        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        change(found, ground)
-        file.write_bytes(b"".join(dumped(line) + b"\n" for line in found))
+        found = read_receipt(ground.at)
+        sealed = found[-1:] if found[-1].keys() == {"receipt"} else []
+        lines = found[: len(found) - len(sealed)]
+        change(lines, ground)
+        write_receipt(ground.at, [*lines, *sealed])
 
     return make
 
