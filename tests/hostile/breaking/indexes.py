@@ -14,14 +14,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def _index(ground: Ground) -> dict[str, Any]:
-    """The folder's index, or one of its single file."""
+    """The folder's index, or one of its single file, beside which a mutation may have put a link."""
     file = ground.at / INDEX
     if file.exists():
         found: dict[str, Any] = json.loads(file.read_bytes())
         return found
     from checkpoints import read_shard
 
-    (single,) = ground.at.glob("*.safetensors")
+    (single,) = (f for f in ground.at.glob("*.safetensors") if not f.is_symlink())
     table, _ = read_shard(single)
     names = [name for name in table if name != "__metadata__"]
     return {"metadata": {}, "weight_map": dict.fromkeys(names, single.name)}
