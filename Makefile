@@ -23,7 +23,7 @@ lint: $(VENV)/installed
 
 # The tests that kill processes, cut the power, fill gigabytes, or need other projects.
 check: $(VENV)/installed-peers
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile"
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt

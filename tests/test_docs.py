@@ -57,7 +57,8 @@ def test_the_recipe_shown_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "CHANGELOG.md", "LICENSE"]
+    "name",
+    ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"],
 )
 def test_links_lead_somewhere(name: str) -> None:
     text = (_ROOT / name).read_text(encoding="utf-8")

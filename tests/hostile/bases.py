@@ -1,0 +1,184 @@
+"""Sound checkpoints, results and left-overs of killed runs: what mutations break.
+
+Made once in a folder that several processes may share, one base at a time, on first use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import faults
+import gdn_models
+import nvfp4_moe
+from checkpoints import Model, Tensor, run_cli, write_shard
+from test_kt import qwen3_moe
+
+from qconvert.run.files import Files
+
+_README = b"---\nlicense: apache-2.0\nbase_model: someone/somewhat\n---\n# The model's own page\n"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The bases below a folder, made when they are asked for."""
+
+    root: Path
+
+    def folder(self, name: str) -> Path:
+        """A base (a file, for some) to be copied."""
+        made = self.root / name
+        if made.exists():
+            return made
+        self.root.mkdir(parents=True, exist_ok=True)
+        make = _MAKE[name]
+        for needed in _NEEDS.get(name, ()):
+            self.folder(needed)
+        with (self.root / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                unfinished = self.root / f".{name}.making"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                make(self, unfinished)
+                unfinished.rename(made)
+        return made
+
+
+Make = Callable[[Bases, Path], object]
+
+
+def _written(model: Callable[[], Model], shards: int = 2) -> Make:
+    def make(_bases: Bases, folder: Path) -> None:
+        made = model()
+        made.side_files.setdefault("tokenizer.json", b'{"version": "1.0"}\n')
+        made.side_files["README.md"] = _README
+        made.config.setdefault("vocab_size", 8)
+        made.write(folder, shards)
+
+    return make
+
+
+def _converted(source: str, *words: str) -> Make:
+    """By the command line; `{src}` and `{out}` in the words."""
+
+    def make(bases: Bases, folder: Path) -> None:
+        places = {"{src}": str(bases.folder(source)), "{out}": str(folder)}
+        done = run_cli(*(places.get(word, word) for word in words), "--jobs", "1")
+        if done.code != 0:
+            raise RuntimeError(f"base {folder.name}: {done.err}")
+
+    return make
+
+
+def _killed(what: str, after: int) -> Make:
+    """What `qconvert dequant` of the base fp8, in several files, leaves when it is killed after so many
+    operations of a kind: the same command goes on from there."""
+
+    def make(bases: Bases, folder: Path) -> None:
+        words = (
+            "dequant",
+            bases.folder("fp8"),
+            folder,
+            "--max-shard-size",
+            "100000",
+            "--jobs",
+            "1",
+        )
+
+        def run() -> None:
+            real = getattr(Files, what)
+            left = [after]
+
+            def dying(self: Files, *arguments: Any) -> Any:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return real(self, *arguments)
+
+            setattr(Files, what, dying)
+            run_cli(*words)
+
+        code = faults.in_child(run)
+        if code != -9:
+            raise RuntimeError(f"base {folder.name}: was to be killed, and ended with {code}")
+
+    return make
+
+
+def _calibratable(_bases: Bases, folder: Path) -> None:
+    """What transformers can compute with, as it saves it. In a process of its own: torch is large."""
+
+    def make() -> None:
+        import calibrate_models
+
+        calibrate_models.saved(calibrate_models.qwen3_moe(num_hidden_layers=1), folder)
+
+    if faults.in_child(make) != 0:
+        raise RuntimeError("base calibratable: transformers could not make it")
+
+
+def _stats(_bases: Bases, folder: Path) -> None:
+    """What `--save-stats` leaves, of the base bf16."""
+    import numpy as np
+
+    layers, experts, hidden, intermediate = 2, 2, 128, 128
+    folder.mkdir()
+    (folder / "stats.json").write_text('{"samples": 2}\n', encoding="utf-8")
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        parts: dict[str, tuple[str, Any]] = {
+            "counts": ("I64", np.full(experts, 500, "<i8")),
+            "gate_up.mean_square": ("F32", np.full((experts, hidden), 0.5, "<f4")),
+            "gate_up.absmax": ("F32", np.full((experts, hidden), 2, "<f4")),
+            "down.mean_square": ("F32", np.full((experts, intermediate), 0.5, "<f4")),
+            "down.absmax": ("F32", np.full((experts, intermediate), 2, "<f4")),
+        }
+        tensors = {f"{at}.{k}": Tensor(d, a.shape, a.tobytes()) for k, (d, a) in parts.items()}
+        notes = {"few": "[]", "rounded": "[]", "dead_columns": "{}", "fallbacks": "[]"}
+        write_shard(folder / f"layer-{layer:05d}.safetensors", tensors, notes)
+
+
+def _text(text: str) -> Make:
+    return lambda _bases, file: file.write_text(text, encoding="utf-8")
+
+
+def _fp8_small() -> Model:
+    return qwen3_moe("fp8", intermediate=128)
+
+
+def _bf16_small() -> Model:
+    return qwen3_moe("bf16", intermediate=128)
+
+
+_MAKE: Mapping[str, Make] = {
+    "fp8": _written(_fp8_small),
+    "bf16": _written(_bf16_small),
+    "single": _written(_bf16_small, 1),
+    "gdn": _written(partial(gdn_models.model, "qwen3_5_moe")),
+    "stacked": _written(partial(gdn_models.model, "qwen3_5_moe", stacked=True)),
+    "nvfp4": _written(nvfp4_moe.nvfp4_moe),
+    "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
+    "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
+    "made": _converted("fp8", "dequant", "{src}", "{out}"),
+    "sharded": _converted("fp8", "dequant", "{src}", "{out}", "--max-shard-size", "100000"),
+    "amx": _converted("bf16", "amx", "{src}", "{out}", "--method", "int8", "--numa", "1"),
+    "w4a16": _converted("bf16", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"),
+    "stages": _converted("fp8", "split", "{src}", "{out}", "--pp", "1,1", "--for", "vllm"),
+    "unfinished": _killed("append", 2),
+    "publishing": _killed("rename", 3),
+    "calibratable": _calibratable,
+    "stats": _stats,
+    "recipe.yaml": _text("passes:\n  - dequant\n"),
+    "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
+}
+_NEEDS = {
+    "fused": ("gdn",), "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
+    "w4a16": ("bf16",), "stages": ("fp8",), "unfinished": ("fp8",), "publishing": ("fp8",),
+}  # fmt: skip

@@ -1,0 +1,20 @@
+"""Ways to break what qconvert reads, one subject a file. Each has a `MUTATIONS`."""
+
+from hostile.breaking import (
+    arguments,
+    calibration,
+    configs,
+    contents,
+    forms,
+    headers,
+    indexes,
+    leftovers,
+    recipes,
+    sidefiles,
+    sound,
+)
+
+MODULES = (
+    sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, recipes, calibration,
+    arguments,
+)  # fmt: skip
