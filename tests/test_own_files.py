@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import faults
@@ -114,12 +115,12 @@ def test_a_link_in_place_of_our_own_is_refused(
     link = out / WORK_DIR / what
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(victim / "letter" if what in (LOCK, JOURNAL) else victim)
-    act = {
+    acts: dict[str, Callable[[], object]] = {
         "clean": lambda: clean(out, Files()),
         "convert": lambda: convert(source, out, faults.options("single")),
-    }[then]
+    }
     with pytest.raises(OutputError) as caught:
-        act()
+        acts[then]()
     assert str(link) in str(caught.value)
     assert tree(victim) == before
     assert not list(out.glob("*.safetensors"))

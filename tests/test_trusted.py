@@ -352,7 +352,8 @@ def test_a_damaged_staged_text_is_not_published(
     out = tmp_path / "out"
     stage = _unfinished(source, kind, out, 0.999)
     if not (stage / name).exists():
-        stage = _unfinished(source, kind, shutil.rmtree(out) or out, 1)
+        shutil.rmtree(out)
+        stage = _unfinished(source, kind, out, 1)
     (stage / name).write_bytes(b"{")
     convert(source, out, faults.options(kind))
     assert differing(tree(out), tree(made)) == []
