@@ -642,7 +642,7 @@ def test_a_flipped_bit_on_the_server_is_reported(hub: LoopbackHub, folder: Path)
     result = upload(folder)
     assert result.code == 3
     assert f"WRONG   {shard.name} its sha256 is " in result.out
-    assert "1 files are not on the Hub as they are here" in result.out
+    assert "1 file not on the Hub as here" in result.out
     found = json.loads(upload(folder, "--json").out)
     assert [d["file"] for d in found["differences"]] == [shard.name]
 

@@ -251,5 +251,5 @@ def test_inspect_says_order_and_stage(samples: Path, tmp_path: Path) -> None:
     assert "linear-attention projections: fused in 1 group\n" in ok("inspect", tmp_path / "fused")
     split(tmp_path / "fused", tmp_path / "stages")
     said = ok("inspect", tmp_path / "stages" / "stage-01-of-02")
-    assert "pipeline stage 1 of 2: layers 2 to 3" in said
+    assert "pipeline stage 1 of 2, counted from 0: layers 2 to 3" in said
     assert "fused in 1 group" in said

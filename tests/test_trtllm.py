@@ -391,7 +391,7 @@ _BROKEN: list[tuple[str, Callable[[Model], object]]] = [
             m, f"{_AT.replace('.1.', '.0.')}.0.down_proj.weight_scale_2", Tensor("F32", (2,), bytes(8))
         ),
     ),
-    ("the config counts no experts", lambda m: m.config.update(num_experts=0)),
+    ("the config counts none", lambda m: m.config.update(num_experts=0)),
     ("9 expert matrices matched, the config leads to 18", lambda m: _drop_layer(m)),
     ("no expert has a matrix of its own in NVFP4", lambda m: _drop_layer(m, 0, 1)),
 ]  # fmt: skip
@@ -493,7 +493,7 @@ def test_prepared_twice_is_refused(tmp_path: Path) -> None:
 
 def test_unprepare_wants_a_marker_and_all_parts(tmp_path: Path) -> None:
     model = nvfp4_moe()
-    with pytest.raises(PlanError, match="expected a prepared source"):
+    with pytest.raises(PlanError, match="expected a source that `qconvert prepare` made"):
         run_passes(plan_of(model, tmp_path), [Unprepare()])
     made, config = prepared(model, tmp_path)
     del made[f"{_AT}.w2_weight_scale"]
