@@ -117,7 +117,9 @@ def test_two_ignore_keys_become_one(samples: Path, tmp_path: Path) -> None:
 
 def test_usage_errors_name_the_options(samples: Path, tmp_path: Path) -> None:
     refused("--for NAME", "fuse", samples / "a", tmp_path / "out", code=2)
-    refused("unknown consumer 'tgi'", "fuse", samples / "a", tmp_path / "out", "--for", "tgi")
+    refused(
+        "unknown consumer 'tgi'", "fuse", samples / "a", tmp_path / "out", "--for", "tgi", code=2
+    )
     refused("the name is empty", "join", "", tmp_path / "out", code=2)
 
 
