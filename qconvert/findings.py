@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf, log10, nan
 from typing import Any, Literal
 
+from qconvert.shown import printable
+
 Severity = Literal["error", "warning"]
 
 
@@ -105,7 +107,7 @@ class Verdict:
         """A line a rule, for people."""
         return [
             *_summed(self.added, "of the result"),
-            *_summed(self.carried, "of the source, and so of the result"),
+            *_summed(self.carried, "of the source"),
         ]
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -122,11 +124,14 @@ class Verdict:
 NO_FINDINGS = Verdict()
 
 
+_MOST_LINE = 100  # of a plan, which people read on a screen
+
+
 def _summed(findings: Sequence[Finding], what: str) -> Iterator[str]:
     by_rule: dict[str, list[Finding]] = {}
     for finding in findings:
         by_rule.setdefault(finding.rule, []).append(finding)
     for rule, found in by_rule.items():
-        first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        yield f"{rule}, {what}: {first.where}: {first.message}{more}"
+        line = printable(f"{rule} {what}{more}: {found[0].where}: {found[0].message}")
+        yield line if len(line) <= _MOST_LINE else f"{line[: _MOST_LINE - 4]} ..."
