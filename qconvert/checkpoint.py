@@ -291,8 +291,13 @@ class Checkpoint(Mapping[str, Source]):
     def manifest(self) -> dict[str, Any] | None:
         """qconvert.json of a folder that qconvert made, else None. Raises CheckpointError if it is
         broken, or another program's."""
-        data = self.read(MANIFEST, self._manifest_limit)
+        data = self.manifest_bytes
         return None if data is None else parse_manifest(data, self.root / MANIFEST)
+
+    @property
+    def manifest_bytes(self) -> bytes | None:
+        """qconvert.json as it is, None where there is none."""
+        return self.read(MANIFEST, self._manifest_limit)
 
     @property
     def _manifest_limit(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from qconvert.checkpoint import MANIFEST, RECEIPT
 from qconvert.findings import Finding, Rule, Skipped
 from qconvert.receipt import Seal, manifest_seal
-from qconvert.regular import PER_TENSOR, SMALL, read_regular
 from qconvert.validation import Folder, Need, NotChecked
 
 RULES = (
@@ -33,17 +32,16 @@ class Seals:
 
     name: str = "seals"
     proves: str = "receipt and manifest are as they were sealed"
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need] = frozenset({"files"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
         receipt = folder.receipt_text
         found: dict[str, Seal] = {}
         if receipt is not None:
             found[RECEIPT] = receipt.seal
-        file = folder.checkpoint.root / MANIFEST
-        if folder.checkpoint.manifest is not None:
-            limit = SMALL + PER_TENSOR * len(folder.checkpoint)
-            found[MANIFEST] = manifest_seal(read_regular(file, limit))
+        manifest = folder.checkpoint.manifest_bytes
+        if manifest is not None:
+            found[MANIFEST] = manifest_seal(manifest)
         if not found:
             raise NotChecked(f"the folder has no {MANIFEST}")
         if set(found.values()) == {"none"}:

@@ -588,9 +588,10 @@ def _run_units(
     total = sum(unit.write for unit in ready.units)
     told.start(total, total - sum(unit.write for _, unit in left))
     if not left:
-        outside = [
-            Wanted(number, op) for number, unit in left if (op := made_outside(unit)) is not None
-        ]
+        return
+    outside = [
+        Wanted(number, op) for number, unit in left if (op := made_outside(unit)) is not None
+    ]
     elsewhere = {wanted.number for wanted in outside}
     todo: list[Numbered] = [(number, unit) for number, unit in left if number not in elsewhere]
     paths: list[Path] = []
