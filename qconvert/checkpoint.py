@@ -551,10 +551,12 @@ def _side_files(
             path = (base / name).as_posix()
             if path in shards or path in ("config.json", INDEX):
                 continue
-            if _is_denied(Path(folder) / name, path):
+            if _is_denied(path):
                 denied.append(path)
                 continue
-            resolved(root, path, follow_links=follow_links)
+            if _is_special(resolved(root, path, follow_links=follow_links)):
+                denied.append(path)
+                continue
             try:
                 path.encode()
             except UnicodeEncodeError as error:
@@ -570,7 +572,7 @@ def _unreadable(error: OSError) -> None:
     raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _is_denied(file: Path, path: str) -> bool:
+def _is_denied(path: str) -> bool:
     """Whether a file, at `path` below the root, stays behind. Only the root's own config.json and
     manifest are made anew: a nested config.json is somebody's."""
     name = path.rpartition("/")[2]
@@ -579,8 +581,12 @@ def _is_denied(file: Path, path: str) -> bool:
         return True
     if name.endswith(".index.json"):
         return True
-    special = file.exists() and not file.is_file()  # a pipe, a socket
-    return special or name.lower().endswith(DENIED_SUFFIXES)
+    return name.lower().endswith(DENIED_SUFFIXES)
+
+
+def _is_special(real: Path) -> bool:
+    """Whether something is no file to be read: a pipe, a socket, a device."""
+    return real.exists() and not real.is_file()
 
 
 def quantization_in(

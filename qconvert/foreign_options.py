@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.errors import PlanError, RecipeError
 from qconvert.formats.scheme import Actorder, Bits, IntScheme
+from qconvert.patterns import compiled
 from qconvert.yaml_lines import Path, did_you_mean
 
 # Weights alone, in widths that are packed here. All other presets quantize activations too, or to
@@ -313,7 +314,7 @@ class Reader:
             at: Path = (*path, number)
             if word.startswith("re:"):
                 try:
-                    re.compile(word.removeprefix("re:"))
+                    compiled(word.removeprefix("re:"))
                 except re.error as error:
                     what = f"{word!r} is no regular expression: {error}"
                     raise self.error(at, what) from error

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.errors import PlanError
 from qconvert.formats.scheme import IntScheme
+from qconvert.patterns import compiled
 from qconvert.quantization import config_groups, groups_of
 
 _NOT_READ = ("transform_config", "sparsity_config")
@@ -91,7 +92,7 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
 
 def _fits(pattern: str, module: str) -> bool:
     try:
-        return re.match(pattern, module) is not None
+        return compiled(pattern).match(module) is not None
     except re.error as error:
         raise PlanError(f"config target {pattern!r} is no regular expression: {error}") from error
 

@@ -15,6 +15,7 @@ from qconvert.formats.scheme import IntScheme
 from qconvert.graph import Output
 from qconvert.names import split_parameter
 from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.patterns import compiled
 from qconvert.plan import Plan
 from qconvert.roles import Cut, Kind, joined_with
 
@@ -73,7 +74,7 @@ def matches(module: str, patterns: Iterable[str]) -> str | None:
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
-                fits = re.match(pattern[3:], module) is not None
+                fits = compiled(pattern[3:]).match(module) is not None
             except re.error as error:
                 raise PlanError(f"{pattern!r} is no regular expression: {error}") from error
         else:

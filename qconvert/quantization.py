@@ -13,6 +13,7 @@ from typing import Any
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.errors import PlanError
+from qconvert.patterns import compiled
 from qconvert.spec import TensorType, ceil_div
 
 
@@ -71,7 +72,7 @@ class Entries:
         for entry in sorted(entries):
             if entry.startswith("re:"):
                 try:
-                    patterns.append((re.compile(entry[3:]), entries[entry]))
+                    patterns.append((compiled(entry[3:]), entries[entry]))
                 except re.error as error:
                     raise PlanError(f"{entry!r} is no regular expression: {error}") from error
         named = next((entries[name] for name in _CLASSES if name in entries), None)

@@ -14,7 +14,6 @@ wrong checkpoints are made. llm-compressor's recipes are read as well (qconvert/
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -25,6 +24,7 @@ from typing import Any
 from qconvert.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.foreign_recipe import is_foreign, parse_foreign, pattern_of
 from qconvert.passes import passes
+from qconvert.patterns import compiled
 from qconvert.plan import Pass
 from qconvert.regular import read_regular
 from qconvert.sizes import parse_size
@@ -178,7 +178,7 @@ def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
 
 
 def _takes_head(pattern: str) -> bool:
-    return pattern == "Linear" or re.match(pattern.removeprefix("re:"), "lm_head") is not None
+    return pattern == "Linear" or compiled(pattern.removeprefix("re:")).match("lm_head") is not None
 
 
 def _pass(node: Any, name: str) -> Pass:

@@ -26,6 +26,7 @@ _RANK = {
     "reports": 14, "report": 13, "demo": 15, "commands": 16, "cli": 17, "__main__": 18, "__init__": 0,
     "plugins": 0,
     "repo": 1, "manifest": 8, "card": 10, "hub": 14,
+    "patterns": 1,
     "shown": 0, "say": 1, "sizes": 1, "regular": 1, "links": 2, "json_text": 1, "manifest_keys": 2,
     "receipt": 3, "yaml_lines": 1, "foreign_options": 7, "foreign_recipe": 8,
     "calibrate": 12, "calibrate.data": 4, "calibrate.samples": 4, "calibrate.tokenizer": 4,
@@ -49,6 +50,7 @@ _FOUNDATION = (
     "regular",
     "links",
     "json_text",
+    "patterns",
     "manifest_keys",
 )
 

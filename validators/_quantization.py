@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from qconvert.checkpoint import Checkpoint, QuantConfig
 from qconvert.errors import PlanError
+from qconvert.patterns import compiled
 from qconvert.quantization import groups_of
 
 T = TypeVar("T")
@@ -224,7 +225,7 @@ class Listed:
                 continue
             part = translate(entry) if is_shell else entry[3:]
             try:
-                re.compile(part)
+                re.compile(part) if is_shell else compiled(part)
                 good.append(part)
             except re.error as error:
                 broken[entry] = str(error)

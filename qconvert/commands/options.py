@@ -114,8 +114,10 @@ class Pattern(_Text):
                 f"{text!r} names no module; write a name, the end of one, or re:PATTERN"
             )
         if text.startswith("re:"):
+            from qconvert.patterns import compiled
+
             try:
-                re.compile(text[3:])
+                compiled(text[3:])
             except re.error as error:
                 raise ValueError(f"{text!r} is not a regular expression: {error}") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from qconvert.checkpoint import MANIFEST, RECEIPT
+from qconvert.checkpoint import MANIFEST, RECEIPT, file_size
 from qconvert.errors import OutputError, QConvertError
 from qconvert.receipt import digest, read_receipt, sealed_manifest
 from qconvert.run.staging import (
@@ -48,8 +48,11 @@ def look_over(ready: Prepared, out: Path, *, verify: bool) -> State:
     edited = set()
     texts = _wanted_texts(ready, out)
     wanted = {**ready.plan.checkpoint.side_digests, **{n: digest(d) for n, d in texts.items()}}
+    source = ready.plan.checkpoint
+    sizes = {name: file_size(source.real(name)) for name in source.side_files}
+    sizes |= {name: len(data) for name, data in texts.items()}
     for name in [*ready.plan.side_files, *texts]:
-        fault = _fault(out / name, wanted[name])
+        fault = _fault(out / name, wanted[name], sizes[name])
         if name in EDITED and fault == _OTHER_BYTES:
             edited.add(name)
         elif fault is not None:
@@ -75,16 +78,18 @@ def _wanted_texts(ready: Prepared, out: Path) -> dict[str, bytes]:
     texts = made_texts(ready)
     unsealed = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
     assert sealed_manifest(manifest_of(ready)) == texts[MANIFEST]
-    if _fault(out / MANIFEST, digest(unsealed)) is None:
+    if _fault(out / MANIFEST, digest(unsealed), len(unsealed)) is None:
         texts[MANIFEST] = unsealed
     return texts
 
 
-def _fault(path: Path, wanted: str) -> str | None:
+def _fault(path: Path, wanted: str, size: int) -> str | None:
     if path.is_symlink():
         return "is a symbolic link"
     if not path.is_file():
         return "is missing"
+    if path.stat().st_size != size:  # before gigabytes of what is not ours are hashed
+        return _OTHER_BYTES
     return None if hash_of(path, xxhash.xxh3_128()) == wanted else _OTHER_BYTES
 
 
