@@ -57,10 +57,10 @@ def convert_stages(
     partition = partition_of(pp, whole.census.dims.num_layers, known)
     chosen = replace(run_options(recipe, options), link_near=out if link else None)
     plans = [plan.check() for plan in split_plan(whole, partition, known)]
-    ready, verdicts = prepared(
+    parts, verdicts = prepared(
         plans, chosen, options["base_model"], together=False, source=whole.checkpoint
     )
-    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in ready]
+    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in parts]
     _check_room(out, stages)
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
