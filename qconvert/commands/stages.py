@@ -60,10 +60,10 @@ def convert_stages(
     partition = partition_of(pp, whole.census.dims.num_layers, known)
     chosen = replace(run_options(recipe, options), link_near=out if link else None)
     plans = [plan.check() for plan in split_plan(whole, partition, known)]
-    made, verdicts = prepared(
+    parts, verdicts = prepared(
         plans, chosen, options["base_model"], together=False, source=whole.checkpoint
     )
-    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in made]
+    stages = [(out / part.plan.facts["stage"]["folder"], part) for part in parts]
     looks = _foreseen(out, stages) if options["dry_run"] else []
     if not options["dry_run"]:
         _check_room(out, stages)
