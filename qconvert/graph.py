@@ -91,8 +91,12 @@ class Op(Protocol):
 
 @runtime_checkable
 class Several(Protocol):
-    """An op that makes several things of one argument, each lossy in its own way, and not all of them
+    """An op that may make several things of one argument, each lossy in its own way, and not all of them
     for one folder."""
+
+    @property
+    def several(self) -> bool:
+        """Whether this one does."""
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
         """As `Op.loss`, of what becomes of these results."""

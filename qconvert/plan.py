@@ -144,14 +144,15 @@ class Plan:
 
     @cached_property
     def _losses(self) -> dict[str, int]:
-        wanted = _ports(self.tensors.values())
+        order = list(nodes(self.tensors.values()))
+        shared = [node for node in order if getattr(node.op, "several", False)]
+        wanted = _ports(self.tensors.values(), order) if shared else {}
         found: dict[str, int] = {}
-        for node in nodes(self.tensors.values()):
+        for node in order:
             types = [arg.type for arg in node.args]
-            if isinstance(node.op, Several):
+            loss = node.op.loss(*types)
+            if shared and isinstance(node.op, Several):
                 loss = node.op.loss_of(wanted[id(node)], *types)
-            else:
-                loss = node.op.loss(*types)
             if loss is not None:
                 found[loss] = found.get(loss, 0) + 1
         return found
@@ -247,10 +248,9 @@ def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
                 )
 
 
-def _ports(outputs: Iterable[Output]) -> dict[int, frozenset[int]]:
-    """By a node's identity, which of its results are used: by outputs, or by other nodes."""
-    outputs = list(outputs)
-    args = (arg for node in nodes(outputs) for arg in node.args)
+def _ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozenset[int]]:
+    """By a node's identity, which of its results are used: by outputs, or by the other nodes."""
+    args = (arg for node in order for arg in node.args)
     found: dict[int, set[int]] = {}
     for output in itertools.chain(outputs, args):
         for origin, _, _ in output.pieces:

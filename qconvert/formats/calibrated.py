@@ -44,6 +44,10 @@ class Calibrated:
     def scratch(self, *args: TensorType) -> int:
         return 0
 
+    @property
+    def several(self) -> bool:
+        return len(self.packers) > 1
+
     def loss(self, *args: TensorType) -> str | None:
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 

@@ -84,6 +84,10 @@ class Recode:
             return most
         return aligned(decoded.nbytes) + max(most, self.decoder.scratch(*args))
 
+    @property
+    def several(self) -> bool:
+        return len(self.encoders) > 1
+
     def loss(self, *args: TensorType) -> str | None:
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 
