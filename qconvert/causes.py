@@ -35,9 +35,10 @@ def check_experts(plan: Plan, instead: str) -> None:
         )
     if not plan.census.dims.num_experts:
         if any(".experts." in name or plan.census.kind(name).routed for name in plan.tensors):
+            fix = "correct config.json" if plan.family.name != "generic" else _UNKNOWN
             raise PlanError(
-                f"{model_name(plan)}: tensors are named for experts, and the config counts none of "
-                f"them by a name that is known; {_UNKNOWN}"
+                f"{model_name(plan)}: the config counts no experts by a name that is known, and tensors "
+                f"are named for some; {fix}"
             )
         if plan.family.name == "generic":
             instead = "use it as it is"  # of its other layers nothing is known either

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from random import Random
+from typing import Any
 
 from checkpoints import Model, Tensor, tensor
 
@@ -27,17 +28,25 @@ def nvfp4_moe(
     names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
     if not modelopt:
         names = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-    block = {
+    block: dict[str, Any] = {
         "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
+        "quant_algo": "NVFP4" if inputs else "W4A16_NVFP4",
         "group_size": 16,
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
     }
     if not modelopt:
+        scheme = {
+            "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+            "symmetric": True,
+        }  # fmt: skip
+        group: dict[str, Any] = {"targets": ["Linear"], "weights": scheme}
+        if inputs:
+            group["input_activations"] = {**scheme, "dynamic": "local"}
         block = {
             "quant_method": "compressed-tensors",
             "format": "nvfp4-pack-quantized",
-            "ignore": [],
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*mlp\.gate$"],
         }
     config = {
         "model_type": "qwen3_moe" if gated else "plain_moe",

@@ -18,6 +18,7 @@ from typing import Any
 import amx_rows
 import numpy as np
 import pytest
+from broken_repos import sealed_again
 from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
 from checkpoints import tensor as any_tensor
 
@@ -184,6 +185,7 @@ def swap_matrices(out: Path, one: str, other: str) -> None:
 
 def state(out: Path, **facts: Any) -> None:
     edit_json(out / MANIFEST, lambda manifest: manifest["amx"].update(facts))
+    sealed_again(out)
 
 
 # --- Sound folders -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 from checkpoints import INDEX, bf16_moe, convert, edit_header_text, edit_json, run_cli, shard_name
-from hostile import no_hang
+from hostile_inputs import no_hang
 
 from qconvert import cli
 from qconvert.checkpoint import Checkpoint

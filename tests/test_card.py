@@ -385,7 +385,7 @@ def test_what_was_proved_and_what_was_not() -> None:
         "- fused in 1 group, says qconvert.json",
         "- logits (give --logits N)",
         "- amxint4: 2 matrices, 20.0 dB SQNR or more",
-        "- bf16: 1 matrices, all equal",
+        "- bf16: 1 matrix, all equal",
         "- fp8: 2 matrices, some with nothing to compare",
         "- from SRC/a",
     ):

@@ -435,7 +435,7 @@ def test_a_source_that_changes_during_the_run_is_refused(tmp_path: Path) -> None
 def test_a_source_that_goes_during_the_run_is_refused(tmp_path: Path) -> None:
     source = faults.write_small(tmp_path / "source")
     last = source / "model-00002-of-00002.safetensors"
-    with pytest.raises(RunError, match=re.escape(f"{last}: cannot be read")):
+    with pytest.raises((RunError, CheckpointError), match=re.escape(f"{last}: cannot be read")):
         execute(
             plan_of(source), tmp_path / "out", faults.options("single"), events=_At(last.unlink)
         )

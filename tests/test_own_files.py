@@ -21,7 +21,7 @@ import xxhash
 from checkpoints import run_cli
 from faults import convert, plan_of, tree
 
-from qconvert.checkpoint import MANIFEST, RECEIPT, WORK_DIR
+from qconvert.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
 from qconvert.errors import CheckpointError, OutputError, RunError
 from qconvert.hub.cards import account_for_readme
 from qconvert.run.executor import Options, execute
@@ -186,16 +186,16 @@ def test_a_side_file_that_cannot_be_read_is_named(
 ) -> None:
     """EIO comes from reading and names no file by itself."""
     source = faults.write_small(tmp_path / "source")
-    opened = Path.open
+    opened = Checkpoint.open_file
 
-    def failing(self: Path, *how: object, **more: object) -> object:
-        stream = opened(self, *how, **more)  # type: ignore[call-overload]
-        if self.name == "tokenizer.json":
+    def failing(self: Checkpoint, name: str) -> object:
+        stream = opened(self, name)
+        if name == "tokenizer.json":
             stream.close()
             return _Broken()
         return stream
 
-    monkeypatch.setattr(Path, "open", failing)
+    monkeypatch.setattr(Checkpoint, "open_file", failing)
     fresh = plan_of(source)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
         _ = fresh.checkpoint.sample_digest

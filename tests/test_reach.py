@@ -25,7 +25,7 @@ from checkpoints import (
     tree,
     write_shard,
 )
-from hostile import device, escapes, huge, no_hang, pipe
+from hostile_inputs import device, escapes, huge, no_hang, pipe
 
 import qconvert
 from qconvert.calibrate.data import DataSpec, digest

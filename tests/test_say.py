@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import bf16_moe, convert, edit_json, fp8_moe, run_cli, tensor
-from hostile import EVIL, raw_lines
+from hostile_inputs import EVIL, raw_lines
 
 import qconvert
 from qconvert.commands.progress import Bar

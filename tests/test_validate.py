@@ -23,6 +23,7 @@ from checkpoints import (
     run_cli,
     tensor,
     tree,
+    unjudged,
     without,
     write_shard,
 )
@@ -94,8 +95,7 @@ def test_a_sound_output_has_no_finding(
 
 
 def test_dropped_tensors_are_accounted_for(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(DROP_HEAD)
-    assert run_cli("run", tmp_path / "r.yaml", source, tmp_path / "out", "--jobs", "1").code == 0
+    unjudged(DROP_HEAD, source, tmp_path / "out")
     report = validate_folder(tmp_path / "out", str(source), request=Request("full"))
     assert [(f.rule, f.where) for f in report.findings] == [("QC013", HEAD)]
     assert "every source byte was used, or dropped by a named rule" in report.proved

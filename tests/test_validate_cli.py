@@ -52,7 +52,8 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     name: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     result = run_cli("validate", pair[1], "--report", tmp_path / name)
-    assert (result.code, result.out) == (1, "")
+    # A suffix that no report has is a fault of the option's own text; a missing folder is not.
+    assert (result.code, result.out) == (2 if name.endswith(".pdf") else 1, "")
     assert name.rpartition("/")[2] in result.err
 
 

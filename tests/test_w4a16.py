@@ -15,7 +15,7 @@ from typing import Any
 import int_forms
 import numpy as np
 import pytest
-from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli
+from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudged
 from test_int_formats import bf16_bits, to_array, weight
 from test_kt import bf16, deepseek_v3, qwen3_moe
 
@@ -142,8 +142,8 @@ def test_fp8_linears_beside_packed_experts_are_read(tmp_path: Path) -> None:
         assert cpu.code == 0, cpu.err
         before, after = tmp_path / f"{name}-bf16", tmp_path / f"{name}-w4a16-bf16"
         for folder, into in ((source, before), (out, after)):
-            done = run_cli("dequant", folder, into, "--jobs", "1")
-            assert done.code == 0, done.err
+            # The packed experts stay packed, and no config says so any more: the command line refuses.
+            unjudged("passes: [dequant]", folder, into)
         expected, found = read_tensors(before), read_tensors(after)
         others = {n for n in expected if ".mlp.experts." not in n}
         assert {n: found[n] for n in others} == {n: expected[n] for n in others}
@@ -282,7 +282,7 @@ def test_part_of_what_is_fused_is_refused(tmp_path: Path) -> None:
     [
         (["--target", "Linear", "--target", "no_proj"], "'no_proj' matches no weight"),
         (["--target", "lm_head"], "'lm_head' matches no weight that can be quantized"),
-        (["--target", "re:("], "'re:(' is no regular expression"),
+        (["--target", "re:("], "'re:(' is not a regular expression"),
         (["--format", "gptq", "--asymmetric"], "take gptq-v2, or symmetric weights"),
     ],
 )

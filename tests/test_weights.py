@@ -611,7 +611,10 @@ def test_other_activations_are_refused(change: dict[str, Any], says: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"model_type": "unheard_of"}, "'unheard_of' is not known"), ({"num_experts": 0}, "dense")],
+    [
+        ({"model_type": "unheard_of"}, "'unheard_of' is not known"),
+        ({"num_experts": 0}, "counts no experts"),
+    ],
 )
 def test_models_without_known_experts_are_refused(
     change: dict[str, Any], says: str, tmp_path: Path
