@@ -258,7 +258,14 @@ class Checkpoint(Mapping[str, Source]):
         kernels nothing is, for a family knows none of its tensors."""
         if "amx" in (self.manifest or {}):
             return []
-        found = self.census.absent()
+        # A layer whose experts were prepared for TensorRT-LLM's kernels has them under other names.
+        ends = (".experts.w13_weight", ".experts.w13_weight_packed")
+        prepared = {parse(name).layer for name in self if name.endswith(ends)}
+        found = [
+            name
+            for name in self.census.absent()
+            if not (".experts." in name and parse(name).layer in prepared)
+        ]
         stage = (self.manifest or {}).get("stage")
         if stage is None:
             return found

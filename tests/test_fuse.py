@@ -280,7 +280,9 @@ def test_packed_experts_are_not_stacked(packed: str) -> None:
 def test_unstack_refuses_what_it_cannot_know() -> None:
     odd = {"model.layers.0.mlp.experts.gate_up_proj": TensorType("BF16", (4, 64, 64))}
     refused(
-        Plan.identity(checkpoint(odd)), Unstack(), "named for experts, and the config counts none"
+        Plan.identity(checkpoint(odd)),
+        Unstack(),
+        "the config counts no experts by a name that is known",
     )
     refused(Plan.identity(published("qwen3-30b-a3b-fp8")), Unstack(), "matrices already")
     refused(Plan.identity(published("qwen3.5-0.8b")), Unstack(), "no experts")

@@ -60,7 +60,8 @@ def recipe(folder: Path, text: str) -> Path:
 
 def converted(source: Path, out: Path, passes: str) -> Path:
     """A recipe's name, or its passes as YAML."""
-    if passes == "passes:\n- unfuse\n":  # of Qwen3-Next a step, which no loader takes
+    # Of Qwen3-Next unfused, or Qwen3.5 in another order, which no loader takes.
+    if passes == "passes:\n- unfuse\n" or "groups" in passes:
         unjudged(passes, source, out)
         return out
     what = recipe(out.parent, passes) if passes.startswith("passes") else passes

@@ -349,7 +349,8 @@ _PARSING = {
 }
 _PARSERS = {
     "json_text.py", "yaml_lines.py", "header.py",
-    "run/workspace.py", "run/journal.py",  # our own files
+    "run/workspace.py", "run/journal.py", "run/staging.py", "run/vouched.py", "run/finished.py",
+    "judgement.py",  # our own files, and texts that journal and receipt were read to
     "plugins/sglang_prepared.py",  # runs within sglang, without qconvert
     "validators/kt_forward.py", "hub/patience.py",  # our own job; answers of the Hub
 }  # fmt: skip
