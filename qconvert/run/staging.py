@@ -18,7 +18,13 @@ from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT
 from qconvert.errors import CheckpointError, OutputError
 from qconvert.manifest import described
 from qconvert.plan import Plan
-from qconvert.receipt import digest, manifest_seal, read_receipt, sealed_lines, sealed_manifest
+from qconvert.receipt import (
+    digest,
+    manifest_seal,
+    read_file_lines,
+    sealed_lines,
+    sealed_manifest,
+)
 from qconvert.regular import PER_TENSOR, SMALL, read_regular
 from qconvert.run.shards import OutFile
 from qconvert.run.vouched import check_entries, header_of, seen, shard_fault
@@ -175,13 +181,11 @@ def check_staged(ready: Prepared, space: Workspace) -> None:
             sound = False
         if not sound or (name == MANIFEST and manifest_seal(data) != "sound"):
             raise _unpublished(path, "is not as it was written")
-    found = read_receipt(
-        _place(space, RECEIPT), max(tensors, len(ready.plan.checkpoint)), error=OutputError
-    )
-    if found is None or found.seal != "sound":
+    found = read_file_lines(_place(space, RECEIPT), error=OutputError)
+    if found.seal != "sound":
         raise _unpublished(space.stage / RECEIPT, "is not as it was written")
     for line in found.lines:
-        if "name" not in line and "xxh3" in line:
+        if "xxh3" in line:
             path = _place(space, line["file"])
             if hash_of(path, xxhash.xxh3_128()) != line["xxh3"]:
                 raise _unpublished(path, "is not as it was written")
