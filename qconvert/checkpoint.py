@@ -437,7 +437,9 @@ def _shard_files(
     if only is not None:
         return [only], None, []
     if os.path.lexists(root / INDEX):
-        raw = _read_needed(root, INDEX, _index_limit(root), follow_links=follow_links)
+        raw = _read_needed(
+            root, INDEX, _index_limit(root, follow_links=follow_links), follow_links=follow_links
+        )
         table = parse_object(raw, root / INDEX)
         weight_map, metadata = table.get("weight_map"), table.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -479,13 +481,14 @@ def _shard_files(
     return found, None, []
 
 
-def _index_limit(root: Path) -> int:
+def _index_limit(root: Path, *, follow_links: bool) -> int:
     """Most bytes of an index: it has a line a tensor, and the headers beside it say how many those can
     be at most, by their lengths alone."""
     tensors = 0
     for file in root.glob("*.safetensors"):
         with suppress(CheckpointError, FileNotFoundError):  # for the header's reader to name
-            with os.fdopen(open_regular(file), "rb") as stream:
+            real = resolved(root, file.name, follow_links=follow_links)
+            with _naming(file), os.fdopen(open_regular(real, follow=False), "rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
             tensors += min(length, MAX_HEADER) // _LEAST_ENTRY
     return SMALL + PER_TENSOR * tensors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import click
 
-from qconvert.commands.options import DataName, Device, Folder, Share, from_options, stacked
+from qconvert.commands.options import MOST, DataName, Device, Folder, Share, from_options, stacked
 
 if TYPE_CHECKING:
     from qconvert.calibration import Calibration
@@ -46,8 +46,8 @@ DATA: Callable[[F], F] = stacked(
         "--synthetic", is_flag=True,
         help="Random tokens instead of data: for trying things out, not for serving.",
     ),
-    click.option("--samples", type=click.IntRange(min=1), help="Samples. [default: 512]"),
-    click.option("--length", type=click.IntRange(min=2), help="Tokens a sample. [default: 2048]"),
+    click.option("--samples", type=click.IntRange(1, MOST), help="Samples. [default: 512]"),
+    click.option("--length", type=click.IntRange(2, MOST), help="Tokens a sample. [default: 2048]"),
     click.option(
         "--seed", type=click.IntRange(0, 2**32 - 1), help="Which samples are taken. [default: 0]"
     ),
@@ -61,7 +61,7 @@ DATA: Callable[[F], F] = stacked(
         help="Tokens an expert is calibrated on: its own, or all. [default: routed]",
     ),
     click.option(
-        "--min-tokens", type=click.IntRange(min=1),
+        "--min-tokens", type=click.IntRange(1, MOST),
         help="An expert with fewer of its own is handled as --few says, and listed. [default: 128]",
     ),
     click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.commands.options import FOLLOW_LINKS, SOURCE, Size, SourceName
+from qconvert.commands.options import FOLLOW_LINKS, MOST, SOURCE, Size, SourceName
 from qconvert.commands.progress import Bar
 from qconvert.say import say, say_all, say_json, say_report
 from qconvert.shown import shortened
@@ -171,7 +171,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 )
 @click.option(
     "--logits",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST),
     metavar="N",
     help="Run the first N layers of OUT and SRC through transformers on the same tokens.",
 )
@@ -186,7 +186,9 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="0,3,58-60",
     help="Layers that --kernels and --attribute look at, instead of a few.",
 )
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Worker processes [the cores].")
+@click.option(
+    "--jobs", type=click.IntRange(1, MOST), metavar="N", help="Worker processes [the cores]."
+)
 @click.option("--memory", type=Size(), metavar="SIZE", help="Memory they may take, e.g. 2GiB.")
 @click.option(
     "--format",

@@ -11,6 +11,7 @@ import click
 from qconvert.commands.calibration import DATA, split_data
 from qconvert.commands.options import (
     FOLLOW_LINKS,
+    MOST,
     OUT,
     SOURCE,
     Folder,
@@ -56,7 +57,7 @@ _PLANNING: Callable[[F], F] = stacked(
         "--memory", type=Size(), help="Memory of all processes, e.g. 512MiB. [default: 1 GiB, or "
         "what all cores need; at most half of what is free]",
     ),
-    click.option("--jobs", type=click.IntRange(min=1), help="Worker processes. [default: auto]"),
+    click.option("--jobs", type=click.IntRange(1, MOST), help="Worker processes. [default: auto]"),
     click.option("--max-shard-size", type=Size(), help="Largest output file. [default: 5GB]"),
     click.option(
         "--dump-after", metavar="PASS", type=PassName(),

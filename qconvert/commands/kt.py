@@ -19,7 +19,7 @@ from qconvert.commands.convert import (
     run_options,
     show_plan,
 )
-from qconvert.commands.options import OUT, SOURCE, Folder
+from qconvert.commands.options import MOST, OUT, SOURCE, Folder
 from qconvert.say import say
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
-    "--numa", required=True, type=click.IntRange(min=1),
+    "--numa", required=True, type=click.IntRange(1, MOST),
     help="NUMA nodes of the machine that will serve; the runtime is started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(

@@ -9,7 +9,7 @@ import click
 
 from qconvert.commands.consumer import ConsumerName
 from qconvert.commands.convert import CONVERSION, RunOptions, convert
-from qconvert.commands.options import OUT, SOURCE
+from qconvert.commands.options import MOST, OUT, SOURCE
 
 if TYPE_CHECKING:
     from qconvert.plan import Pass
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     metavar="NAME[==VERSION]",
     help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
 )
-@click.option("--groups", type=click.IntRange(min=1), help="Order by groups, for your own loader.")
-@click.option("--source-groups", type=click.IntRange(min=1), help="Order a fused source is in.")
+@click.option(
+    "--groups", type=click.IntRange(1, MOST), help="Order by groups, for your own loader."
+)
+@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order a fused source is in.")
 @click.option(
     "--what",
     type=click.Choice(["gdn", "gate_up", "qkv"]),
@@ -78,7 +80,7 @@ def fuse(
     metavar="NAME[==VERSION]",
     help="Who will load it: sglang, vllm, transformers, or qwen3.5 (the model class).",
 )
-@click.option("--source-groups", type=click.IntRange(min=1), help="Order the source is in.")
+@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order the source is in.")
 @CONVERSION
 def unfuse(
     source: str,

@@ -207,6 +207,9 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+MOST = (
+    2**31 - 1
+)  # of whatever an option counts; the product of two is still a number to compute with
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
     "otherwise.",

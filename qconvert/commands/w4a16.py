@@ -9,7 +9,7 @@ import click
 
 from qconvert.commands.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.commands.convert import CONVERSION, convert
-from qconvert.commands.options import OUT, SOURCE, Pattern, from_options
+from qconvert.commands.options import MOST, OUT, SOURCE, Pattern, from_options
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -44,7 +44,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     help="Of these, what is left. May be repeated.",
 )  # fmt: skip
 @click.option(
-    "--tp", type=click.IntRange(min=1), metavar="N",
+    "--tp", type=click.IntRange(1, MOST), metavar="N",
     help="Refuse what would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 @click.option(
