@@ -20,6 +20,7 @@ import xxhash
 from amx_rows import Bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kt_machine import needs_avx512
 from ops_harness import buffer, run_op
 from test_amx_peer import layer_of, ours, run_kt
 
@@ -330,6 +331,7 @@ def test_every_largest_weight_there_is(method: Method) -> None:
     check(method, every_largest(5), 1, (None,))
 
 
+@needs_avx512
 @pytest.mark.peer
 @pytest.mark.parametrize("method", METHODS)
 def test_every_largest_weight_there_is_as_kt_kernel_scales_it(
@@ -398,6 +400,7 @@ def test_bytes_are_those_kt_kernel_wrote(case: dict[str, Any]) -> None:
     assert found == case["kt"]
 
 
+@needs_avx512
 @pytest.mark.peer
 def test_kt_kernel_still_writes_the_goldens(tmp_path: Path) -> None:
     cases = json.loads(GOLDEN.read_bytes())

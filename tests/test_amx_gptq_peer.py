@@ -15,6 +15,7 @@ import torch
 import transformers
 from calibrate_models import qwen3_moe, samples, saved
 from checkpoints import run_cli
+from kt_machine import needs_avx512
 from safetensors.torch import save_file
 
 from qconvert.checkpoint import Checkpoint
@@ -57,6 +58,7 @@ def seen(model: Path, layer: int) -> tuple[_Inputs, torch.Tensor]:
     return inputs, made.float()
 
 
+@needs_avx512
 @pytest.mark.parametrize(("method", "numa"), [("int4", 2), ("int8", 1)])
 def test_calibrated_codes_beat_searched_ones(
     method: str, numa: int, model: Path, tmp_path: Path

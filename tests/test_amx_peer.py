@@ -16,6 +16,7 @@ import amx_rows
 import kt_convert
 import numpy as np
 import pytest
+from kt_machine import needs_avx512
 from ops_harness import buffer, run_op
 
 from qconvert.errors import PlanError
@@ -69,6 +70,7 @@ def ours(method: Method, numa: int, name: str, bits: np.ndarray[Any, Any]) -> li
     return found
 
 
+@needs_avx512
 @pytest.mark.parametrize("numa", NUMA)
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_equal_kt_kernels(method: Method, numa: int, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from broken_repos import sealed_again
 from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
 from checkpoints import tensor as any_tensor
+from kt_machine import needs_avx512
 
 import qconvert.tasks
 from qconvert.checkpoint import Checkpoint
@@ -750,6 +751,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
     }
 
 
+@needs_avx512
 @pytest.mark.peer
 @pytest.mark.parametrize("stacked", [False, True], ids=["apart", "stacked"])
 @pytest.mark.parametrize("draw", ["gaussian", "student"])
@@ -793,6 +795,7 @@ def test_kt_kernel_serves_the_model_s_own_layers(tmp_path: Path) -> None:
     assert validate_folder(out, str(source), request=Request("full")).findings == []
 
 
+@needs_avx512
 @pytest.mark.peer
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("change", [swapped_experts, every_gate_for_up, swapped_layers])
@@ -812,6 +815,7 @@ def test_qc045_kt_kernel_with_other_weights(
     assert "from what the source's give" in findings[0].message
 
 
+@needs_avx512
 @pytest.mark.peer
 @pytest.mark.parametrize("stated", [1, 2])
 @pytest.mark.parametrize("method", METHODS)

@@ -320,7 +320,7 @@ def test_wrong_partitions_and_runtimes_are_refused(tmp_path: Path) -> None:
         (["--pp", "2"], 2, "say --for sglang or --for vllm"),
         (["--pp", "two", "--for", "vllm"], 2, "'two' is not a partition"),
         (["--pp", "9", "--for", "vllm"], 1, "4 layers cannot be cut into 9 stages"),
-        (["--pp", "2,2", "--for", "transformers"], 2, "not a runtime with pipeline stages"),
+        (["--pp", "2,2", "--for", "transformers"], 2, "is not one of sglang, vllm"),
     ):
         done = run_cli("split", tmp_path / "s", tmp_path / "out", *arguments)
         assert (done.code, said in done.err) == (code, True), done.err
