@@ -717,7 +717,7 @@ def draft_int4(ignore: list[str]) -> Any:
     """DeepSeek's draft layer with bf16 attention, beside packed experts."""
     import test_kt
 
-    from qconvert.spec import ceil_div
+    from qconvert.core.dtypes import ceil_div
 
     model = test_kt.deepseek_v3()
     group = {

@@ -33,7 +33,7 @@ from checkpoints import (
     without,
 )
 
-from qconvert.validation import Level
+from qconvert.validation.runner import Level
 
 CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"

@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 
-from qconvert.cli import main
-from qconvert.graph import Source
+from qconvert.cli.main import main
+from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
 
 INDEX = "model.safetensors.index.json"

@@ -17,10 +17,10 @@ from calibrate_models import qwen3_moe, samples, saved
 from checkpoints import run_cli
 from safetensors.torch import save_file
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.validation import Folder
-from qconvert.validators._amx import read_block
-from qconvert.validators.amx_client import _client, _distance, _Inputs
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.runner import Folder
+from qconvert.validators.amx.amx_client import _client, _distance, _Inputs
+from qconvert.validators.amx.reading import read_block
 
 pytestmark = pytest.mark.peer
 

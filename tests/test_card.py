@@ -18,19 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import judged
 
-from qconvert.card import card, split_front_matter
-from qconvert.card.front import base_of
-from qconvert.card.of_plan import with_card
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError
-from qconvert.findings import Finding, Measure
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError
+from qconvert.hub.card import card, split_front_matter
+from qconvert.hub.card.front import base_of
+from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.cards import account_for_readme
-from qconvert.manifest import described
-from qconvert.plan import Plan, run_passes
-from qconvert.recipe import builtin_recipes, load_recipe
+from qconvert.passes.stages import split_plan
+from qconvert.plan.manifest import described
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import Options, execute, manifest_of, prepare
-from qconvert.stages import split_plan
-from qconvert.validation import Report, validate_folder
+from qconvert.validation.findings import Finding, Measure
+from qconvert.validation.runner import Report, validate_folder
 
 BASE = "org/Model-8B"
 SOURCE: dict[str, Any] = {

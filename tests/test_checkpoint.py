@@ -25,8 +25,8 @@ from checkpoints import (
     write_shard,
 )
 
-from qconvert.checkpoint import Checkpoint, without_quantization
-from qconvert.errors import CheckpointError
+from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
+from qconvert.core.errors import CheckpointError
 
 FIRST, SECOND = shard_name(1), shard_name(2)
 

@@ -10,7 +10,7 @@ from checkpoints import Tensor, copied, read_tensors, write_shard
 from data_folders import maker
 from gdn_models import bf16
 
-from qconvert.validation import Request, validate_folder
+from qconvert.validation.runner import Request, validate_folder
 
 GROUP = 16
 

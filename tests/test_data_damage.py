@@ -26,8 +26,8 @@ from data_folders import (
     without,
 )
 
-from qconvert.findings import Finding, Measure
-from qconvert.validation import Report
+from qconvert.validation.findings import Finding, Measure
+from qconvert.validation.runner import Report
 
 
 @pytest.fixture(scope="module")

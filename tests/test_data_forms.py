@@ -17,11 +17,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_kt import qwen3_moe
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.run.reader import Reader
-from qconvert.tasks import CHUNK
-from qconvert.validators._matrices import matrices, segment_runs
-from qconvert.validators._rows import rows
+from qconvert.validation.workers import CHUNK
+from qconvert.validators.reading.matrices import matrices, segment_runs
+from qconvert.validators.reading.rows import rows
 
 Array = np.ndarray[Any, Any]
 Q = "model.layers.0.self_attn.q_proj"

@@ -31,7 +31,7 @@ from checkpoints import (
 from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-from qconvert.hub.patience import TRIES
+from qconvert.hub.retries import TRIES
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

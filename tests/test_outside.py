@@ -14,15 +14,15 @@ from faults import differing, tree
 from test_kt import qwen3_moe
 
 from qconvert.calibrate.maker import maker_for
-from qconvert.calibration import Calibration
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import OutputError, PlanError, RunError
-from qconvert.formats import amx
-from qconvert.formats.calibrated import Calibrated, calibrated_op
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import OutputError, PlanError, RunError
+from qconvert.formats.amx import encode as amx
+from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, nodes, run_passes
 from qconvert.run.executor import Options, Silent, execute
+from qconvert.samples.request import Calibration
 
 HIDDEN, INTERMEDIATE = 128, 256
 

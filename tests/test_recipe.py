@@ -11,13 +11,12 @@ from checkpoints import bf16_moe, fp8_moe, read_tensors, run_cli, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.calibration import Calibration
-from qconvert.errors import RecipeError
+from qconvert.core.errors import RecipeError
 from qconvert.passes import passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
-from qconvert.recipe import (
+from qconvert.recipe.recipe import (
     Recipe,
     builtin_recipes,
     format_size,
@@ -25,6 +24,7 @@ from qconvert.recipe import (
     parse_recipe,
     parse_size,
 )
+from qconvert.samples.request import Calibration
 
 
 def test_a_recipe() -> None:

@@ -16,7 +16,7 @@ from checkpoints import Model, Tensor, bf16_moe, copied, edit_json, fp8_moe, run
 from data_folders import CONVERSIONS, Made, maker, validated
 from test_kt import qwen3_moe
 
-from qconvert.findings import Finding
+from qconvert.validation.findings import Finding
 
 Edit = Callable[[dict[str, Any]], object]
 KEPT = ("QC032", "QC083", "QC084", "QC085", "QC086")

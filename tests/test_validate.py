@@ -26,9 +26,9 @@ from checkpoints import (
     write_shard,
 )
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.reports import render
-from qconvert.validation import Report, Request, rules, validate_folder
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.reports import render
+from qconvert.validation.runner import Report, Request, rules, validate_folder
 
 MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 HEAD = "lm_head.weight"

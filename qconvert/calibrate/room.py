@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.calibrate.states import InFile
-from qconvert.errors import RunError
+from qconvert.core.errors import RunError
 from qconvert.run.files import Files
 
 _STATE = "state.json"

@@ -13,8 +13,8 @@ from hashlib import sha1, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
-from qconvert.errors import OutputError
+from qconvert.checkpoint.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
+from qconvert.core.errors import OutputError
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile

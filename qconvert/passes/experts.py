@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.errors import PlanError
-from qconvert.family import Census
-from qconvert.graph import Output, concat, stack
-from qconvert.plan import LogEntry, Plan
-from qconvert.quantization import fp8_scheme
+from qconvert.checkpoint.family import Census
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, concat, stack
+from qconvert.plan.plan import LogEntry, Plan
 
 _STACKED = ("stacked_experts.gate_up_proj", "stacked_experts.down_proj")
 _APART = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")

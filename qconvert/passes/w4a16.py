@@ -13,28 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from qconvert.beside import (
-    ALL_EXPERTS,
-    Named,
-    as_weight_scale,
-    check_nothing_packed,
-    check_plain_scales,
-    fp8_block,
-    ignored,
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source, apply
+from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
+from qconvert.formats.int_packed.config import (
+    fp8_group_config,
+    gptq_config,
+    group_config,
+    left_pattern,
 )
-from qconvert.calibration import FACT as CALIBRATION
-from qconvert.calibration import Calibration, digest_of, identity
-from qconvert.calibration import fact as calibration_fact
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError
-from qconvert.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
-from qconvert.formats.int_config import fp8_group_config, gptq_config, group_config, left_pattern
-from qconvert.formats.packers import PackGptq, Packing, packer
-from qconvert.formats.rtn import RoundToNearest, encoder
-from qconvert.formats.scheme import Actorder, Bits, IntScheme, Packer
-from qconvert.graph import Output, Source, apply
-from qconvert.ignore import true_lists
-from qconvert.linears import (
+from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
+from qconvert.formats.int_packed.rounding import RoundToNearest, encoder
+from qconvert.matrices.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
+from qconvert.matrices.linears import (
     TP_SIZES,
     Matrix,
     check_sets,
@@ -44,10 +37,22 @@ from qconvert.linears import (
     quantizable,
     runtime_linears,
 )
+from qconvert.matrices.stored import Stored, read_matrix
+from qconvert.matrices.unquantized import (
+    ALL_EXPERTS,
+    Named,
+    as_weight_scale,
+    check_nothing_packed,
+    check_plain_scales,
+    fp8_block,
+    ignored,
+)
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.plan import Calibrating, LogEntry, Plan
-from qconvert.weights import Stored, read_matrix
+from qconvert.plan.plan import Calibrating, LogEntry, Plan
+from qconvert.samples.request import FACT as CALIBRATION
+from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import fact as calibration_fact
 
 GROUP = 128
 EXPERTS = r"re:.*\.mlp\.experts\..*"

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import xxhash
 
 from qconvert import __version__
-from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
-from qconvert.errors import OutputError, PlanError, QConvertError
-from qconvert.manifest import described
-from qconvert.plan import Plan
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT, WORK_DIR, file_size
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import OutputError, PlanError, QConvertError
+from qconvert.plan.manifest import described
+from qconvert.plan.plan import Plan
+from qconvert.plan.units import Unit, units
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.journal import Journal
@@ -36,8 +38,6 @@ from qconvert.run.workspace import (
     check_disk,
     check_folders_apart,
 )
-from qconvert.spec import TensorType
-from qconvert.units import Unit, units
 
 _READ_BYTES = 4 << 20
 # Journal, receipt and index lines of one tensor, generously.

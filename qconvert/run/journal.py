@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 from qconvert.run.files import Files
 
 

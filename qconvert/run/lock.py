@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 
 # Workers of a killed run die with it, but not in the same instant.
 _TRIES, _PAUSE_SECONDS = 20, 0.1

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint import MANIFEST, WORK_DIR, Checkpoint
-from qconvert.errors import OutputError
+from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Checkpoint
+from qconvert.core.errors import OutputError
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, read_journal, refuse_other_plan
 from qconvert.run.lock import Lock, take_lock

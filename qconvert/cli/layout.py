@@ -1,0 +1,141 @@
+"""fuse, unfuse, experts: the same numbers in another order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+import click
+
+from qconvert.cli.convert import CONVERSION, RunOptions, convert
+from qconvert.cli.options import OUT, SOURCE
+
+if TYPE_CHECKING:
+    from qconvert.plan.plan import Pass
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--for",
+    "consumer",
+    metavar="NAME[==VERSION]",
+    help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
+)
+@click.option("--groups", type=click.IntRange(min=1), help="Order by groups, for your own loader.")
+@click.option("--source-groups", type=click.IntRange(min=1), help="Order a fused source is in.")
+@click.option(
+    "--what",
+    type=click.Choice(["gdn", "gate_up", "qkv"]),
+    default="gdn",
+    show_default=True,
+    help="Which projections.",
+)
+@CONVERSION
+def fuse(
+    source: str,
+    out: Path,
+    consumer: str | None,
+    groups: int | None,
+    source_groups: int | None,
+    what: str,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Bring Gated DeltaNet projections (Qwen3.5, Qwen3-Next) into the order a consumer takes.
+
+    Fusing saves sglang and vLLM the work of fusing at load and gives a file range a projection; it
+    makes nothing run faster. FP8 stays FP8: block scales move with their rows, or are refused where
+    they cannot. `--for qwen3-next` on a Qwen3.5 source converts the model class: text only.
+
+    \b
+    Examples:
+      qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 out --for sglang
+      qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
+      qconvert fuse my-model out --groups 4
+    """
+    from qconvert.passes.as_class import AsClass
+    from qconvert.passes.experts import Unstack
+    from qconvert.passes.fuse import Fuse
+    from qconvert.passes.stages import open_source
+    from qconvert.recipe.recipe import Recipe
+    from qconvert.runtimes.consumers import parse_consumer
+
+    if consumer is None and groups is None and what == "gdn":
+        raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
+    step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
+    steps: tuple[Pass, ...] = (step,)
+    checkpoint = open_source(source)
+    next_class = consumer is not None and parse_consumer(consumer).name == "qwen3-next"
+    if next_class and checkpoint.family.name == "qwen3_5":
+        steps = (Unstack(optional=True), step, AsClass("qwen3_next"))
+    convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option("--source-groups", type=click.IntRange(min=1), help="Order the source is in.")
+@CONVERSION
+def unfuse(
+    source: str, out: Path, source_groups: int | None, **options: Unpack[RunOptions]
+) -> None:
+    """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
+
+    The order of the source comes from its qconvert.json, its family, or --source-groups.
+
+    \b
+    Examples:
+      qconvert unfuse fused-for-sglang out
+      qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out
+    """
+    from qconvert.passes.fuse import Unfuse
+    from qconvert.recipe.recipe import Recipe
+
+    recipe = Recipe("unfuse", (Unfuse(source_groups),), options["max_shard_size"])
+    convert(recipe, source, out, options)
+
+
+@click.group()
+def experts() -> None:
+    """Routed experts as 3-D stacks, or a matrix each.
+
+    \b
+    Examples:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """A matrix an expert to stacks [E, 2I, H] and [E, H, I].
+
+    \b
+    Example:
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+    from qconvert.passes.experts import Stack
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("stack", (Stack(),), options["max_shard_size"]), source, out, options)
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Stacks [E, 2I, H] and [E, H, I] to a matrix an expert, never reading a stack at once.
+
+    \b
+    Example:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+    """
+    from qconvert.passes.experts import Unstack
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("unstack", (Unstack(),), options["max_shard_size"]), source, out, options)
