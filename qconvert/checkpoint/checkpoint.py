@@ -115,9 +115,9 @@ class Checkpoint(Mapping[str, Source]):
         """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
         @REVISION, hf:// before it, or both).
 
-        Raises CheckpointError for anything unsound: see qconvert.checkpoint.safetensors, and here: a missing or
-        broken config.json, an index naming a missing file or a path outside the folder, a tensor
-        in two shards, an index and headers that disagree.
+        Raises CheckpointError for anything unsound: see qconvert.checkpoint.safetensors, and here: a
+        missing or broken config.json, an index naming a missing file or a path outside the folder, a
+        tensor in two shards, an index and headers that disagree.
         """
         root, only = _locate(where)
         config, config_bytes = _read_config(root)
