@@ -15,7 +15,6 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.names import split_parameter
-from qconvert.samples.request import FACT
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validators.reading.matrices import matrices
 
@@ -42,6 +41,7 @@ RULES = (
     ),
 )
 
+FACT = "calibration"  # of the manifest
 _TP = re.compile(r"\btp=(\d{1,5})\b")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("samples", "length", "block_size", "min_tokens")

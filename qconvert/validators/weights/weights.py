@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validators.reading.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
