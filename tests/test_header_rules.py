@@ -25,7 +25,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Level, NotChecked, Request, validate_folder
-from qconvert.validators import (
+from qconvert.validators.headers import (
     counts,
     manifest_claims,
     projections,
