@@ -20,7 +20,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.names import weight_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.reading.conversions import quantizing_claims
+from qconvert.validators.headers.conversions import quantizing_claims
 from qconvert.validators.reading.model import (
     FP8,
     LINEAR_ATTENTION,

@@ -6,11 +6,10 @@ the passes read it with. Not a validator itself: it has no `VALIDATOR`, so disco
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
@@ -18,8 +17,13 @@ from qconvert.core.graph import Source
 from qconvert.core.names import scale_candidates
 from qconvert.validators.reading.decode import FP8, SCALES
 from qconvert.validators.reading.nvfp4 import BLOCK, NVFP4, Own, Parts, fault, parts_of
-from qconvert.validators.reading.prepared import blocks_of
-from qconvert.validators.reading.quantization import PackedInts, gptq_ints, ints_of
+from qconvert.validators.reading.quantization import (
+    PackedInts,
+    fp8_blocks,
+    gptq_ints,
+    ints_of,
+    states_ue8m0,
+)
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 RAW = "raw"  # no numbers, or in a form that is not read here: bytes
@@ -96,42 +100,9 @@ class Forms:
     checkpoint: Checkpoint
 
     @cached_property
-    def _blocks(self) -> list[Mapping[str, Any]]:
-        """All quantization blocks, and those inside them (`linear_fp8_config`)."""
-        found: list[Mapping[str, Any]] = []
-        for config in self.checkpoint.quantization_configs:
-            inner = [v for k, v in config.block.items() if k.endswith("_config")]
-            found += [config.block, *(v for v in inner if isinstance(v, Mapping))]
-            found += blocks_of(config)
-        return found
-
-    @cached_property
-    def _groups(self) -> list[Mapping[str, Any]]:
-        """What compressed-tensors' groups say of weights."""
-        found = []
-        for block in self._blocks:
-            groups = block.get("config_groups")
-            for group in groups.values() if isinstance(groups, Mapping) else ():
-                weights = group.get("weights") if isinstance(group, Mapping) else None
-                if isinstance(weights, Mapping):
-                    found.append(weights)
-        return found
-
-    @cached_property
     def fp8_blocks(self) -> set[tuple[int, int]]:
         """Every block size that is stated for FP8 weights."""
-        sizes = [block.get("weight_block_size") for block in self._blocks]
-        sizes += [w.get("block_structure") for w in self._groups if w.get("type") == "float"]
-        return {
-            (size[0], size[1])
-            for size in sizes
-            if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
-            if min(size) > 0
-        }
-
-    @cached_property
-    def u8_exponents(self) -> bool:
-        return any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
+        return set(fp8_blocks(self.checkpoint.quantization_configs))
 
     def scale_of(self, weight: str) -> Source:
         """The scale beside an FP8 weight."""
@@ -141,7 +112,7 @@ class Forms:
         scale = self.checkpoint[found[0]]
         if scale.type.dtype not in SCALES:
             raise Unread(f"its scale is {scale.type.dtype}")
-        if scale.type.dtype == "U8" and not self.u8_exponents:
+        if scale.type.dtype == "U8" and not states_ue8m0(self.checkpoint.quantization_configs):
             raise Unread("its scale is U8, and no scale_fmt says that those are exponents")
         return scale
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.validators.reading.prepared import blocks_of
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
@@ -31,9 +32,19 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
+def blocks(configs: Iterable[QuantConfig]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every block, those inside it (`linear_fp8_config`), and those of the source that a prepared folder
+    keeps, each with where it stands."""
+    for config in configs:
+        inner = (v for k, v in config.block.items() if k.endswith("_config"))
+        for block in (config.block, *inner, *blocks_of(config)):
+            if isinstance(block, Mapping):
+                yield config.where, block
+
+
+def weight_groups(block: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """What compressed-tensors' config_groups say of weights."""
-    groups = config.block.get("config_groups")
+    groups = block.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
@@ -49,28 +60,20 @@ def _pair(size: Any) -> tuple[int, int] | None:
 def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
     """Every block of FP8 scales that is stated, and where first."""
     found: dict[tuple[int, int], str] = {}
-    for config in configs:
-        linear = config.block.get("linear_fp8_config")
-        sizes = [
-            config.block.get("weight_block_size"),
-            linear.get("weight_block_size") if isinstance(linear, Mapping) else None,
-            *(g.get("block_structure") for g in weight_groups(config) if g.get("type") == "float"),
-        ]
-        for size in sizes:
-            block = _pair(size)
-            if block is not None:
-                found.setdefault(block, config.where)
+    for where, block in blocks(configs):
+        floats = (
+            g.get("block_structure") for g in weight_groups(block) if g.get("type") == "float"
+        )
+        for size in (block.get("weight_block_size"), *floats):
+            pair = _pair(size)
+            if pair is not None:
+                found.setdefault(pair, where)
     return found
 
 
 def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
     """Whether U8 scales are said to be exponents."""
-    for config in configs:
-        linear = config.block.get("linear_fp8_config")
-        inner = linear.get("scale_fmt") if isinstance(linear, Mapping) else None
-        if "ue8m0" in (config.block.get("scale_fmt"), inner):
-            return True
-    return False
+    return any(block.get("scale_fmt") == "ue8m0" for _, block in blocks(configs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def packed_ints(configs: Iterable[QuantConfig]) -> Ints | None:
     found = {
         Ints(g["num_bits"], g["group_size"] if g.get("strategy") == "group" else None)
         for config in configs
-        for g in weight_groups(config)
+        for g in weight_groups(config.block)
         if g.get("type") == "int"
         and g.get("num_bits") in (2, 4, 8)
         and (g.get("strategy") == "channel" or type(g.get("group_size")) is int)
@@ -163,7 +166,9 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
     block = config.block
     if config.method == "compressed-tensors":
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
-        return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
+        return config.method, *sorted(
+            repr([g.get(k) for k in keys]) for g in weight_groups(config.block)
+        )
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
     return config.method, _pair(block.get("weight_block_size")), algorithm
 
