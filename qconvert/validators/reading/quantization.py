@@ -71,6 +71,17 @@ def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
     return found
 
 
+def states_mxfp4(configs: Iterable[QuantConfig]) -> bool:
+    """Whether 4-bit floats in groups of 32 are stated (compressed-tensors 0.19,
+    `mxfp4-pack-quantized`)."""
+    kinds = (
+        (g.get("type"), g.get("num_bits"), g.get("group_size"))
+        for _, block in blocks(configs)
+        for g in weight_groups(block)
+    )
+    return ("float", 4, 32) in kinds
+
+
 def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
     """Whether U8 scales are said to be exponents."""
     return any(block.get("scale_fmt") == "ue8m0" for _, block in blocks(configs))
