@@ -6,6 +6,7 @@ What is wrong by its own text ends a command with exit code 2, before a file is 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
 class _Text(click.ParamType[str]):
     """A text that `check` refuses with ValueError or one of ours where it can mean nothing."""
 
+    @abstractmethod
     def check(self, text: str) -> None:
-        raise NotImplementedError
+        """Raise ValueError, or an error of ours, saying what is wrong with the text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from qconvert.errors import QConvertError
