@@ -406,6 +406,28 @@ FOREIGN: dict[str, object] = {
 }
 
 
+FOREIGN_HEADERS: dict[str, dict[str, object]] = {
+    "a run that is a list": {"run": []},
+    "a run that is a number": {"run": 5},
+    "a fingerprint that is none": {"fingerprint": {}},
+    "passes that are no texts": {"passes": [None]},
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN_HEADERS.values(), ids=FOREIGN_HEADERS.keys())
+def test_a_foreign_journal_header_is_refused(
+    source: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    out = tmp_path / "out"
+    _unfinished(source, "single", out)
+    journal = out / WORK_DIR / JOURNAL
+    header, _, rest = journal.read_bytes().partition(b"\n")
+    text = json.dumps(json.loads(header.partition(b" ")[2]) | change).encode()
+    journal.write_bytes(xxhash.xxh3_64(text).hexdigest().encode() + b" " + text + b"\n" + rest)
+    with pytest.raises(OutputError, match=r"journal\.jsonl: line 1 was not written by qconvert"):
+        convert(source, out, faults.options("single"))
+
+
 @pytest.mark.parametrize("line", FOREIGN.values(), ids=FOREIGN.keys())
 def test_a_foreign_journal_line_is_refused(source: Path, tmp_path: Path, line: object) -> None:
     out = tmp_path / "out"

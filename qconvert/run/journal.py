@@ -51,9 +51,10 @@ class Remembered:
     length: int = 0
 
     @property
-    def run(self) -> Any:
+    def run(self) -> str | None:
         """What the journals of folders that were begun together have in common, and no others."""
-        return self.header.get("run")
+        run = self.header.get("run")
+        return run if isinstance(run, str) else None
 
     @property
     def names(self) -> Sequence[str]:
@@ -85,9 +86,7 @@ def read_journal(path: Path) -> Remembered | None:
                 record = json.loads(text)
                 _expect(isinstance(record, dict), "expected an object")
                 if found is None:
-                    _expect("fingerprint" in record, "the first line says of no run")
-                    _expect(_is_texts(record.get("passes", [])), "the passes are no list of texts")
-                    found = Remembered(record, seen=record.get("seen"))
+                    found = _begun(record)
                 else:
                     _take(found, record)
             except (ValueError, RecursionError) as error:
@@ -110,6 +109,15 @@ def _is_texts(value: Any) -> bool:
 
 def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def _begun(record: Mapping[str, Any]) -> Remembered:
+    """What the first line says. What is only compared with this run's own may be of any type: it
+    differs then. Raises ValueError where it is no line of ours."""
+    _expect(isinstance(record.get("fingerprint"), str), "the first line says of no run")
+    _expect(isinstance(record.get("run", ""), str), "the run is no text")
+    _expect(_is_texts(record.get("passes", [])), "the passes are no list of texts")
+    return Remembered(record, seen=record.get("seen"))
 
 
 def _take(found: Remembered, record: Mapping[str, Any]) -> None:
