@@ -22,12 +22,12 @@ from typing import Any
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings, Target
-from qconvert.checkpoint import Checkpoint
-from qconvert.formats.scheme import Codes, IntScheme
-from qconvert.header import build_header
-from qconvert.plan import Plan
-from qconvert.sample import heavy_tailed
-from qconvert.spec import TensorType
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.core.dtypes import TensorType
+from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.plan.plan import Plan
 
 HIDDEN, MIDDLE, VOCAB = 2048, 512, 4096
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128

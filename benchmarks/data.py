@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qconvert.header import build_header
-from qconvert.names import natural_key
-from qconvert.spec import TensorType, ceil_div
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.names import natural_key
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import headers

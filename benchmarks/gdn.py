@@ -47,7 +47,7 @@ def _peer() -> Any:
 def _row(name: str, interleaved: bool, tokens: int, rounds: int, peer: Any) -> str:
     import torch
 
-    from qconvert.validators.kernels import gdn
+    from qconvert.validators.kernels.triton import gdn
 
     heads = {"35B": gdn.HEADS_35B, "397B": gdn.HEADS_397B, "27B": gdn.HEADS_27B}[name]
     groups = heads.keys if interleaved else 1

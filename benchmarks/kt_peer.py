@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from kt_convert import convert_layer
 
-from qconvert.validators.kt_forward import ignore_pinning
+from qconvert.validators.amx.kt_forward import ignore_pinning
 
 _TENSORS_A_FILE = 3000
 

@@ -22,12 +22,12 @@ import numpy as np
 from measure import limit, memcpy_rate, remove, timed, warm
 from run import _qconvert
 
-from qconvert.formats.trtllm_gen import Rows, Scales, row_index, scale_index
-from qconvert.graph import Buffer, Op
-from qconvert.header import build_header
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.contrib.trtllm_gen.layout import Rows, Scales, row_index, scale_index
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer, Op
 from qconvert.ops.gather import Gather, Order
-from qconvert.spec import TensorType
-from qconvert.units import PART_BYTES
+from qconvert.plan.units import PART_BYTES
 
 _SIZES = {"DeepSeek-V3": (7168, 2048), "Qwen3-235B": (4096, 1536)}
 _EXPERTS = 6  # of an op's run: they leave the caches

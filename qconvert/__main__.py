@@ -1,6 +1,6 @@
 """`qconvert` and `python -m qconvert`."""
 
-from qconvert.cli import main
+from qconvert.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -22,7 +22,7 @@ from broken_repos import (
 )
 from checkpoints import Tensor, read_tensors, run_cli
 
-from qconvert.calibration import Calibration, fact
+from qconvert.samples.request import Calibration, fact
 
 UP = "model.layers.1.mlp.experts.1.up_proj"
 

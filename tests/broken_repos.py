@@ -34,9 +34,9 @@ from checkpoints import (
     without,
 )
 
-from qconvert.validation import Level
+from qconvert.validation.runner import Level
 
-CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
+CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GDN = "model.language_model.layers.0.linear_attn"
 _PROCESSOR = {"preprocessor_config.json": b"{}\n"}

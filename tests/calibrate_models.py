@@ -15,10 +15,10 @@ import torch
 import transformers
 
 from qconvert.calibrate.settings import LayerStats
-from qconvert.checkpoint import Checkpoint
-from qconvert.formats.scheme import Codes
-from qconvert.plan import Plan
-from qconvert.sample import heavy_tailed
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.core.int_scheme import Codes
+from qconvert.plan.plan import Plan
 
 # Its config and auto classes are typed for humans, not for mypy.
 hf: Any = transformers

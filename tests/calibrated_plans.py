@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.calibration import Calibration
-from qconvert.checkpoint import Checkpoint
-from qconvert.formats.calibrated import Calibrated
-from qconvert.formats.scheme import Codes
-from qconvert.graph import Buffer
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import Codes
+from qconvert.matrices.calibrated import Calibrated
 from qconvert.passes.amx import ExpertsToAmx
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.files import Files
 from qconvert.run.outside import Desk, Wanted
-from qconvert.spec import TensorType
+from qconvert.samples.request import Calibration
 
 SYNTHETIC = Calibration(synthetic=True, samples=2, length=8)
 

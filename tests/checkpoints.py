@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 
-from qconvert.cli import main
-from qconvert.graph import Source
+from qconvert.cli.main import main
+from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
 
 INDEX = "model.safetensors.index.json"
@@ -282,10 +282,10 @@ def convert(command: str, source: Path, out: Path, *more: str) -> Result:
 def unjudged(recipe: str, source: Path, out: Path) -> None:
     """A recipe carried out without the command line's judgement of its plan: what validators shall find
     wrong has to be made somehow."""
-    from qconvert.card.of_plan import with_card
-    from qconvert.checkpoint import Checkpoint
-    from qconvert.plan import Plan, run_passes
-    from qconvert.recipe import parse_recipe
+    from qconvert.checkpoint.checkpoint import Checkpoint
+    from qconvert.hub.card.of_plan import with_card
+    from qconvert.plan.plan import Plan, run_passes
+    from qconvert.recipe.recipe import parse_recipe
     from qconvert.run.executor import Options, execute
 
     passes = parse_recipe(recipe, "recipe").passes

@@ -11,7 +11,7 @@ import gdn_models
 import numpy as np
 from checkpoints import Tensor, edit_json, read_shard, run_cli, unjudged, write_shard
 
-from qconvert.validation import Report, Request, validate_folder
+from qconvert.validation.runner import Report, Request, validate_folder
 
 Array = np.ndarray[Any, Any]
 Made = Callable[[str], tuple[Path, Path]]

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from qconvert.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
-from qconvert.header import build_header
+from qconvert.checkpoint.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
 from qconvert.run.files import Files
-from qconvert.spec import TensorType, ceil_div
 
 BLOCK = 128
 BLOCK_BYTES = 4096  # what direct writes are cut in

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
 
-from qconvert.validators.kernels import gdn
+from qconvert.validators.kernels.triton import gdn
 
 HEADS = gdn.Heads(4, 12, 16, 16)  # three value heads a key head, as in Qwen3.5-27B
 HIDDEN, TOKENS = 64, 7

@@ -17,7 +17,7 @@ KERNELS = ("fp8", "amx", "w4a16", "gdn", "nvfp4")
 
 
 def main(names: list[str]) -> int:
-    from qconvert.validators.kernels import device, place
+    from qconvert.validators.kernels.device import device, place
 
     where = device()
     if where == "cuda":
@@ -30,7 +30,7 @@ def main(names: list[str]) -> int:
     print(f"# {place(where)}, triton {triton.__version__}, python {sys.version.split()[0]}")
     failed = 0
     for name in names or KERNELS:
-        kernel = importlib.import_module(f"qconvert.validators.kernels.{name}")
+        kernel = importlib.import_module(f"qconvert.validators.kernels.device.{name}")
         start, count, wrong, most = time.monotonic(), 0, 0, 0.0
         for case in kernel.random_cases(where):
             bound = f"{case.bound:.3g}" if case.bound else "bitwise"

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qconvert.validators.kt_forward import ignore_pinning
+from qconvert.validators.amx.kt_forward import ignore_pinning
 
 
 def convert_layer(

@@ -8,10 +8,10 @@ import amx_rows
 import numpy as np
 from ops_harness import buffer, run_op
 
-from qconvert.formats.nvfp4 import PackNvfp4
-from qconvert.formats.nvfp4_scale import OwnScale, RowMaxima
+from qconvert.core.dtypes import TensorType
+from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 from qconvert.ops.fp4 import Dialect
-from qconvert.spec import TensorType
 
 Array = np.ndarray[Any, Any]
 

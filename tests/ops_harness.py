@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from qconvert.graph import Buffer, Op, whole
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer, Op, whole
 
 _GUARD = b"\xa5" * 64
 

@@ -24,9 +24,17 @@ from kt_machine import needs_avx512
 from ops_harness import buffer, run_op
 from test_amx_peer import layer_of, ours, run_kt
 
-from qconvert.errors import PlanError, RowError
-from qconvert.formats.amx import Amx, Method, Rounding, check_dims, inverse, numa_counts, unpack
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.formats.amx.encode import (
+    Amx,
+    Method,
+    Rounding,
+    check_dims,
+    inverse,
+    numa_counts,
+    unpack,
+)
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

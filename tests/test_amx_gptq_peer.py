@@ -18,10 +18,10 @@ from checkpoints import run_cli
 from kt_machine import needs_avx512
 from safetensors.torch import save_file
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.validation import Folder
-from qconvert.validators._amx import read_block
-from qconvert.validators.amx_client import _client, _distance, _Inputs
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.runner import Folder
+from qconvert.validators.amx.amx_client import _client, _distance, _Inputs
+from qconvert.validators.amx.reading import read_block
 
 pytestmark = pytest.mark.peer
 

@@ -19,9 +19,9 @@ import pytest
 from kt_machine import needs_avx512
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError
-from qconvert.formats.amx import Amx, Method, check_dims
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.formats.amx.encode import Amx, Method, check_dims
 
 pytestmark = pytest.mark.peer
 

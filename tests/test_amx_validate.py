@@ -23,12 +23,12 @@ from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
 from checkpoints import tensor as any_tensor
 from kt_machine import needs_avx512
 
-import qconvert.tasks
-from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Finding
-from qconvert.validation import Folder, NotChecked, Report, Request, validate_folder
-from qconvert.validators import amx_client, amx_weights
-from qconvert.validators._amx import matching_source, read_block
+import qconvert.validation.workers
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.findings import Finding
+from qconvert.validation.runner import Folder, NotChecked, Report, Request, validate_folder
+from qconvert.validators.amx import amx_client, amx_weights
+from qconvert.validators.amx.reading import matching_source, read_block
 
 MANIFEST = "qconvert.json"
 FILE = "model.safetensors"
@@ -446,7 +446,7 @@ def test_qc041_a_scale_that_is_none(scale: float, out: Path) -> None:
 
 @alone
 def test_qc041_in_any_chunk(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qconvert.tasks, "CHUNK", 64)
+    monkeypatch.setattr(qconvert.validation.workers, "CHUNK", 64)
     overwrite(out, f"{UP}.weight", b"\x80", 77)
     overwrite(out, f"{DOWN}.scale", struct.pack("<f", -1.0), 4 * 99)
     by_tensor = {finding.where: finding.message for finding in found_in(out)}

@@ -18,13 +18,13 @@ from checkpoints import Model, Tensor, copied, run_cli, write_json
 from safetensors.torch import load_file, save_file
 from test_kt import MODELS, kt
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Finding, Table
-from qconvert.sample import write_sample
-from qconvert.validation import Folder, NotChecked, Request
-from qconvert.validators._causes import Rounding, block_outputs, route
-from qconvert.validators._served import output_model, reading, source_model
-from qconvert.validators.attribution import Attribution
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.validation.findings import Finding, Table
+from qconvert.validation.runner import Folder, NotChecked, Request
+from qconvert.validators.model.attribution import Attribution
+from qconvert.validators.model.causes import Rounding, block_outputs, route
+from qconvert.validators.model.served import output_model, reading, source_model
 
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 128, 256, 4, 8
 Edit = Callable[[str, torch.Tensor], torch.Tensor]

@@ -14,15 +14,15 @@ from checkpoints import INDEX, bf16_moe, convert, edit_header_text, edit_json, r
 from hostile_inputs import no_hang
 
 from qconvert import cli
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError, RecipeError
-from qconvert.json_text import parse_json
-from qconvert.manifest_keys import parse_manifest
-from qconvert.recipe import parse_recipe
-from qconvert.yaml_lines import load
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError, RecipeError
+from qconvert.core.json_text import parse_json
+from qconvert.core.manifest_keys import parse_manifest
+from qconvert.recipe.recipe import parse_recipe
+from qconvert.recipe.yaml_lines import load
 
 FIRST = shard_name(1)
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
 DEEP = 100_000
 
 YAML = {

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from test_reports import RULES, awkward, large, measure, sound
 
-from qconvert.reports import as_html
-from qconvert.validation import Report
+from qconvert.validation.reports import as_html
+from qconvert.validation.runner import Report
 
 pytestmark = pytest.mark.browser
 

@@ -33,12 +33,12 @@ from qconvert.calibrate.engine import calibrate, disk_bytes
 from qconvert.calibrate.memory import Budget
 from qconvert.calibrate.settings import LayerStats, Settings, Target
 from qconvert.calibrate.solve import rounded
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError, RunError
-from qconvert.formats.scheme import Codes, IntScheme
-from qconvert.plan import Plan
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
-from qconvert.sample import write_sample
 
 ROUTED = Settings(min_tokens=1)
 G32 = IntScheme(4, 32)
@@ -333,8 +333,8 @@ def fp8_sample(folder: Path) -> Path:
 def dequantized(folder: Path, into: Path) -> Path:
     """The same model in BF16, computed by the ops of the plan."""
     from qconvert.calibrate.reading import Weights
-    from qconvert.names import split_parameter
-    from qconvert.weights import read_matrix
+    from qconvert.core.names import split_parameter
+    from qconvert.matrices.stored import read_matrix
 
     plan = Plan.identity(Checkpoint.open(folder))
     weights = Weights(plan)

@@ -12,14 +12,14 @@ from calibrated_plans import SYNTHETIC, MadeUp, amx_plan
 from checkpoints import run_cli
 from test_kt import qwen3_moe
 
-from qconvert.calibrate.data import load_tokens
 from qconvert.calibrate.devices import check_devices, kind_of
 from qconvert.calibrate.maker import CalibrationMaker, maker_for
 from qconvert.calibrate.stats import begin
-from qconvert.calibration import Calibration
-from qconvert.errors import DataError, OutputError, PlanError, RunError
-from qconvert.plan import Plan
+from qconvert.core.errors import DataError, OutputError, PlanError, RunError
+from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
+from qconvert.samples.data import load_tokens
+from qconvert.samples.request import Calibration
 
 HIDDEN, INTERMEDIATE = 128, 256
 

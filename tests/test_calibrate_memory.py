@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from qconvert.calibrate.memory import Budget, group_sizes
-from qconvert.errors import RunError
-from qconvert.header import build_header
-from qconvert.sample import heavy_tailed
-from qconvert.spec import TensorType
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RunError
 
 HIDDEN, MIDDLE, EXPERTS = 768, 1024, 32
 BUDGET = 840 << 20
@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
-from qconvert.checkpoint import Checkpoint
-from qconvert.formats.scheme import IntScheme
-from qconvert.plan import Plan
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.int_scheme import IntScheme
+from qconvert.plan.plan import Plan
 
 class Nowhere:
     put_matrices = 0

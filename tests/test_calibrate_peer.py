@@ -15,7 +15,7 @@ from calibrate_models import Kept, hf, plan_of, qwen3_moe, qwen3_next, samples, 
 from qconvert.calibrate import model as calibrate_model
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
-from qconvert.formats.scheme import IntScheme
+from qconvert.core.int_scheme import IntScheme
 
 pytestmark = pytest.mark.peer
 

@@ -15,10 +15,10 @@ from calibrate_models import FAMILIES, HIDDEN, Kept, Make, hf, plan_of, qwen3_mo
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings, Target
 from qconvert.calibrate.solve import rounded
-from qconvert.formats.amx import Amx, inverse
-from qconvert.formats.scheme import Codes, IntScheme
-from qconvert.graph import Buffer
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.formats.amx.encode import Amx, inverse
 
 SETTINGS = Settings(min_tokens=1)
 Key = tuple[int, int, str]

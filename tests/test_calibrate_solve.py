@@ -11,8 +11,8 @@ import torch
 from qconvert.calibrate.experts import _slots
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import rounded, solved
-from qconvert.formats.scheme import Codes, IntScheme
-from qconvert.sample import heavy_tailed
+from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.core.int_scheme import Codes, IntScheme
 
 PLAIN = Settings(search="none")
 NARROW = IntScheme(4, None, scale_dtype="F32", narrow=True)

@@ -17,8 +17,8 @@ from checkpoints import copied, read_tensors, run_cli
 from data_folders import Array, home, store
 from safetensors.torch import save_file
 
-from qconvert.findings import Finding
-from qconvert.validation import Request, validate_folder
+from qconvert.validation.findings import Finding
+from qconvert.validation.runner import Request, validate_folder
 
 pytestmark = pytest.mark.peer
 

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from qconvert.calibrate.data import DataSpec, _order, digest, load_tokens
-from qconvert.calibrate.tokenizer import text_pieces, tokenizer_files
-from qconvert.errors import DataError
+from qconvert.core.errors import DataError
+from qconvert.samples.data import DataSpec, _order, digest, load_tokens
+from qconvert.samples.tokenizer import text_pieces, tokenizer_files
 
 VOCAB = 300
 TEXT = "".join(
@@ -125,7 +125,7 @@ def test_a_text_is_cut_into_windows(model: Path, tmp_path: Path) -> None:
 def test_a_text_in_many_batches_is_still_one_stream(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qconvert.calibrate.tokenizer._PIECE", 64)  # 1024 characters a batch
+    monkeypatch.setattr("qconvert.samples.tokenizer._PIECE", 64)  # 1024 characters a batch
     data = write(tmp_path / "t.txt", TEXT)
     assert len(TEXT) > 5 * 1024
     stream = [i for piece in text_pieces(Path(data)) for i in ids_of(model, piece)]
@@ -626,7 +626,7 @@ def test_the_digest_imports_no_model_library(model: Path, tmp_path: Path) -> Non
     code = f"""
 import sys
 from pathlib import Path
-from qconvert.calibrate.data import DataSpec, digest
+from qconvert.samples.data import DataSpec, digest
 for data in ({lines!r}, {str(tmp_path / "t.safetensors")!r}):
     print(digest(DataSpec(data), Path({str(model)!r})))
 digest(DataSpec(synthetic=True), Path({str(model)!r}))

@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from loopback_hub import judged
 
 from qconvert import judgement
-from qconvert.card import card, split_front_matter
-from qconvert.card.front import base_of
-from qconvert.card.of_plan import with_card
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError
-from qconvert.findings import Finding, Measure
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError
+from qconvert.hub.card import card, split_front_matter
+from qconvert.hub.card.front import base_of
+from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.cards import account_for_readme
-from qconvert.manifest import described
-from qconvert.plan import Plan, run_passes
-from qconvert.recipe import builtin_recipes, load_recipe
+from qconvert.passes.stages import split_plan
+from qconvert.plan.manifest import described
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import Options, execute, prepare
 from qconvert.run.staging import manifest_of
-from qconvert.stages import split_plan
-from qconvert.validation import Report, validate_folder
+from qconvert.validation.findings import Finding, Measure
+from qconvert.validation.runner import Report, validate_folder
 
 BASE = "org/Model-8B"
 SOURCE: dict[str, Any] = {
@@ -505,7 +505,9 @@ def test_each_stage_says_which_it_is(tmp_path: Path) -> None:
 
 def said_of_readme(folder: Path) -> list[Any]:
     """What the receipt says of README.md: sizes and hashes."""
-    lines = map(json.loads, (folder / "qconvert.receipt.jsonl").read_bytes().splitlines())
+    lines = map(
+        json.loads, (folder / "qconvert.checkpoint.receipt.jsonl").read_bytes().splitlines()
+    )
     found = [line for line in lines if line.get("file") == "README.md" and "name" not in line]
     return [(line["nbytes"], line["xxh3"]) for line in found]
 
@@ -520,7 +522,7 @@ def test_the_receipt_is_made_true_of_the_readme_alone(tmp_path: Path, sha256: bo
     source = fp8_moe().write(tmp_path / "source")
     out = tmp_path / "out"
     execute(carded(source), out, Options(jobs=1, sha256=sha256))
-    receipt = out / "qconvert.receipt.jsonl"
+    receipt = out / "qconvert.checkpoint.receipt.jsonl"
     before = receipt.read_bytes()
     assert not account_for_readme(out)
     assert receipt.read_bytes() == before

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError
-from qconvert.graph import Op
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Op
 from qconvert.ops.cast import TILE_ELEMENTS, ToBf16
 from qconvert.ops.constant import Constant, constant_i64
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
-from qconvert.spec import TensorType
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]

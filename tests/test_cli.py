@@ -30,9 +30,9 @@ from checkpoints import (
 )
 
 from qconvert import __version__
-from qconvert.cli import cli
-from qconvert.commands.progress import Bar
-from qconvert.names import parse
+from qconvert.cli.main import cli
+from qconvert.cli.progress import Bar
+from qconvert.core.names import parse
 
 HEAD = "lm_head.weight"
 
@@ -172,8 +172,8 @@ def test_signals_to_a_real_process(number: signal.Signals, source: Path, tmp_pat
     """The process sends the signal to itself when it has written something: no race."""
     out = tmp_path / "out"
     code = (
-        "import os, sys; from qconvert.cli import main\n"
-        "from qconvert.commands.progress import Bar\n"
+        "import os, sys; from qconvert.cli.main import main\n"
+        "from qconvert.cli.progress import Bar\n"
         f"Bar.wrote = lambda bar, nbytes: os.kill(os.getpid(), {int(number)})\n"
         "main(sys.argv[1:])"
     )
@@ -245,7 +245,7 @@ def test_nothing_heavy_is_imported(words: list[str], source: Path, tmp_path: Pat
     places = {"SRC": str(source), "OUT": str(tmp_path / "out")}
     arguments = [places.get(word, word) for word in words]
     code = (
-        "import sys; from qconvert.cli import main\n"
+        "import sys; from qconvert.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as done: assert done.code == 0, done.code\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"

@@ -20,8 +20,8 @@ import pytest
 from amx_rows import Bits
 from ops_harness import buffer, run_op
 
-from qconvert.formats.amx import Amx, Method, Rounding, inverse, unpack
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.formats.amx.encode import Amx, Method, Rounding, inverse, unpack
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Doubles = np.ndarray[Any, np.dtype[np.float64]]

@@ -10,7 +10,7 @@ from checkpoints import Tensor, copied, read_tensors, write_shard
 from data_folders import maker
 from gdn_models import bf16
 
-from qconvert.validation import Request, validate_folder
+from qconvert.validation.runner import Request, validate_folder
 
 GROUP = 16
 
@@ -37,7 +37,7 @@ def coarsened(source: Path, out: Path, times: float) -> None:
         tensors[name] = Tensor(packed.dtype, packed.shape, words.tobytes())
         tensors[f"{module}_scale"] = scale
     write_shard(file, tensors)
-    (out / "qconvert.receipt.jsonl").unlink()  # it would notice any change
+    (out / "qconvert.checkpoint.receipt.jsonl").unlink()  # it would notice any change
 
 
 @pytest.mark.parametrize(("times", "rules"), [(1, set()), (2, {"QC060"}), (8, {"QC060"})])

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from checkpoints import Model, Tensor, read_tensors
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError
-from qconvert.graph import Buffer, Output, Part, apply
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Output, Part, apply
 from qconvert.ops.rowwise import row_parts
-from qconvert.plan import Plan
+from qconvert.plan.plan import Plan
 from qconvert.run.executor import Options, execute, prepare
-from qconvert.spec import TensorType
 
 ROWS, COLUMNS = 4096, 1024
 SIZE = ROWS * COLUMNS

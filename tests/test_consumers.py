@@ -10,10 +10,10 @@ import gdn_models
 import pytest
 from checkpoints import bf16_moe, run_cli, tensor
 
-from qconvert.card import split_front_matter
-from qconvert.card.loaders import command, library, takers
-from qconvert.consumers import CHECKED, parse_consumer
-from qconvert.errors import PlanError
+from qconvert.core.errors import PlanError
+from qconvert.hub.card import split_front_matter
+from qconvert.hub.card.loaders import command, library, takers
+from qconvert.runtimes.consumers import CHECKED, parse_consumer
 
 # --- Versions -------------------------------------------------------------------------------------
 

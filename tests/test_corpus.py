@@ -13,7 +13,7 @@ import broken_nvfp4
 import pytest
 from broken_repos import CORPUS, SOUND, Bench, Broken
 
-from qconvert.validation import Request, rules, validate_folder
+from qconvert.validation.runner import Request, rules, validate_folder
 
 # Rules of work that is only done on request, on random numbers or by running layers; their own tests
 # break them: kt-kernel's client, and from QC070 to QC086 kernels, logits, attribution and others.

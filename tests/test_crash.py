@@ -21,17 +21,17 @@ import faults
 import pytest
 from faults import Counting, Killing, Tree, convert, differing, in_child, tree
 
-from qconvert.checkpoint import INDEX, MANIFEST, WORK_DIR, Checkpoint
-from qconvert.errors import OutputError
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, WORK_DIR, Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal
 from qconvert.run.lock import take_lock
 from qconvert.run.workspace import JOURNAL, LOCK, clean
-from qconvert.spec import TensorType
 
 pytestmark = pytest.mark.crash
 

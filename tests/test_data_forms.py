@@ -17,11 +17,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_kt import qwen3_moe
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.run.reader import Reader
-from qconvert.tasks import CHUNK
-from qconvert.validators._matrices import matrices, segment_runs
-from qconvert.validators._rows import rows
+from qconvert.validation.workers import CHUNK
+from qconvert.validators.reading.matrices import matrices, segment_runs
+from qconvert.validators.reading.rows import rows
 
 Array = np.ndarray[Any, Any]
 Q = "model.layers.0.self_attn.q_proj"
@@ -465,7 +465,7 @@ def test_rows_that_are_alike_prove_no_order(tmp_path: Path) -> None:
 def test_nothing_says_how_a_source_is_fused(tmp_path: Path) -> None:
     """A fused Qwen3.5 repo of another tool: its fused tensors are compared as bytes."""
     _, out = fused(tmp_path, gdn_models.model())
-    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
+    for name in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
         (out / name).unlink()
     other = copied(out, tmp_path / "other")
     report = validated(other, out)

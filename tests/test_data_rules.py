@@ -11,10 +11,10 @@ import pytest
 from checkpoints import copied, edit_json, fp8_moe, run_cli
 from data_folders import CONVERSIONS, OURS, Made, lines, maker, rules, store, validated
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.graph import Source
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
-from qconvert.validation import Request, validate_folder
+from qconvert.validation.runner import Request, validate_folder
 
 SCALE = "model.language_model.layers.0.mlp.experts.1.up_proj.weight_scale"
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qconvert.graph import Source
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Source
+from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.spec import TensorType
-from qconvert.validators._amx import source_weights
-from qconvert.validators._decode import (
+from qconvert.validators.amx.reading import source_weights
+from qconvert.validators.reading.decode import (
     as_bf16,
     floats,
     fp8_floats,
@@ -26,10 +27,9 @@ from qconvert.validators._decode import (
     rounded,
     scale_floats,
 )
-from qconvert.validators._forms import Form, Grid
-from qconvert.validators._matrices import Matrix
-from qconvert.validators._results import Results, bf16_results, is_worth
-from qconvert.weights import Stored
+from qconvert.validators.reading.forms import Form, Grid
+from qconvert.validators.reading.matrices import Matrix
+from qconvert.validators.reading.results import Results, bf16_results, is_worth
 
 FLOAT32 = st.integers(0, 2**32 - 1)
 CODES = st.lists(st.integers(0, 255), max_size=70)

@@ -12,9 +12,9 @@ import click
 import pytest
 from checkpoints import run_cli
 
-from qconvert.cli import cli
-from qconvert.recipe import parse_recipe
-from qconvert.validation import rules
+from qconvert.cli.main import cli
+from qconvert.recipe.recipe import parse_recipe
+from qconvert.validation.runner import rules
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")

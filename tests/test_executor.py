@@ -26,19 +26,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
-from qconvert.errors import CheckpointError, OutputError, PlanError, RunError
-from qconvert.graph import Buffer, Output, Part, apply, concat, whole
-from qconvert.header import read_header
-from qconvert.names import natural_key
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
+from qconvert.checkpoint.safetensors import read_header
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import CheckpointError, OutputError, PlanError, RunError
+from qconvert.core.graph import Buffer, Output, Part, apply, concat, whole
+from qconvert.core.names import natural_key
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.plan import Plan
+from qconvert.plan.plan import Plan
 from qconvert.run import workspace
 from qconvert.run.executor import Options, Receipt, Silent, execute, prepare
 from qconvert.run.files import Files
 from qconvert.run.memory import PLAN_BYTES_PER_TENSOR
-from qconvert.sample import write_sample
-from qconvert.spec import TensorType
 
 HERE = Options(jobs=1)
 MIB = 1 << 20

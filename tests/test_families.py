@@ -12,12 +12,12 @@ from typing import Any
 import headers
 import pytest
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError
-from qconvert.family import Census, Family, Role, census, families, family_for
-from qconvert.names import parse
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Census, Family, Role, census, families, family_for
+from qconvert.core.errors import PlanError
+from qconvert.core.names import parse
 from qconvert.passes.experts import Stack, Unstack
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 
 FAMILY_OF = {
     "deepseek-v3": "deepseek_v3",

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from checkpoints import read_tensors, run_cli
 
-from qconvert.calibration import Calibration
-from qconvert.errors import RecipeError
-from qconvert.foreign_options import Group
-from qconvert.foreign_recipe import Foreign, is_foreign, parse_foreign, pattern_of
-from qconvert.formats.scheme import Actorder, IntScheme
-from qconvert.linears import matches
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.core.errors import RecipeError
+from qconvert.core.int_scheme import Actorder, IntScheme
+from qconvert.matrices.linears import matches
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.recipe import parse_recipe
-from qconvert.sample import write_sample
-from qconvert.yaml_lines import compose
+from qconvert.recipe.llmcompressor import Foreign, is_foreign, parse_foreign, pattern_of
+from qconvert.recipe.llmcompressor_options import Group
+from qconvert.recipe.recipe import parse_recipe
+from qconvert.recipe.yaml_lines import compose
+from qconvert.samples.request import Calibration
 
 
 def parse(text: str) -> Foreign:

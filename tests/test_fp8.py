@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError, RunError
-from qconvert.graph import Buffer
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.graph import Buffer
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.spec import TensorType, ceil_div
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]

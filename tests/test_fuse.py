@@ -13,21 +13,21 @@ import pytest
 from checkpoints import watched_reads
 from test_plan import checkpoint, published
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.consumers import parse_consumer
-from qconvert.diff import compare
-from qconvert.errors import PlanError
-from qconvert.graph import Source
-from qconvert.header import build_header
-from qconvert.ignore import true_lists
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Source
 from qconvert.passes.as_class import AsClass
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
 from qconvert.run.sink import WINDOW_BYTES
-from qconvert.spec import TensorType, ceil_div
+from qconvert.runtimes.consumers import parse_consumer
+from qconvert.validation.diff import compare
 
 # hidden_size, value heads, qkvz rows, ba rows; 16 key heads of 128 everywhere.
 _MODELS = {

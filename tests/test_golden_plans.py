@@ -11,10 +11,10 @@ from pathlib import Path
 import headers
 import pytest
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.plan import Plan, run_passes
-from qconvert.recipe import load_recipe
-from qconvert.report import Rates, plan_lines
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.plan_report import Rates, plan_lines
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.recipe.recipe import load_recipe
 from qconvert.run.executor import Options, prepare
 
 _FOLDER = Path(__file__).parent / "plans"

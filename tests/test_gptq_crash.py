@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from faults import Counting, Killing, differing, in_child, tree
 
-from qconvert.calibration import Calibration
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
 from qconvert.run.files import Files
+from qconvert.samples.request import Calibration
 
 pytestmark = pytest.mark.crash
 

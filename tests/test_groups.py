@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from checkpoints import Model, Tensor, bf16_moe, fp8_moe, read_tensors, run_cli, tensor
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError
-from qconvert.integers import packed_scheme
-from qconvert.quantization import fp8_scheme, groups_of
-from qconvert.validation import validate_folder
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.integer_config import packed_scheme
+from qconvert.checkpoint.quantization_config import fp8_scheme, groups_of
+from qconvert.core.errors import PlanError
+from qconvert.validation.runner import validate_folder
 
 AT = "model.layers.1"
 EXPERT = f"{AT}.mlp.experts.0.up_proj"

@@ -16,9 +16,9 @@ from checkpoints import BITS, edit_header, edit_header_text, read_shard, tensor,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qconvert.errors import CheckpointError, PlanError
-from qconvert.header import DATA_ALIGNMENT, build_header, read_header
-from qconvert.spec import DTYPE_BITS, TensorType
+from qconvert.checkpoint.safetensors import DATA_ALIGNMENT, build_header, read_header
+from qconvert.core.dtypes import DTYPE_BITS, TensorType
+from qconvert.core.errors import CheckpointError, PlanError
 
 
 def test_the_dtypes_and_their_sizes() -> None:

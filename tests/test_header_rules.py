@@ -18,13 +18,13 @@ import pytest
 from checkpoints import bf16_moe, edit_json, fp8_moe, run_cli, tensor, without
 from headers import HeaderSet
 
-from qconvert.checkpoint import Checkpoint, QuantConfig
-from qconvert.errors import CheckpointError
-from qconvert.family import vision_config
-from qconvert.findings import Finding
-from qconvert.names import parse
-from qconvert.spec import TensorType
-from qconvert.validation import Folder, Level, NotChecked, Request, validate_folder
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.checkpoint.family import vision_config
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import CheckpointError
+from qconvert.core.names import parse
+from qconvert.validation.findings import Finding
+from qconvert.validation.runner import Folder, Level, NotChecked, Request, validate_folder
 from qconvert.validators import (
     counts,
     manifest_claims,
@@ -34,7 +34,14 @@ from qconvert.validators import (
     side_files,
     structure,
 )
-from qconvert.validators._quantization import Ints, Listed, ignored, judged, packed_ints, targets
+from qconvert.validators.reading.quantization import (
+    Ints,
+    Listed,
+    ignored,
+    judged,
+    packed_ints,
+    targets,
+)
 
 MANY = 10_000  # tensors; of larger models, some experts stand for all
 MODULES = (
@@ -501,7 +508,7 @@ def test_fused_without_a_manifest_is_proved_by_the_source(tmp_path: Path) -> Non
     out = tmp_path / "out"
     made = run_cli("fuse", source.write(tmp_path / "in"), out, "--for", "sglang", "--jobs", "1")
     assert made.code == 0, made.err
-    for file in ("qconvert.json", "qconvert.receipt.jsonl"):
+    for file in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
         (out / file).unlink()
 
     def said(against: Path | None, level: Level) -> list[tuple[str, str]]:
@@ -701,7 +708,7 @@ def test_a_total_size_is_graver_where_we_wrote_it(tmp_path: Path) -> None:
 def test_headers_need_neither_torch_nor_numpy(tmp_path: Path) -> None:
     folder = fp8_moe().write(tmp_path / "x")
     code = (
-        "import sys; from pathlib import Path; from qconvert.validation import validate_folder\n"
+        "import sys; from pathlib import Path; from qconvert.validation.runner import validate_folder\n"
         f"report = validate_folder(Path({str(folder)!r}))\n"
         "assert not report.findings, report.findings\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'triton') if m in sys.modules])"

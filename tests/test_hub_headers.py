@@ -22,11 +22,11 @@ from checkpoints import (
 from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError, UsageError
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.hub_cache import Repo, cached_id, parse_repo
+from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.hub.headers import place_of
-from qconvert.repo import Repo, cached_id, parse_repo
-from qconvert.validation import validate_folder
+from qconvert.validation.runner import validate_folder
 
 REPO = "org/model"
 WIDE = 65_536

@@ -31,7 +31,7 @@ from checkpoints import (
 from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-from qconvert.hub.patience import TRIES
+from qconvert.hub.retries import TRIES
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -412,7 +412,7 @@ def test_a_readme_written_by_hand_is_kept_and_no_error(hub: LoopbackHub, folder:
     assert uploaded(folder, "--dry-run")["errors"] == 0
     assert readme.read_text() == mine
     found = uploaded(folder)
-    assert set(found["sent"]) == {"README.md", "qconvert.receipt.jsonl"}
+    assert set(found["sent"]) == {"README.md", "qconvert.checkpoint.receipt.jsonl"}
     assert files_of(hub)["README.md"] == readme.read_bytes() == mine.encode()
     assert uploaded(folder)["sent"] == []
 

@@ -12,7 +12,7 @@ from gdn_models import model as gdn_model
 from nvfp4_moe import nvfp4_moe
 from test_kt import qwen3_moe
 
-from qconvert.made import made_lines
+from qconvert.cli.made_by import made_lines
 
 
 @pytest.fixture(scope="module")

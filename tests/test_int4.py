@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError, RunError
-from qconvert.formats.int_config import group_config
-from qconvert.formats.scheme import IntScheme
-from qconvert.formats.w4a16 import PackInt4, inverse
-from qconvert.graph import Op
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.graph import Op
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.int_packed.config import group_config
+from qconvert.formats.int_packed.w4a16 import PackInt4, inverse
 from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.spec import TensorType
 
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]

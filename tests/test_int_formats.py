@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError, RowError
-from qconvert.formats.packers import PackGptq, Packing, PackQuantized, packer
-from qconvert.formats.rtn import RoundToNearest, encoder
-from qconvert.formats.scheme import Codes, IntScheme, Packer
-from qconvert.formats.w4a16 import PackInt4, PackInt8
-from qconvert.graph import Buffer
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.formats.int_packed.packers import PackGptq, Packing, PackQuantized, packer
+from qconvert.formats.int_packed.rounding import RoundToNearest, encoder
+from qconvert.formats.int_packed.w4a16 import PackInt4, PackInt8
 from qconvert.ops.gptq import DequantGptq
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.spec import TensorType
 
 LIMITS = (None, 1, 4_000, 1 << 20)
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]

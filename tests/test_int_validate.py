@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from int_forms import from_compressed_tensors, from_gptq, packed
 from test_data_forms import read
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Measure
-from qconvert.validation import Folder, Request
-from qconvert.validators.w4a16 import _matrices
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.findings import Measure
+from qconvert.validation.runner import Folder, Request
+from qconvert.validators.kernels.w4a16 import _matrices
 
 Array = np.ndarray[Any, Any]
 M = "model.layers.0.self_attn.q_proj"

@@ -24,15 +24,15 @@ from checkpoints import (
     without,
 )
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.cli import cli
-from qconvert.errors import PlanError
-from qconvert.findings import Finding
-from qconvert.judgement import judged, planned_checkpoint
-from qconvert.plan import Plan, run_passes
-from qconvert.recipe import parse_recipe
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.main import cli
+from qconvert.core.errors import PlanError
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.recipe.recipe import parse_recipe
 from qconvert.run.executor import Options, execute, prepare
-from qconvert.validation import Folder, judge_headers, validators
+from qconvert.validation.findings import Finding
+from qconvert.validation.judgement import judged, planned_checkpoint
+from qconvert.validation.runner import Folder, judge_headers, validators
 
 _ROOT = Path(__file__).parent.parent
 Change = Callable[[Model], None]
@@ -93,9 +93,9 @@ def test_recipes_and_stages_are_judged_too(command: str, tmp_path: Path) -> None
 
 def test_halves_of_a_pair_are_judged_as_one(tmp_path: Path) -> None:
     """Both folders, each with the rules of its kind."""
-    from qconvert.card.of_plan import with_card
-    from qconvert.pair import pair_plans
+    from qconvert.hub.card.of_plan import with_card
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.passes.pair import pair_plans
     from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.run.executor import prepare_together
 
@@ -253,7 +253,7 @@ def test_a_warning_is_shown_and_does_not_refuse(tmp_path: Path) -> None:
 def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
     source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
     ready = prepare(planned(source, "passes: [{fuse: {consumer: sglang}}]"), Options(jobs=1))
-    import qconvert.judgement as judgement
+    import qconvert.validation.judgement as judgement
 
     bad = [Finding("QC013", "error", f"x{n}", "missing") for n in range(3)]
     with pytest.MonkeyPatch.context() as patched:
@@ -286,7 +286,7 @@ def test_headers_are_judged_without_heavy_libraries(tmp_path: Path) -> None:
 
     source = fp8_moe().write(tmp_path / "source")
     code = (
-        "import sys\nfrom qconvert.cli import main\n"
+        "import sys\nfrom qconvert.cli.main import main\n"
         f"try: main(['dequant', {str(source)!r}, {str(tmp_path / 'out')!r}, '--dry-run'])\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))\n"

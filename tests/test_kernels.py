@@ -63,12 +63,12 @@ def test_kernel_and_reference_agree(kernel: str, cases: int) -> None:
 
 def wrong_inputs() -> tuple[dict[str, tuple[float, float, bool]], dict[str, str]]:
     """Kernels on inputs that are not the references', and what they say of those of wrong shapes."""
-    from qconvert.validators.kernels import Case, bitwise, device
+    from qconvert.validators.kernels.device import Case, bitwise, device
 
     where = device()
     import torch
 
-    from qconvert.validators.kernels import amx, fp8, w4a16
+    from qconvert.validators.kernels.triton import amx, fp8, w4a16
 
     random = torch.Generator().manual_seed(1)
     found: list[Case] = []
@@ -145,7 +145,7 @@ def test_wrong_inputs_show() -> None:
 def refusals() -> dict[str, str]:
     import torch
 
-    from qconvert.validators.kernels import amx, fp8, w4a16
+    from qconvert.validators.kernels.triton import amx, fp8, w4a16
 
     codes, scales = torch.zeros((4, 8), dtype=torch.uint8), torch.zeros((1, 1))
     words, groups = torch.zeros((4, 8), dtype=torch.int32), torch.zeros((4, 2))
@@ -178,8 +178,9 @@ def compiled(cache: str) -> tuple[list[str], str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qconvert.validation import NotChecked
-    from qconvert.validators.kernels import amx, device, fp8, nvfp4, w4a16
+    from qconvert.validation.runner import NotChecked
+    from qconvert.validators.kernels.device import device
+    from qconvert.validators.kernels.triton import amx, fp8, nvfp4, w4a16
 
     numbers = (
         "rows", "columns", "tokens", "block_rows", "block_columns", "code_matrix", "code_row",
@@ -341,11 +342,11 @@ RUNS: tuple[tuple[str, str | None, str, tuple[int, ...] | None], ...] = (
 def runs(folder: str) -> dict[str, Any]:
     """All of RUNS with one case each of random weights, then the kernels without a folder, once as
     they are and once where nothing fits."""
-    from qconvert.validation import Report, Request, validate_folder, validate_kernels
-    from qconvert.validators.kernels import Case, device
+    from qconvert.validation.runner import Report, Request, validate_folder, validate_kernels
+    from qconvert.validators.kernels.device import Case, device
 
     device()
-    from qconvert.validators.kernels import amx, fp8, gdn, w4a16
+    from qconvert.validators.kernels.triton import amx, fp8, gdn, w4a16
 
     modules: tuple[ModuleType, ...] = (amx, fp8, gdn, w4a16)
     for module in modules:

@@ -23,11 +23,11 @@ import pytest
 from checkpoints import Model, Result, Tensor, published, read_tensors, run_cli, tree, watched_reads
 from ops_harness import buffer, run_op
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.commands.progress import Bar
-from qconvert.formats.w4a16 import PackInt4
-from qconvert.kt import reads_as_it_is
-from qconvert.spec import TensorType
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.progress import Bar
+from qconvert.core.dtypes import TensorType
+from qconvert.formats.int_packed.w4a16 import PackInt4
+from qconvert.runtimes.ktransformers import reads_as_it_is
 
 HIDDEN, INTERMEDIATE, EXPERTS, GROUP, BLOCK = 128, 256, 2, 128, 128
 FP8_BLOCK = {

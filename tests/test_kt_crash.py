@@ -21,12 +21,12 @@ from faults import Counting, Killing, PowerCut, PowerFiles, Tree, differing, in_
 from test_crash import _children, _gone
 from test_kt import qwen3_moe
 
-from qconvert.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
-from qconvert.errors import OutputError
-from qconvert.pair import pair_plans
+from qconvert.checkpoint.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
+from qconvert.core.errors import OutputError
 from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute, prepare_together, run_together
 from qconvert.run.files import Files
 from qconvert.run.workspace import clean

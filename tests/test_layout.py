@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError
-from qconvert.graph import Output, Source
-from qconvert.layout import Layout
+from qconvert.core.dtypes import DTYPE_BITS, TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source
+from qconvert.core.row_order import Layout
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.spec import DTYPE_BITS, TensorType
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 DTYPES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits >= 8)

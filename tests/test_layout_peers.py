@@ -13,13 +13,13 @@ import transformers
 from checkpoints import run_cli
 from safetensors.torch import load_file, save_file
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import heavy_tailed, write_sample
 from qconvert.passes.experts import Stack
 from qconvert.passes.fuse import Fuse, Unfuse
-from qconvert.plan import Pass, Plan, run_passes
-from qconvert.recipe import load_recipe
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.recipe.recipe import load_recipe
 from qconvert.run.executor import Options, execute
-from qconvert.sample import heavy_tailed, write_sample
 
 pytestmark = pytest.mark.peer
 

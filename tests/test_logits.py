@@ -18,14 +18,15 @@ import torch
 from checkpoints import copied, edit_json, run_cli, unjudged, write_json
 from safetensors.torch import load_file, save_file
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Finding, Table
-from qconvert.sample import write_sample
-from qconvert.validation import Folder, NotChecked, Request
-from qconvert.validators import _plain, logits
-from qconvert.validators._runs import PARTS, Block, Digest, Run, blocks_of, compare
-from qconvert.validators._served import output_model, reading
-from qconvert.validators.logits import Logits
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.validation.findings import Finding, Table
+from qconvert.validation.runner import Folder, NotChecked, Request
+from qconvert.validators.model import logits
+from qconvert.validators.model import plain as _plain
+from qconvert.validators.model.logits import Logits
+from qconvert.validators.model.runs import PARTS, Block, Digest, Run, blocks_of, compare
+from qconvert.validators.model.served import output_model, reading
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]

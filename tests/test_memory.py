@@ -21,14 +21,14 @@ import headers
 import pytest
 from headers import HeaderSet
 
-from qconvert.checkpoint import RECEIPT, Checkpoint
-from qconvert.names import natural_key
+from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.names import natural_key
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, prepare
 from qconvert.run.memory import PLAN_BYTES_PER_TENSOR, PROCESS_BYTES
 from qconvert.run.sink import MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
-from qconvert.spec import TensorType
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -65,9 +65,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 _PLAN = """
 before = status("RssAnon")
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, prepare
 imported = status("RssAnon")
 plan = run_passes(Plan.identity(Checkpoint.open(sys.argv[1])), (Dequant(),))
@@ -285,8 +285,8 @@ def _told(peak: Peak) -> str:
 _RUN = """
 import faults
 from pathlib import Path
-from qconvert.checkpoint import Checkpoint
-from qconvert.plan import Plan
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.plan.plan import Plan
 from qconvert.run.executor import Options, execute
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 def name(i):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.names import (
+from qconvert.core.names import (
     Parsed,
     natural_key,
     parse,

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours, stored
 from ops_harness import buffer, run_op
 
-from qconvert.errors import PlanError, RowError, RunError
-from qconvert.formats.nvfp4 import PackNvfp4, inverse
-from qconvert.formats.nvfp4_config import input_scale
-from qconvert.formats.nvfp4_scale import DecodedMaxima, OwnScale, RowMaxima
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.formats.nvfp4.config import input_scale
+from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
+from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
 from qconvert.ops.fp4 import SIZES, DequantNvfp4, Dialect, e4m3, from_e4m3, pack, to_codes
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.spec import TensorType
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

@@ -17,21 +17,21 @@ from test_kt import MODELS, bf16, decoded, deepseek_v3, qwen3_moe
 
 from qconvert.calibrate.settings import LayerStats
 from qconvert.calibrate.stats import begin, save_layer
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError, RunError
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.cli.plan_report import dump
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.roles import Kind
 from qconvert.formats.mxfp4 import ExponentRange, RelabelBlocks, RelabelOwn
-from qconvert.formats.nvfp4 import PackNvfp4, inverse
-from qconvert.formats.nvfp4_scale import OwnScale, RowMaxima
-from qconvert.ignore import true_lists
-from qconvert.input_scales import input_maxima
-from qconvert.nvfp4_weights import shared_groups
+from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
+from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 from qconvert.ops.fp4 import SIZES, Dialect
+from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
-from qconvert.plan import Plan, run_passes
-from qconvert.report import dump
-from qconvert.roles import Kind
+from qconvert.passes.nvfp4_groups import shared_groups
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, prepare
-from qconvert.spec import TensorType
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

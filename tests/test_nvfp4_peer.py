@@ -16,8 +16,8 @@ import pytest
 import torch
 from nvfp4_rows import DTYPES, KINDS, Array, Made, matrix, ours, stored
 
-from qconvert.formats.nvfp4 import inverse
-from qconvert.formats.nvfp4_config import group_config
+from qconvert.formats.nvfp4.config import group_config
+from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops.fp4 import Dialect
 
 pytestmark = pytest.mark.peer
@@ -120,7 +120,7 @@ def test_bytes_of_two_that_share_a_scale_are_the_peers(
 
 
 def test_real_looking_weights_are_the_peers() -> None:
-    from qconvert.sample import heavy_tailed
+    from qconvert.cli.demo_checkpoint import heavy_tailed
 
     weight = heavy_tailed((768, 2048), torch.Generator().manual_seed(7)).bfloat16()
     values = weight.float().numpy()

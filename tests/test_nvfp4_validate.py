@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from nvfp4_moe import interleaved, shuffled
 from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
 
-from qconvert.checkpoint import QuantConfig
-from qconvert.formats.nvfp4 import inverse
-from qconvert.formats.nvfp4_config import group_config, hybrid_config, modelopt_config
+from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.formats.nvfp4.config import group_config, hybrid_config, modelopt_config
+from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops.fp4 import Dialect, from_e4m3
-from qconvert.validation import Request, validate_folder
-from qconvert.validators._nvfp4 import fp4_floats, halfway, stated
-from qconvert.validators._prepared import scale_places, source_rows
+from qconvert.validation.runner import Request, validate_folder
+from qconvert.validators.reading.nvfp4 import fp4_floats, halfway, stated
+from qconvert.validators.reading.prepared import scale_places, source_rows
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)
@@ -204,8 +204,8 @@ def kernel(script: str) -> Any:
 
 def test_the_kernel_gives_what_its_reference_gives() -> None:
     found = kernel(
-        "import json; from qconvert.validators.kernels import device; where = device();"
-        "from qconvert.validators.kernels import nvfp4;"
+        "import json; from qconvert.validators.kernels.device import device; where = device();"
+        "from qconvert.validators.kernels.device import nvfp4;"
         "print(json.dumps([case.difference for case in nvfp4.random_cases(where)]))"
     )
     assert len(found) >= 30
@@ -215,10 +215,10 @@ def test_the_kernel_gives_what_its_reference_gives() -> None:
 def test_wrong_inputs_show() -> None:
     found = kernel("""
 import json
-from qconvert.validators.kernels import bitwise, device
+from qconvert.validators.kernels.device import bitwise, device
 device()
 import torch
-from qconvert.validators.kernels import nvfp4
+from qconvert.validators.kernels.triton import nvfp4
 random = torch.Generator().manual_seed(1)
 packed, scales, own = nvfp4.drawn((64, 256), "student", random, divides=True)
 right = nvfp4.reference(packed, scales, own, divides=True)
@@ -240,10 +240,10 @@ def test_the_kernel_is_run_on_a_folder(bench: Bench) -> None:
     found = kernel(f"""
 import json
 from pathlib import Path
-from qconvert.checkpoint import Checkpoint
-from qconvert.findings import Finding, Table
-from qconvert.validation import Folder, Request
-from qconvert.validators.nvfp4 import VALIDATOR
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.findings import Finding, Table
+from qconvert.validation.runner import Folder, Request
+from qconvert.validators.kernels.nvfp4 import VALIDATOR
 folder = Checkpoint.open(Path({str(bench.sound("nvfp4_ct_inputs"))!r}))
 said = list(VALIDATOR(Folder(folder, request=Request("sample", kernels=True))))
 (table,) = [item for item in said if isinstance(item, Table)]

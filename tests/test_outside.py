@@ -14,15 +14,15 @@ from faults import differing, tree
 from test_kt import qwen3_moe
 
 from qconvert.calibrate.maker import maker_for
-from qconvert.calibration import Calibration
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import OutputError, PlanError, RunError
-from qconvert.formats import amx
-from qconvert.formats.calibrated import Calibrated, calibrated_op
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import OutputError, PlanError, RunError
+from qconvert.formats.amx import encode as amx
+from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, nodes, run_passes
 from qconvert.run.executor import Options, Silent, execute
+from qconvert.samples.request import Calibration
 
 HIDDEN, INTERMEDIATE = 128, 256
 
@@ -73,7 +73,7 @@ def test_codes_are_read_back_as_they_were_handed_in(
 
 def test_the_receipt_says_what_was_read_for_it(source: Path, tmp_path: Path) -> None:
     execute(amx_plan(source), tmp_path / "out", maker=maker())
-    lines = (tmp_path / "out" / "qconvert.receipt.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "qconvert.checkpoint.receipt.jsonl").read_text().splitlines()
     experts = [line for line in map(json.loads, lines) if "xxh3" in line and "name" in line]
     assert experts
     # The maker says it read tensor `x`, which is none of the plan's: only true ranges are kept.

@@ -21,8 +21,8 @@ import xxhash
 from checkpoints import run_cli
 from faults import convert, plan_of, tree
 
-from qconvert.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
-from qconvert.errors import CheckpointError, OutputError, RunError
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
+from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.hub.cards import account_for_readme
 from qconvert.run.executor import Options, execute
 from qconvert.run.files import Files

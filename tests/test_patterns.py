@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoints import bf16_moe, run_cli
 
-from qconvert.errors import PlanError
-from qconvert.patterns import compiled
-from qconvert.quantization import Entries
+from qconvert.checkpoint.quantization_config import Entries
+from qconvert.core.errors import PlanError
+from qconvert.core.patterns import compiled
 
 NAME = "model.language_model.layers.1000." + "experts." * 8 + "gate_proj"
 

@@ -16,11 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8, write_sample
 from qconvert.passes.dequant import Dequant
-from qconvert.plan import Plan, run_passes
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, execute
-from qconvert.sample import heavy_tailed, quantize_block_fp8, write_sample
 
 pytestmark = pytest.mark.peer
 

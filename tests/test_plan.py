@@ -12,14 +12,14 @@ from typing import Any
 import headers
 import pytest
 
-from qconvert.checkpoint import Checkpoint, Shard
-from qconvert.errors import PlanError
-from qconvert.graph import Output, Source, Value, concat
+from qconvert.checkpoint.checkpoint import Checkpoint, Shard
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source, Value, concat
 from qconvert.passes.dequant import SPENT_RULE, Dequant
 from qconvert.passes.drop import Drop
-from qconvert.plan import LogEntry, Plan, nodes, run_passes
-from qconvert.spec import TensorType
-from qconvert.units import Compute, Copy, units
+from qconvert.plan.plan import LogEntry, Plan, nodes, run_passes
+from qconvert.plan.units import Compute, Copy, units
 
 ANY = "some model nobody has described"
 

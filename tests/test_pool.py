@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.graph import Output
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Output
+from qconvert.plan.units import Unit
 from qconvert.run.pool import BATCH_UNITS, Backlog, cut_batches
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch
-from qconvert.spec import TensorType
-from qconvert.units import Unit
 
 
 def _unit(name: str, size: int) -> Unit:

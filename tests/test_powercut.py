@@ -11,7 +11,7 @@ import faults
 import pytest
 from faults import PowerCut, PowerFiles, Tree, convert, differing, tree
 
-from qconvert.errors import QConvertError
+from qconvert.core.errors import QConvertError
 
 pytestmark = pytest.mark.crash
 

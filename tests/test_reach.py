@@ -28,14 +28,14 @@ from checkpoints import (
 from hostile_inputs import device, escapes, huge, no_hang, pipe
 
 import qconvert
-from qconvert.calibrate.data import DataSpec, digest
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import CheckpointError, DataError, OutputError
-from qconvert.header import read_header
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.safetensors import read_header
+from qconvert.core.errors import CheckpointError, DataError, OutputError
 from qconvert.hub.trees import local_files
+from qconvert.samples.data import DataSpec, digest
 
 FIRST = shard_name(1)
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
 Change = Callable[[Path], None]
 
 

@@ -11,19 +11,19 @@ from checkpoints import bf16_moe, fp8_moe, run_cli, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.calibration import Calibration
-from qconvert.errors import RecipeError, UsageError
+from qconvert.core.errors import RecipeError, UsageError
+from qconvert.core.sizes import exact_size, format_size, parse_size
 from qconvert.passes import passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
-from qconvert.recipe import (
+from qconvert.recipe.recipe import (
     Recipe,
     builtin_recipes,
     load_recipe,
     parse_recipe,
 )
-from qconvert.sizes import exact_size, format_size, parse_size
+from qconvert.samples.request import Calibration
 
 
 def test_a_recipe() -> None:

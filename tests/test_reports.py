@@ -19,10 +19,11 @@ import click
 import pytest
 import yaml
 
-from qconvert.cli import cli
-from qconvert.errors import QConvertError
-from qconvert.findings import Finding, Measure, Rule, Table
-from qconvert.reports import (
+from qconvert.cli.main import cli
+from qconvert.core.errors import QConvertError
+from qconvert.core.shown import printable
+from qconvert.validation.findings import Finding, Measure, Rule, Table
+from qconvert.validation.reports import (
     FORMATS,
     append_step_summary,
     as_github,
@@ -35,12 +36,11 @@ from qconvert.reports import (
     render,
     suffix_format,
 )
-from qconvert.reports.figures import groups, worst
-from qconvert.reports.places import Place, places
-from qconvert.reports.plots import EXACT, UNKNOWN, plot_data
-from qconvert.reports.words import split_reason
-from qconvert.shown import printable
-from qconvert.validation import Report
+from qconvert.validation.reports.figures import groups, worst
+from qconvert.validation.reports.places import Place, places
+from qconvert.validation.reports.plots import EXACT, UNKNOWN, plot_data
+from qconvert.validation.reports.words import split_reason
+from qconvert.validation.runner import Report
 
 _ROOT = Path(__file__).parent.parent
 # Quotes, ends of CDATA, scripts, tables and lines, colours of a terminal, half a character.
@@ -217,7 +217,7 @@ def test_rendering_uses_the_rules_of_validation() -> None:
 def test_reports_import_nothing_heavy() -> None:
     """`qconvert validate` on headers takes seconds; torch alone takes two."""
     code = (
-        "import sys; from qconvert.reports import as_text, FORMATS\n"
+        "import sys; from qconvert.validation.reports import as_text, FORMATS\n"
         "print([m for m in ('torch', 'numpy', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -637,7 +637,7 @@ def test_the_pre_commit_hook_s_command_is_one() -> None:
 def test_what_the_page_is_made_of_is_installed() -> None:
     """Python sources are found by themselves; style and script have to be named."""
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packed = settings["tool"]["setuptools"]["package-data"]["qconvert.reports"]
+    packed = settings["tool"]["setuptools"]["package-data"]["qconvert.validation.reports"]
     room = _ROOT / "qconvert" / "reports"
     others = {f for f in room.iterdir() if f.is_file() and f.suffix != ".py"}
     assert others == {file for pattern in packed for file in room.glob(pattern)} != set()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from checkpoints import run_cli, tree, watched_reads
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.sample import write_sample
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import write_sample
 
 
 @pytest.fixture(scope="module")

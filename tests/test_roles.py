@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from checkpoints import Model, Tensor, run_cli, tensor
 
-import qconvert.family
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError
-from qconvert.family import Config, Dims, Family, Role, families, first_int
+import qconvert.checkpoint.family
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Config, Dims, Family, Role, families, first_int
+from qconvert.core.errors import PlanError
+from qconvert.core.roles import Cut, Kind, joined_with
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
 from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan import Pass, Plan, run_passes
-from qconvert.roles import Cut, Kind, joined_with
-from qconvert.validation import Report, validate_folder
-from qconvert.validators._quantizing import _parallel
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.validation.runner import Report, validate_folder
+from qconvert.validators.reading.conversions import _parallel
 
 HIDDEN, EXPERTS, LAYERS = 256, 2, 2
 _SIDE = {"tokenizer.json": b"{}\n"}
@@ -279,7 +279,7 @@ MINIMAX = Family("minimax_like", ("minimax_like",), _dims, _roles())
 @pytest.fixture
 def minimax(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [*families(), MINIMAX]
-    monkeypatch.setattr(qconvert.family, "families", lambda: every)
+    monkeypatch.setattr(qconvert.checkpoint.family, "families", lambda: every)
 
 
 def minimax_model(intermediate: int = 1536) -> Model:

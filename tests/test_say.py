@@ -15,9 +15,9 @@ from checkpoints import bf16_moe, convert, edit_json, fp8_moe, run_cli, tensor
 from hostile_inputs import EVIL, raw_lines
 
 import qconvert
-from qconvert.commands.progress import Bar
-from qconvert.say import say, say_error, say_json, say_report, shown_line
-from qconvert.shown import MOST_SHOWN
+from qconvert.cli.progress import Bar
+from qconvert.core.say import say, say_error, say_json, say_report, shown_line
+from qconvert.core.shown import MOST_SHOWN
 
 # The header refuses control characters in names, and lets these through.
 ODD = "model.layers.0.x\u202e##vso[task.x]\u2028::error::y"

@@ -12,10 +12,16 @@ from broken_repos import sealed_again
 from checkpoints import INDEX, convert, copied, fp8_moe
 from test_trusted import unsealed
 
-from qconvert.checkpoint import MANIFEST, RECEIPT
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
+from qconvert.checkpoint.receipt import (
+    digest,
+    manifest_seal,
+    parse_receipt,
+    sealed_lines,
+    sealed_manifest,
+)
 from qconvert.hub.cards import account_for_readme
-from qconvert.receipt import digest, manifest_seal, parse_receipt, sealed_lines, sealed_manifest
-from qconvert.validation import Report, Request, validate_folder
+from qconvert.validation.runner import Report, Request, validate_folder
 
 FAST, ALL = 20, 100
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 from qconvert.run.files import Files
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, Sink, Underway
 

@@ -17,12 +17,12 @@ from checkpoints import Tensor, write_json, write_shard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import RunError
-from qconvert.findings import Finding
-from qconvert.graph import Source
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import RunError
+from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
-from qconvert.tasks import CHUNK, Numbered, Result, Room, Watch, run_tasks
+from qconvert.validation.findings import Finding
+from qconvert.validation.workers import CHUNK, Numbered, Result, Room, Watch, run_tasks
 
 LAYERS = 12
 

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from nvfp4_moe import EXPERTS, interleaved, nvfp4_moe, shuffled, source_row
 from ops_harness import buffer, run_op
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError, RunError
-from qconvert.formats.trtllm_gen import (
-    DERIVED,
-    QUANT_METHOD,
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.prepared import DERIVED, QUANT_METHOD
+from qconvert.contrib.trtllm_gen.layout import (
     DerivedScalars,
     Rows,
     Scales,
@@ -30,14 +28,15 @@ from qconvert.formats.trtllm_gen import (
     scale_index,
     tp_sizes,
 )
-from qconvert.graph import Op
+from qconvert.contrib.trtllm_gen.prepare import Prepare
+from qconvert.contrib.trtllm_gen.sglang_plugin import tp_slice
+from qconvert.contrib.trtllm_gen.unprepare import Unprepare
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.graph import Op
 from qconvert.ops.gather import Gather, Order, Scatter
-from qconvert.passes.prepare import Prepare
-from qconvert.passes.unprepare import Unprepare
-from qconvert.plan import Plan, run_passes
-from qconvert.plugins.sglang_prepared import tp_slice
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import Options, prepare
-from qconvert.spec import TensorType
 
 _AT = "model.layers.1.mlp.experts"
 _BOTH = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

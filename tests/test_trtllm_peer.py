@@ -20,9 +20,9 @@ from checkpoints import read_tensors, run_cli
 from nvfp4_moe import nvfp4_moe
 from ops_harness import buffer, run_op
 
-from qconvert.formats.trtllm_gen import Rows, Scales, row_index
+from qconvert.contrib.trtllm_gen.layout import Rows, Scales, row_index
+from qconvert.core.dtypes import TensorType
 from qconvert.ops.gather import Gather, Order
-from qconvert.spec import TensorType
 
 pytestmark = pytest.mark.peer
 

@@ -18,8 +18,8 @@ from fake_sglang import fake_sglang, module
 from nvfp4_moe import nvfp4_moe
 from safetensors.torch import load_file
 
-from qconvert.formats import trtllm_gen
-from qconvert.plugins import sglang_prepared as plugin
+from qconvert.contrib.trtllm_gen import layout as trtllm_gen
+from qconvert.contrib.trtllm_gen import sglang_plugin as plugin
 
 _ROOT = Path(__file__).parent.parent
 _AT = "model.layers.{}.mlp.experts"
@@ -336,7 +336,7 @@ def test_both_sides_speak_of_the_same() -> None:
 def test_it_imports_nothing_of_qconvert() -> None:
     """A server's environment has other versions of what qconvert needs."""
     code = (
-        "import sys; import qconvert.plugins.sglang_prepared;"
+        "import sys; import qconvert.contrib.trtllm_gen.sglang_plugin;"
         "print([m for m in sys.modules if m.startswith('qconvert.') and 'plugins' not in m]"
         " + [m for m in ('torch', 'numpy', 'click') if m in sys.modules])"
     )

@@ -18,13 +18,13 @@ import xxhash
 from checkpoints import run_cli
 from faults import Counting, Killing, Tree, convert, differing, in_child, plan_of, tree
 
-from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
-from qconvert.errors import CheckpointError, OutputError, QConvertError
-from qconvert.header import read_header
-from qconvert.pair import pair_plans
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
+from qconvert.checkpoint.safetensors import read_header
+from qconvert.core.errors import CheckpointError, OutputError, QConvertError
 from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan import Plan
+from qconvert.plan.plan import Plan
 from qconvert.run.executor import (
     Options,
     Receipt,

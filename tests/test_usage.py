@@ -11,12 +11,12 @@ import click
 import pytest
 from checkpoints import bf16_moe, run_cli
 
-from qconvert.cli import cli
-from qconvert.errors import QConvertError, UsageError
-from qconvert.repo import parse_repo
-from qconvert.reports import suffix_format
-from qconvert.sizes import parse_size
-from qconvert.stages import check_runtime, parse_partition
+from qconvert.checkpoint.hub_cache import parse_repo
+from qconvert.cli.main import cli
+from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.sizes import parse_size
+from qconvert.passes.stages import check_runtime, parse_partition
+from qconvert.validation.reports import suffix_format
 
 _SIZES = ["", "lots", "0", "-1", "5PB", "1,5GB", "1e9", "9" * 5000]
 _COUNTS = ["", "0", "-1", "1.5", "many", "9" * 5000]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, run_cli
 
-from qconvert.validation import Request, validate_folder
+from qconvert.validation.runner import Request, validate_folder
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ from dataclasses import dataclass
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_tasks import Count, Sleep
-from qconvert.checkpoint import Checkpoint
-from qconvert.tasks import run_tasks
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.workers import run_tasks
 folder = Checkpoint.open(sys.argv[2])
 tasks = [(0, Sleep(tensor)) for tensor in folder.values()]
 if __name__ == "__main__":

@@ -19,16 +19,16 @@ from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudge
 from test_int_formats import bf16_bits, to_array, weight
 from test_kt import bf16, deepseek_v3, qwen3_moe
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.errors import PlanError
-from qconvert.formats.scheme import IntScheme
-from qconvert.kt import reads_as_it_is
-from qconvert.linears import Matrix, loads_at
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import IntScheme
+from qconvert.core.roles import Cut
+from qconvert.matrices.linears import Matrix, loads_at
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
-from qconvert.plan import Plan, run_passes
-from qconvert.recipe import parse_recipe
-from qconvert.roles import Cut
-from qconvert.spec import TensorType
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.recipe.recipe import parse_recipe
+from qconvert.runtimes.ktransformers import reads_as_it_is
 
 FORMS: dict[str, list[str]] = {
     "W4": [],

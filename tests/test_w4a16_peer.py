@@ -20,7 +20,7 @@ from checkpoints import run_cli
 from safetensors.torch import load_file, save_file
 from test_kt import MODELS, kt
 
-from qconvert.sample import heavy_tailed
+from qconvert.cli.demo_checkpoint import heavy_tailed
 
 pytestmark = pytest.mark.peer
 

@@ -17,9 +17,9 @@ from test_kt import deepseek_v3
 from test_kt import qwen3_moe as small_qwen3_moe
 from test_w4a16_peer import decompressed, parsed, qwen3_moe, saved
 
-from qconvert.checkpoint import Checkpoint
-from qconvert.plan import Plan
-from qconvert.weights import read_matrix
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.matrices.stored import read_matrix
+from qconvert.plan.plan import Plan
 
 pytestmark = pytest.mark.peer
 

@@ -29,18 +29,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
-from qconvert.checkpoint import MANIFEST
-from qconvert.commands.progress import Bar
-from qconvert.experts import SPENT_RULE
-from qconvert.formats.amx import Amx, Method, Rounding
-from qconvert.graph import Source
+from qconvert.checkpoint.checkpoint import MANIFEST
+from qconvert.cli.progress import Bar
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Source
+from qconvert.formats.amx.encode import Amx, Method, Rounding
+from qconvert.matrices.experts import SPENT_RULE
+from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
-from qconvert.spec import TensorType
-from qconvert.weights import Stored
 
 Key = tuple[int, int, str]  # layer, expert, projection
 Matrices = dict[Key, Bits]

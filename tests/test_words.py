@@ -9,7 +9,7 @@ import pytest
 from checkpoints import bf16_moe, run_cli
 from test_architecture import modules
 
-from qconvert.shown import count
+from qconvert.core.shown import count
 
 _THINGS = (
     "files", "tensors", "shards", "errors", "warnings", "differences", "requests", "stages", "units",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qconvert.errors import RunError
+from qconvert.core.errors import RunError
 
 
 def found_devices() -> tuple[str, ...]:

@@ -23,12 +23,12 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.room import Room
 from qconvert.calibrate.settings import LayerStats, Output, Settings, Summary, Target
 from qconvert.calibrate.states import InFile
-from qconvert.errors import PlanError
-from qconvert.experts import Projection, routed_experts
-from qconvert.formats.scheme import IntScheme
-from qconvert.plan import Plan
+from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import IntScheme
+from qconvert.core.shown import count
+from qconvert.matrices.experts import Projection, routed_experts
+from qconvert.plan.plan import Plan
 from qconvert.run.files import Files
-from qconvert.shown import count
 
 if TYPE_CHECKING:
     import numpy as np

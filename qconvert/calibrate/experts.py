@@ -13,7 +13,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import Output, Settings, Target
 from qconvert.calibrate.solve import Solved, rounded, solved
 from qconvert.calibrate.states import Rows
-from qconvert.experts import PROJECTIONS, Projection
+from qconvert.matrices.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.stats import load_counts, write_whole
-from qconvert.errors import DataError
+from qconvert.core.errors import DataError
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import LayerStats, Output, Settings, Target
 from qconvert.calibrate.states import InFile, Rows, Scratch
-from qconvert.experts import Projection
+from qconvert.matrices.experts import Projection
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:

@@ -8,23 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.data import load_tokens
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
 from qconvert.calibrate.settings import LayerStats, Settings, Target
 from qconvert.calibrate.stats import begin, check_claim
-from qconvert.calibration import Calibration, digest_of, fact
-from qconvert.errors import DataError, PlanError
-from qconvert.formats.calibrated import calibrated_op
-from qconvert.formats.scheme import Codes, Packer
-from qconvert.graph import Buffer
-from qconvert.plan import Calibrating, Plan, nodes
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import DataError, PlanError
+from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import Codes, Packer
+from qconvert.matrices.calibrated import calibrated_op
+from qconvert.plan.plan import Calibrating, Plan, nodes
 from qconvert.run.files import Files
 from qconvert.run.outside import Desk, Wanted
 from qconvert.run.workspace import check_apart, check_folders_apart
-from qconvert.spec import TensorType
+from qconvert.samples.data import load_tokens
+from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
-    from qconvert.calibrate.data import Ids
+    from qconvert.samples.data import Ids
 
 Key = tuple[int, int, str]
 

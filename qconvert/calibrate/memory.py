@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qconvert.errors import RunError
+from qconvert.core.errors import RunError
 
 _MACHINE = 0.75  # of the machine's memory, where the user gives no number
 # Of an accelerator's, whatever else is on it, because group sizes must not depend on that: for experts,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.reading import Weights
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError, RunError
-from qconvert.family import text_config
-from qconvert.names import split_parameter
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.family import text_config
+from qconvert.core.errors import PlanError, RunError
+from qconvert.core.names import split_parameter
+from qconvert.matrices.stored import read_matrix
 from qconvert.ops.fp8 import WEIGHT_DTYPES
-from qconvert.plan import Plan
-from qconvert.weights import read_matrix
+from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qconvert.errors import PlanError, RowError, RunError
-from qconvert.graph import Apply, Buffer, Output, Source, whole
-from qconvert.plan import Plan
+from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.core.graph import Apply, Buffer, Output, Source, whole
+from qconvert.matrices.stored import Stored
+from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.run.unit_runner import SourceHashes
-from qconvert.weights import Stored
 
 if TYPE_CHECKING:
     import torch

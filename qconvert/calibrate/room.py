@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.calibrate.states import InFile
-from qconvert.errors import RunError
-from qconvert.json_text import parse_object
-from qconvert.regular import read_regular
+from qconvert.core.errors import RunError
+from qconvert.core.json_text import parse_object
+from qconvert.core.regular import read_regular
 from qconvert.run.files import Files
 
 _STATE = "state.json"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from qconvert.errors import PlanError
-from qconvert.formats.scheme import Codes, IntScheme
+from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import Codes, IntScheme
 
 if TYPE_CHECKING:
     import numpy as np

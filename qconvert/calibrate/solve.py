@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.settings import CLIPS, Settings
-from qconvert.formats.scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme
 
 if TYPE_CHECKING:
     import torch

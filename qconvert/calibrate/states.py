@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qconvert.errors import RunError
+from qconvert.core.errors import RunError
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:

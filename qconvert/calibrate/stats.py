@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.settings import LayerStats
-from qconvert.errors import CheckpointError, DataError, OutputError
-from qconvert.header import build_header, read_header
-from qconvert.regular import read_regular
+from qconvert.checkpoint.safetensors import build_header, read_header
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import CheckpointError, DataError, OutputError
+from qconvert.core.regular import read_regular
 from qconvert.run.files import Files, existing_parent
-from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
     import numpy as np

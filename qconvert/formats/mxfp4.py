@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qconvert.errors import PlanError, RowError, RunError
-from qconvert.graph import Buffer, Part, whole
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.core.graph import Buffer, Part, whole
 from qconvert.ops.buffers import array
 from qconvert.ops.fp4 import Dialect
 from qconvert.ops.rowwise import row_parts
-from qconvert.spec import TensorType
 
 MX_BLOCK = 32
 # E4M3's largest and smallest powers of two; the spread that fits between them.

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from qconvert.card import README, card, split_front_matter
-from qconvert.card.front import base_model_of
-from qconvert.checkpoint import MANIFEST, RECEIPT
-from qconvert.errors import CheckpointError
-from qconvert.json_text import parse_json, parse_object
-from qconvert.links import read_inside
-from qconvert.manifest_keys import checked_manifest
-from qconvert.receipt import parse_receipt, sealed_lines
-from qconvert.regular import SMALL
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
+from qconvert.checkpoint.receipt import parse_receipt, sealed_lines
+from qconvert.core.errors import CheckpointError
+from qconvert.core.json_text import parse_json, parse_object
+from qconvert.core.links import read_inside
+from qconvert.core.manifest_keys import checked_manifest
+from qconvert.core.regular import SMALL
+from qconvert.hub.card import README, card, split_front_matter
+from qconvert.hub.card.front import base_model_of
 
 if TYPE_CHECKING:
-    from qconvert.validation import Report
+    from qconvert.validation.runner import Report
 
 # Rules that hold README.md against the receipt: people write in it after a conversion.
 _OF_RECEIPT = frozenset({"QC020", "QC021", "QC022"})

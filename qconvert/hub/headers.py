@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from qconvert.checkpoint import DENIED_NAMES, DENIED_SUFFIXES
-from qconvert.errors import CheckpointError
-from qconvert.header import MAX_HEADER
+from qconvert.checkpoint.checkpoint import DENIED_NAMES, DENIED_SUFFIXES
+from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo
+from qconvert.checkpoint.safetensors import MAX_HEADER
+from qconvert.core.errors import CheckpointError
+from qconvert.core.links import open_inside
 from qconvert.hub.download import Reader, client
-from qconvert.hub.patience import Refused, patiently
-from qconvert.links import open_inside
-from qconvert.repo import Repo, cached_folder, parse_repo
+from qconvert.hub.retries import Refused, patiently
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
-    from qconvert.validation import Report
+    from qconvert.validation.runner import Report
 
 # Most headers end within this, so most shards take one request.
 _FIRST_READ = 16 << 10

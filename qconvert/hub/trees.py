@@ -14,9 +14,9 @@ from hashlib import sha1, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
-from qconvert.errors import OutputError
-from qconvert.links import open_inside, resolved
+from qconvert.checkpoint.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
+from qconvert.core.errors import OutputError
+from qconvert.core.links import open_inside, resolved
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile

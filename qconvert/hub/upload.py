@@ -13,9 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qconvert.errors import OutputError
+from qconvert.checkpoint.hub_cache import Repo
+from qconvert.core.errors import OutputError
 from qconvert.hub.download import Reader, client
-from qconvert.hub.patience import Refused, Say, patiently, without_userinfo
+from qconvert.hub.retries import Refused, Say, patiently, without_userinfo
 from qconvert.hub.trees import (
     Difference,
     Digests,
@@ -25,7 +26,6 @@ from qconvert.hub.trees import (
     remote_files,
     stale_weights,
 )
-from qconvert.repo import Repo
 from qconvert.run.executor import Events, Silent
 
 if TYPE_CHECKING:

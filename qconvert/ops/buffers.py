@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-    from qconvert.spec import Shape
+    from qconvert.core.dtypes import Shape
 
 
 T = TypeVar("T", bound="np.generic")

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.errors import PlanError
-from qconvert.graph import Buffer, Part
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.rowwise import row_parts
-from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
     import numpy as np

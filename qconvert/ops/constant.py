@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from struct import pack
 
-from qconvert.errors import PlanError
-from qconvert.graph import Buffer, Part, whole
-from qconvert.spec import TensorType
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Part, whole
 
 
 @dataclass(frozen=True, slots=True)

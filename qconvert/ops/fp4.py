@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.errors import PlanError, RowError, RunError
-from qconvert.graph import Buffer, Part
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.int4 import spread_nibbles
 from qconvert.ops.rowwise import row_parts
-from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
     import numpy as np

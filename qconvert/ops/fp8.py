@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from qconvert.errors import PlanError, ScaleError
-from qconvert.graph import Buffer, Part
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, ScaleError
+from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import round_to_bf16
-from qconvert.spec import TensorType, ceil_div
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from qconvert.errors import PlanError
-from qconvert.graph import Buffer, Part
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
-from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
     import numpy as np

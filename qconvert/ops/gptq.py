@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.errors import PlanError, RowError
-from qconvert.graph import Buffer, Part, whole
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer, Part, whole
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.ints import (
@@ -24,7 +25,6 @@ from qconvert.ops.ints import (
     scales,
     spread,
 )
-from qconvert.spec import TensorType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.errors import PlanError, RowError
-from qconvert.graph import Buffer, Part, aligned
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, decode, round_to_bf16
 from qconvert.ops.rowwise import row_parts
-from qconvert.spec import TensorType, ceil_div
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
-from qconvert.errors import RowError
-from qconvert.graph import Buffer, Op, Part, aligned
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RowError
+from qconvert.core.graph import Buffer, Op, Part, aligned
 from qconvert.ops.transpose import Columns
-from qconvert.spec import TensorType
 
 
 class RowOp(Op, Protocol):

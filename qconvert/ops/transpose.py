@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qconvert.errors import PlanError
-from qconvert.graph import Buffer, Part, whole
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Part, whole
 from qconvert.ops.buffers import array
-from qconvert.spec import TensorType
 
 # Turning single bf16 values is slow: a strided copy takes its nanoseconds an element, however small.
 # So four source rows are woven into 64-bit words first (whole rows at a time, which is quick), and

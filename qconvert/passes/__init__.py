@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qconvert.family import discover
-from qconvert.plan import Pass
+from qconvert.checkpoint.family import discover
+from qconvert.plan.plan import Pass
 
 
 def passes() -> dict[str, type[Pass]]:

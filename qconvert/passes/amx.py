@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qconvert.calibration import FACT as CALIBRATION
-from qconvert.calibration import Calibration, digest_of, identity
-from qconvert.calibration import fact as calibration_fact
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError
-from qconvert.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
-from qconvert.family import text_config
-from qconvert.formats.amx import RUNTIME_NAME, Amx, Method, Rounding, check_dims
-from qconvert.formats.amx_codes import AmxCodes
-from qconvert.graph import Output, Source, apply, concat
-from qconvert.kt import readme, reads_as_it_is
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.family import text_config
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source, apply, concat
+from qconvert.formats.amx.calibrated_codes import AmxCodes
+from qconvert.formats.amx.encode import RUNTIME_NAME, Amx, Method, Rounding, check_dims
+from qconvert.matrices.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.plan import ELSEWHERE, Calibrating, LogEntry, Plan
+from qconvert.plan.plan import ELSEWHERE, Calibrating, LogEntry, Plan
+from qconvert.runtimes.ktransformers import readme, reads_as_it_is
+from qconvert.samples.request import FACT as CALIBRATION
+from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import fact as calibration_fact
 
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qconvert.errors import PlanError
-from qconvert.family import is_tied
-from qconvert.graph import Output, Source
-from qconvert.ignore import renamed_modules
+from qconvert.checkpoint.family import is_tied
+from qconvert.checkpoint.ignore import renamed_modules
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source
 from qconvert.passes.fuse import FACT
-from qconvert.plan import LogEntry, Plan
+from qconvert.plan.plan import LogEntry, Plan
 
 _LANGUAGE, _PLAIN, _VISION = "model.language_model.", "model.", "model.visual."
 VISION_RULE = "as_class: qwen3_next has no vision tower"

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError
-from qconvert.graph import Output, apply
-from qconvert.names import weight_candidates
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, apply
+from qconvert.core.names import weight_candidates
+from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.ops.fp8 import WEIGHT_DTYPES
-from qconvert.plan import LogEntry, Plan
-from qconvert.weights import fp8_reading, fp8_scale_name, fp8_scheme_of
+from qconvert.plan.plan import LogEntry, Plan
 
 SPENT_RULE = "dequant: activation and KV-cache scales of an FP8 model"
 _SPENT = (".input_scale", ".k_scale", ".v_scale", ".q_scale")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
-from qconvert.errors import PlanError
-from qconvert.graph import Output, Source
-from qconvert.plan import LogEntry, Plan
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source
+from qconvert.plan.plan import LogEntry, Plan
 
 # Config keys that count draft layers; left as they were, a runtime would look for the weights.
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

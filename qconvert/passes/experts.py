@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.causes import check_experts
-from qconvert.errors import PlanError
-from qconvert.family import Census
-from qconvert.graph import Output, concat, stack
-from qconvert.names import experts_module
-from qconvert.plan import LogEntry, Plan
-from qconvert.quantization import fp8_scheme
-from qconvert.roles import Kind
+from qconvert.checkpoint.family import Census
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, concat, stack
+from qconvert.core.names import experts_module
+from qconvert.core.roles import Kind
+from qconvert.matrices.causes import check_experts
+from qconvert.plan.plan import LogEntry, Plan
 
 _STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
 _APART = (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN)

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from qconvert.causes import check_linear_attention
-from qconvert.consumers import CLASSES, parse_consumer
-from qconvert.errors import PlanError
-from qconvert.family import Dims
-from qconvert.graph import Output, Source
-from qconvert.ignore import renamed_modules, true_lists
-from qconvert.layout import Layout
-from qconvert.names import PARAMETERS
-from qconvert.plan import LASTING_FACTS, LogEntry, Plan
-from qconvert.quantization import fp8_scheme
-from qconvert.rows import Block, fuse_module, is_per_tensor, params_of, split_module
+from qconvert.checkpoint.family import Dims
+from qconvert.checkpoint.ignore import renamed_modules, true_lists
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source
+from qconvert.core.names import PARAMETERS
+from qconvert.core.row_order import Layout
+from qconvert.matrices.causes import check_linear_attention
+from qconvert.passes.fused_rows import Block, fuse_module, is_per_tensor, params_of, split_module
+from qconvert.plan.plan import LASTING_FACTS, LogEntry, Plan
+from qconvert.runtimes.consumers import CLASSES, parse_consumer
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _MODELOPT_FILE = "hf_quant_config.json"

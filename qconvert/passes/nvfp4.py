@@ -16,36 +16,36 @@ from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
-from qconvert.beside import Named, as_weight_scale, check_plain_scales, fp8_block
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError
-from qconvert.experts import KINDS, SPENT_RULE, Experts, check_described, routed_experts
-from qconvert.formats.int_config import fp8_group_config
-from qconvert.formats.nvfp4_config import (
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source, apply
+from qconvert.core.roles import Kind
+from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.nvfp4.config import (
     NAMES,
     group_config,
     hybrid_config,
     input_scale,
     modelopt_config,
 )
-from qconvert.graph import Output, Source, apply
-from qconvert.ignore import true_lists
-from qconvert.input_scales import InputMaxima, input_maxima
-from qconvert.linears import check_sets, quantizable, runtime_linears
-from qconvert.nvfp4_beside import (
+from qconvert.formats.nvfp4.relabel import mxfp4_modules, relabelled, relabelled_block
+from qconvert.matrices.experts import KINDS, SPENT_RULE, Experts, check_described, routed_experts
+from qconvert.matrices.linears import check_sets, quantizable, runtime_linears
+from qconvert.matrices.stored import Stored, read_matrix
+from qconvert.matrices.unquantized import Named, as_weight_scale, check_plain_scales, fp8_block
+from qconvert.matrices.unquantized_nvfp4 import (
     draft_patterns,
     fp8_own_block,
     ignored_globs,
     ignored_names,
     kept_expert_globs,
 )
-from qconvert.nvfp4_weights import quantized, shared_groups
 from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
-from qconvert.plan import LogEntry, Plan
-from qconvert.relabel import mxfp4_modules, relabelled, relabelled_block
-from qconvert.roles import Kind
-from qconvert.weights import Stored, read_matrix
+from qconvert.passes.input_scales import InputMaxima, input_maxima
+from qconvert.passes.nvfp4_groups import quantized, shared_groups
+from qconvert.plan.plan import LogEntry, Plan
 
 _STALE = ("hf_quant_config.json",)
 _SPENT = (".weight_shape", ".input_scale")

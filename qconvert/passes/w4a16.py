@@ -13,7 +13,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from qconvert.beside import (
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source, apply
+from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
+from qconvert.core.roles import Kind
+from qconvert.formats.int_packed.config import (
+    fp8_group_config,
+    gptq_config,
+    group_config,
+    left_pattern,
+)
+from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
+from qconvert.formats.int_packed.rounding import RoundToNearest, encoder
+from qconvert.matrices.causes import check_experts
+from qconvert.matrices.experts import (
+    KINDS,
+    SPENT_RULE,
+    Experts,
+    Projection,
+    calibrated,
+    check_described,
+    routed_experts,
+)
+from qconvert.matrices.linears import (
+    TP_SIZES,
+    Matrix,
+    check_sets,
+    fitting_groups,
+    loads_at,
+    matches,
+    quantizable,
+    runtime_linears,
+)
+from qconvert.matrices.stored import Stored, read_matrix
+from qconvert.matrices.unquantized import (
     Named,
     all_experts,
     as_weight_scale,
@@ -24,42 +59,12 @@ from qconvert.beside import (
     ignored,
     no_experts,
 )
-from qconvert.calibration import FACT as CALIBRATION
-from qconvert.calibration import Calibration, digest_of, identity
-from qconvert.calibration import fact as calibration_fact
-from qconvert.causes import check_experts
-from qconvert.checkpoint import without_quantization
-from qconvert.errors import PlanError
-from qconvert.experts import (
-    KINDS,
-    SPENT_RULE,
-    Experts,
-    Projection,
-    calibrated,
-    check_described,
-    routed_experts,
-)
-from qconvert.formats.int_config import fp8_group_config, gptq_config, group_config, left_pattern
-from qconvert.formats.packers import PackGptq, Packing, packer
-from qconvert.formats.rtn import RoundToNearest, encoder
-from qconvert.formats.scheme import Actorder, Bits, IntScheme, Packer
-from qconvert.graph import Output, Source, apply
-from qconvert.ignore import true_lists
-from qconvert.linears import (
-    TP_SIZES,
-    Matrix,
-    check_sets,
-    fitting_groups,
-    loads_at,
-    matches,
-    quantizable,
-    runtime_linears,
-)
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.plan import Calibrating, LogEntry, Plan
-from qconvert.roles import Kind
-from qconvert.weights import Stored, read_matrix
+from qconvert.plan.plan import Calibrating, LogEntry, Plan
+from qconvert.samples.request import FACT as CALIBRATION
+from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import fact as calibration_fact
 
 GROUP = 128
 # How recipes spell the routed experts, whatever a family calls them.

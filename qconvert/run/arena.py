@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import mmap
 
-from qconvert.errors import RunError
-from qconvert.graph import aligned
+from qconvert.core.errors import RunError
+from qconvert.core.graph import aligned
 from qconvert.run.pages import fresh_pages
 
 

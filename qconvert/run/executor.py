@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from qconvert.checkpoint import MANIFEST, WORK_DIR, Shard, file_size
-from qconvert.errors import OutputError, PlanError, QConvertError
-from qconvert.plan import Plan
+from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Shard, file_size
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import OutputError, PlanError, QConvertError
+from qconvert.plan.plan import Plan
+from qconvert.plan.units import Unit, units
 from qconvert.run.committer import COMMIT_BYTES, Committer
 from qconvert.run.files import Files, can_link, existing_parent
 from qconvert.run.finished import State, look_over
@@ -51,8 +53,6 @@ from qconvert.run.workspace import (
     check_disk,
     check_folders_apart,
 )
-from qconvert.spec import TensorType
-from qconvert.units import Unit, units
 
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TMPFS = 0x01021994  # linux/magic.h

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from qconvert.checkpoint import MANIFEST, RECEIPT, file_size
-from qconvert.errors import OutputError, QConvertError
-from qconvert.receipt import digest, read_receipt, sealed_manifest
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, file_size
+from qconvert.checkpoint.receipt import digest, read_receipt, sealed_manifest
+from qconvert.core.errors import OutputError, QConvertError
 from qconvert.run.staging import (
     EDITED,
     hash_of,

@@ -17,9 +17,9 @@ from typing import Any
 
 import xxhash
 
-from qconvert.errors import OutputError
-from qconvert.receipt import is_own_name
-from qconvert.regular import SMALL, open_regular
+from qconvert.checkpoint.receipt import is_own_name
+from qconvert.core.errors import OutputError
+from qconvert.core.regular import SMALL, open_regular
 from qconvert.run.files import Files
 
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.

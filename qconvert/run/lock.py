@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from stat import S_ISREG
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 
 # Workers of a killed run die with it, but not in the same instant.
 _TRIES, _PAUSE_SECONDS = 20, 0.1

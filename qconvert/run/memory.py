@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.errors import PlanError
+from qconvert.core.errors import PlanError
+from qconvert.core.sizes import exact_size, format_size
+from qconvert.plan.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
-from qconvert.sizes import exact_size, format_size
-from qconvert.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
 
 # What is taken unasked; more where the plan and a worker for each core need it.
 DEFAULT_BYTES = 1 << 30

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qconvert.formats.calibrated import Calibrated, calibrated_op
-from qconvert.graph import Buffer
+from qconvert.core.graph import Buffer
+from qconvert.matrices.calibrated import Calibrated, calibrated_op
+from qconvert.plan.units import Compute, Unit
 from qconvert.run.files import Files
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.worker import Done, Setup, unit_runner
-from qconvert.units import Compute, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from multiprocessing.connection import Connection, Pipe, wait
 from tempfile import TemporaryFile
 from typing import Any
 
-from qconvert import errors
-from qconvert.errors import QConvertError, RunError
+from qconvert.core import errors
+from qconvert.core.errors import QConvertError, RunError
+from qconvert.core.shown import message
+from qconvert.plan.units import Unit
 from qconvert.run.files import Files
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
-from qconvert.shown import message
-from qconvert.units import Unit
 
 # Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
 # so many, for a batch of very small ones would be large itself and leave the others idle.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qconvert.errors import OutputError
+from qconvert.core.errors import OutputError
 from qconvert.run.files import existing_parent
 from qconvert.run.lock import refuse_locked
 from qconvert.run.workspace import LOCK, Workspace

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from qconvert.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.run.files import existing_parent, reserve
 from qconvert.run.pages import fresh_pages
 

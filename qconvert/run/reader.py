@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from qconvert.checkpoint import Shard
-from qconvert.errors import RunError
-from qconvert.graph import Source
+from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.errors import RunError
+from qconvert.core.graph import Source
 from qconvert.run.handles import Handles
 
 _OPEN_FILES = 64

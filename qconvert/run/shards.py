@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.checkpoint import INDEX, SINGLE
-from qconvert.graph import Output
-from qconvert.header import build_header
-from qconvert.names import natural_key
-from qconvert.spec import DTYPE_BITS, TensorType
+from qconvert.checkpoint.checkpoint import INDEX, SINGLE
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.core.dtypes import DTYPE_BITS, TensorType
+from qconvert.core.graph import Output
+from qconvert.core.names import natural_key
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
 

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
-from qconvert.errors import RunError
+from qconvert.core.errors import RunError
 from qconvert.run.files import Files
 from qconvert.run.handles import Handles
 from qconvert.run.pages import fresh_pages

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from qconvert import __version__
-from qconvert.checkpoint import INDEX, MANIFEST, RECEIPT
-from qconvert.errors import CheckpointError, OutputError
-from qconvert.manifest import described
-from qconvert.plan import Plan
-from qconvert.receipt import (
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT
+from qconvert.checkpoint.receipt import (
     digest,
     manifest_seal,
     read_file_lines,
     sealed_lines,
     sealed_manifest,
 )
-from qconvert.regular import PER_TENSOR, SMALL, read_regular
+from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.regular import PER_TENSOR, SMALL, read_regular
+from qconvert.plan.manifest import described
+from qconvert.plan.plan import Plan
 from qconvert.run.shards import OutFile
 from qconvert.run.vouched import check_entries, header_of, seen, shard_fault
 from qconvert.run.workspace import Workspace, lasting

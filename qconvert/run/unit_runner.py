@@ -11,13 +11,10 @@ from typing import Any
 
 import xxhash
 
-from qconvert.errors import RowError, RunError, ScaleError
-from qconvert.graph import Apply, Buffer, Output, Part, Source
-from qconvert.plan import nodes
-from qconvert.run.arena import Arena
-from qconvert.run.reader import Reader
-from qconvert.run.sink import Sink
-from qconvert.units import (
+from qconvert.core.errors import RowError, RunError, ScaleError
+from qconvert.core.graph import Apply, Buffer, Output, Part, Source
+from qconvert.plan.plan import nodes
+from qconvert.plan.units import (
     COPY_BYTES,
     PART_BYTES,
     Compute,
@@ -28,6 +25,9 @@ from qconvert.units import (
     node_bytes,
     taken_by_others,
 )
+from qconvert.run.arena import Arena
+from qconvert.run.reader import Reader
+from qconvert.run.sink import Sink
 
 
 @dataclass(frozen=True, slots=True)

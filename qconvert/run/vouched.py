@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import xxhash
 
-from qconvert.checkpoint import Checkpoint, Shard
-from qconvert.errors import CheckpointError, OutputError
-from qconvert.graph import Output
-from qconvert.header import read_header
-from qconvert.regular import open_regular
+from qconvert.checkpoint.checkpoint import Checkpoint, Shard
+from qconvert.checkpoint.safetensors import read_header
+from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.graph import Output
+from qconvert.core.regular import open_regular
+from qconvert.plan.units import Unit
 from qconvert.run.reader import Reader
 from qconvert.run.shards import OutFile
-from qconvert.units import Unit
 
 # Of the units that were finished last, so many bytes are hashed when a run goes on. Those are the ones
 # that a crash, or a disk that lied about a sync, may have harmed.

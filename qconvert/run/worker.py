@@ -19,14 +19,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
-from qconvert import errors
-from qconvert.checkpoint import Shard
+from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core import errors
+from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult, UnitRunner
-from qconvert.units import Unit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROGRESS_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class BatchDone:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error the user should see: the name of its class in qconvert.errors, and its message."""
+    """An error the user should see: the name of its class in qconvert.core.errors, and its message."""
 
     kind: str
     message: str

@@ -17,10 +17,10 @@ from typing import IO, Any
 
 import xxhash
 
-from qconvert.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
-from qconvert.errors import CheckpointError, OutputError
-from qconvert.receipt import digest, read_receipt
-from qconvert.regular import open_regular, read_regular
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
+from qconvert.checkpoint.receipt import digest, read_receipt
+from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.regular import open_regular, read_regular
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 from qconvert.run.lock import Lock, take_lock

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from qconvert.names import natural_key
-from qconvert.spec import TensorType, ceil_div
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.names import natural_key
 
 _FOLDER = Path(__file__).parent
 

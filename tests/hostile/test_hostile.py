@@ -17,7 +17,7 @@ from hostile.case import Case
 from hostile.catalogue import cases, sample
 from hostile.oracle import described, faults
 from hostile.play import Stage
-from qconvert.cli import cli
+from qconvert.cli.main import cli
 
 SEED = int(os.environ.get("QCONVERT_HOSTILE_SEED", "1"))
 BOUNDED, CHECKED = 120, 1500

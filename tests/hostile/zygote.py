@@ -34,7 +34,7 @@ _FILE_BYTES = 1 << 30
 
 
 def _import_all(heavy: bool) -> None:
-    import qconvert.cli
+    import qconvert.cli.main
     import qconvert.run
 
     for name in ("huggingface_hub", "numpy", "pydantic", "yaml", "xxhash"):
@@ -113,7 +113,7 @@ def _child(order: dict[str, Any]) -> None:
         if order["arguments"][:1] == ["--fake"]:  # the oracle's own tests
             exec(order["arguments"][1], {"__name__": "fake"})
         else:
-            from qconvert.cli import main
+            from qconvert.cli.main import main
 
             main(list(order["arguments"]))
     except SystemExit as end:

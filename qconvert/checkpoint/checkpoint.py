@@ -1,0 +1,634 @@
+"""A Hugging Face checkpoint on disk, known from its headers alone.
+
+Opening reads config.json, the index and every shard's header, and cross-checks them; no tensor data
+is touched, no pickle opened, no remote code run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+import xxhash
+
+from qconvert.checkpoint.family import Census, Family, census, family_for
+from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
+from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
+from qconvert.core.errors import CheckpointError, UsageError
+from qconvert.core.graph import Source
+from qconvert.core.json_text import parse_object
+from qconvert.core.links import is_inside, open_inside, read_inside, resolved
+from qconvert.core.manifest_keys import parse_manifest
+from qconvert.core.names import parse
+from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
+from qconvert.core.shown import count
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WORK_DIR = ".qconvert"
+MANIFEST = "qconvert.json"
+RECEIPT = "qconvert.checkpoint.receipt.jsonl"
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+# Side files are copied by deny-list: a processor file nobody thought of must survive. What is
+# denied is weights in other formats (pickles above all, which are never opened), what qconvert
+# itself regenerates, and version control.
+DENIED_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack",
+    ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
+)  # fmt: skip
+DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
+# The Hub's own, and what may hold tokens.
+DENIED_NAMES = frozenset({".gitattributes", ".env"})
+DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
+
+# Of each shard, for Checkpoint.sample_digest: 10 MB in all for the 163 shards of DeepSeek-V3.
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+# The shortest entry of a tensor in a header: `"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`.
+_LEAST_ENTRY = 50
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file. Sizes and times are what it had when its header was read: a source that
+    changes during a run is refused by them. `real` is where it lies, found once: what is opened is
+    that, and no link."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    ctime_ns: int = 0
+    inode: int = 0
+    real: Path | None = None
+
+    def open(self) -> int:
+        """A descriptor to read it with. Raises CheckpointError where it is gone, or is no file now."""
+        try:
+            return open_regular(self.real or self.path, follow=self.real is None)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """One quantization block and where it stands, e.g. `config.json: quantization_config`."""
+
+    where: str
+    block: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.block.get("quant_method", ""))
+
+
+class _Index(NamedTuple):
+    """What an index says: a file for each tensor, and (whatever it may be) a total size."""
+
+    weight_map: dict[str, str]
+    total_size: Any
+
+
+@dataclass(frozen=True)
+class Checkpoint(Mapping[str, Source]):
+    """Tensor names to Sources, in natural order of the shards, with config and side files.
+
+    `side_files` are relative paths that travel along byte for byte; `denied_files` those that do
+    not. `warnings` are oddities that do not stop a conversion. `follow_links` says that links may lead
+    out of the folder (qconvert/links.py).
+    """
+
+    root: Path
+    shards: tuple[Shard, ...]
+    sources: Mapping[str, Source]
+    config: Mapping[str, Any]
+    config_bytes: bytes
+    side_files: tuple[str, ...]
+    denied_files: tuple[str, ...]
+    header_digest: str
+    indexed: bool
+    metadata: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+    follow_links: bool = False
+
+    def __getitem__(self, name: str) -> Source:
+        return self.sources[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def open(cls, where: str | Path, *, follow_links: bool = False) -> Checkpoint:
+        """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
+        @REVISION, hf:// before it, or both). `follow_links` lets links lead out of the folder.
+
+        Raises UsageError for a name that is empty or no repo's, and CheckpointError for anything
+        unsound: see qconvert.checkpoint.safetensors, and here: a missing or
+        broken config.json, an index naming a missing file or a path outside the folder, a tensor
+        in two shards, an index and headers that disagree, a link out of the folder.
+        """
+        root, only = _locate(where)
+        config_bytes = _read_needed(root, "config.json", SMALL, follow_links=follow_links)
+        config = parse_object(config_bytes, root / "config.json")
+        files, index, warnings = _shard_files(root, only, follow_links=follow_links)
+        weight_map = index.weight_map if index is not None else None
+        shards: list[Shard] = []
+        sources: dict[str, Source] = {}
+        metadata: dict[str, str] = {}
+        digest = sha256()
+        for number, file in enumerate(files):
+            name = file.relative_to(root).as_posix()
+            # A file that the user named may be a link, as a folder may.
+            named = file == only
+            real = None if named else resolved(root, name, follow_links=follow_links)
+            before = _stat(file)
+            header = read_header(file, real)
+            digest.update(header.raw)
+            shards.append(_shard(file, header.file_size, before, real))
+            metadata.update(header.metadata)
+            for entry in header.entries:
+                if entry.name in sources:
+                    other = shards[sources[entry.name].shard].path.name
+                    raise CheckpointError(
+                        f"tensor {entry.name!r} is in both {other} and {file.name}; "
+                        "remove the shard that does not belong"
+                    )
+                sources[entry.name] = Source(entry.name, entry.type, number, entry.offset)
+            if weight_map is not None:
+                _check_shard_against_index(file, root, header, weight_map)
+        if weight_map is not None:
+            _check_index_complete(root, weight_map, sources)
+        if not sources:
+            raise CheckpointError(f"{root}: its safetensors files hold no tensor")
+        side, denied = _side_files(
+            root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
+        )
+        return cls(
+            root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
+            index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
+        )  # fmt: skip
+
+    def real(self, name: str) -> Path:
+        """Where the file of that name below the folder lies; it need not be there. Raises
+        CheckpointError for one that must not be read (qconvert/links.py)."""
+        return resolved(self.root, name, follow_links=self.follow_links)
+
+    def there(self, name: str) -> os.stat_result | None:
+        """The size and times of a regular file of that name, None where there is none, or none that may
+        be read."""
+        try:
+            real = self.real(name)
+            return real.stat() if real.is_file() else None
+        except (CheckpointError, OSError):
+            return None
+
+    def open_file(self, name: str) -> BinaryIO:
+        """A regular file of the folder, to be read in pieces. Raises CheckpointError as `real` does, and
+        where it cannot be opened."""
+        try:
+            fd = open_inside(self.root, name, follow_links=self.follow_links)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.root / name}: cannot be read: {error.strerror}"
+            ) from error
+        return os.fdopen(fd, "rb")
+
+    def read(self, name: str, limit: int = SMALL) -> bytes | None:
+        """A small file of the folder, None where there is none. Raises CheckpointError for anything that
+        is no regular file, is larger than `limit` bytes, or must not be read."""
+        try:
+            return read_inside(self.root, name, limit, follow_links=self.follow_links)
+        except FileNotFoundError:
+            return None
+
+    @property
+    def receipt_limit(self) -> int:
+        """Most bytes of a receipt: it has a line a tensor, which names all that was stacked into it."""
+        rows = (s.type.shape[0] if len(s.type.shape) > 2 else 1 for s in self.sources.values())
+        return SMALL + PER_TENSOR * sum(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(source.type.nbytes for source in self.sources.values())
+
+    @cached_property
+    def family(self) -> Family:
+        return family_for(self.config, self.sources)
+
+    @cached_property
+    def census(self) -> Census:
+        """Every tensor sorted by role."""
+        return census(self.family, self.config, self.sources)
+
+    @property
+    def model_line(self) -> str:
+        """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
+        dims, family = self.census.dims, self.family
+        parts = [count(dims.num_layers, "layer")]
+        if dims.num_experts:
+            parts.append(count(dims.num_experts, "expert"))
+        if any(family.is_mtp(name, dims) for name in self):
+            parts.append(count(dims.mtp_layers or 1, "MTP layer"))
+        else:
+            parts.append("no MTP tensors")
+        kind = self.config.get("model_type")
+        label = family.name if family.name == kind else f"{kind} (family {family.name})"
+        return f"{label}: {', '.join(parts)}"
+
+    def absent(self) -> list[str]:
+        """Names of tensors that the family requires and this folder lacks. Of a pipeline stage's
+        folder only what that stage must hold is asked for: its layers; embeddings in the first
+        stage; the final norm, the head and MTP layers in the last. Of a folder of experts for CPU
+        kernels nothing is, for a family knows none of its tensors."""
+        if "amx" in (self.manifest or {}):
+            return []
+        # A layer whose experts were prepared for TensorRT-LLM's kernels has them under other names.
+        ends = (".experts.w13_weight", ".experts.w13_weight_packed")
+        prepared = {parse(name).layer for name in self if name.endswith(ends)}
+        found = [
+            name
+            for name in self.census.absent()
+            if not (".experts." in name and parse(name).layer in prepared)
+        ]
+        stage = (self.manifest or {}).get("stage")
+        if stage is None:
+            return found
+        first, stop = stage["layers"]
+        last = stage["number"] == stage["of"] - 1
+
+        def held(name: str) -> bool:
+            layer = parse(name).layer
+            if self.family.is_mtp(name, self.census.dims):
+                return bool(last)
+            if layer is not None:
+                return bool(first <= layer < stop)
+            return stage["number"] == 0 if "embed_tokens" in name else bool(last)
+
+        return [name for name in found if held(name)]
+
+    @cached_property
+    def quantization_configs(self) -> tuple[QuantConfig, ...]:
+        """Every quantization block: root, nested configs, and modelopt's hf_quant_config.json.
+
+        All of them matter: a stale nested block overrides the root's in some runtimes.
+        """
+        extra = self.root / HF_QUANT_CONFIG
+        data = self.read(HF_QUANT_CONFIG)
+        return quantization_in(
+            self.config, None if data is None else parse_object(data, extra), extra
+        )
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """qconvert.json of a folder that qconvert made, else None. Raises CheckpointError if it is
+        broken, or another program's."""
+        data = self.manifest_bytes
+        return None if data is None else parse_manifest(data, self.root / MANIFEST)
+
+    @property
+    def manifest_bytes(self) -> bytes | None:
+        """qconvert.json as it is, None where there is none."""
+        return self.read(MANIFEST, self._manifest_limit)
+
+    @property
+    def _manifest_limit(self) -> int:
+        """It names every tensor that was dropped: of a folder of experts all others of its source."""
+        return 4 * SMALL + PER_TENSOR * len(self.sources)
+
+    @property
+    def sample_digest(self) -> str:
+        """A hash of evenly spread blocks of every shard and of all side files. Two fine-tunes of one
+        base have the same headers; this tells them apart without reading everything. Raises
+        CheckpointError naming a file that cannot be read."""
+        return self._sampled[0]
+
+    @property
+    def side_digests(self) -> Mapping[str, str]:
+        """xxh3-128 of each side file, of the same reading as `sample_digest`."""
+        return self._sampled[1]
+
+    @cached_property
+    def _sampled(self) -> tuple[str, dict[str, str]]:
+        digest = xxhash.xxh3_128()
+        for shard in self.shards:
+            step = max(_SAMPLE_BYTES, shard.size // _SAMPLES)
+            with _naming(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
+                for start in range(0, shard.size, step):
+                    stream.seek(start)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+        sides: dict[str, str] = {}
+        for name in self.side_files:
+            side = xxhash.xxh3_128()
+            with _naming(self.root / name), self.open_file(name) as stream:
+                digest.update(name.encode())
+                while chunk := stream.read(1 << 20):
+                    digest.update(chunk)
+                    side.update(chunk)
+            sides[name] = side.hexdigest()
+        return digest.hexdigest(), sides
+
+    def read_scalar(self, source: Source) -> bytes:
+        """The bytes of a one-element tensor: the one thing a plan may read beyond headers, to tell
+        whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
+        assert source.type.numel == 1
+        path = self.shards[source.shard].path
+        try:
+            with os.fdopen(self.shards[source.shard].open(), "rb") as stream:
+                stream.seek(source.offset)
+                return stream.read(source.type.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def look_again(self) -> tuple[Shard, ...]:
+        """The shards as they are now. Raises CheckpointError if one cannot be read."""
+        return tuple(
+            _shard(shard.path, None, _stat(shard.path), shard.real) for shard in self.shards
+        )
+
+    def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
+        """Raise CheckpointError if a shard's size or modification time is not what it was, or, with
+        `since` (an earlier `look_again`), its change time or inode: those show a change after which
+        the modification time was set back."""
+        for before, now in zip(since or self.shards, self.look_again(), strict=True):
+            same = (now.size, now.mtime_ns) == (before.size, before.mtime_ns)
+            if not same or (since is not None and now != before):
+                raise CheckpointError(
+                    f"{now.path} changed while it was being converted; leave the source alone "
+                    "and start again (qconvert clean OUT first)"
+                )
+
+
+def file_size(file: Path) -> int:
+    """Size in bytes. Raises CheckpointError if the file cannot be read (a broken link, say)."""
+    return _stat(file).st_size
+
+
+def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
+    size = status.st_size if size is None else size
+    return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Reading fails with the file's name: the system's own errors have none."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _locate(where: str | Path) -> tuple[Path, Path | None]:
+    """The checkpoint's folder and, where a single file was named, that file."""
+    if not str(where):  # an unset shell variable; as a path it would be the current folder
+        raise UsageError("the source's name is empty; name a folder")
+    path = Path(where)
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if is_folder:
+        return path, None
+    if is_file:
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
+        return path.parent, path
+    repo = parse_repo(str(where))
+    if repo is not None:
+        return cached_folder(repo, str(where)), None
+    raise CheckpointError(f"{path}: no such file or folder")
+
+
+def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> bytes:
+    try:
+        return read_inside(root, name, limit, follow_links=follow_links)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{root / name} is missing; no checkpoint can be read without it"
+        ) from None
+
+
+def _shard_files(
+    root: Path, only: Path | None, *, follow_links: bool
+) -> tuple[list[Path], _Index | None, list[str]]:
+    """The files to read, the index where there is one, and warnings."""
+    if only is not None:
+        return [only], None, []
+    if os.path.lexists(root / INDEX):
+        raw = _read_needed(
+            root, INDEX, _index_limit(root, follow_links=follow_links), follow_links=follow_links
+        )
+        table = parse_object(raw, root / INDEX)
+        weight_map, metadata = table.get("weight_map"), table.get("metadata")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{root / INDEX}: has no weight_map")
+        names: dict[str, str] = {}
+        for tensor, said in weight_map.items():
+            if not isinstance(said, str) or said not in names:
+                names[said] = _inside(root, tensor, said)
+        files = []
+        for name in sorted(set(names.values())):
+            file = root / name
+            if file.exists() and not file.is_file():
+                raise CheckpointError(f"{file}: is not a regular file, and {INDEX} names it")
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{root / INDEX} names {name}, which is missing; the download is incomplete"
+                )
+            files.append(file)
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return files, _Index(weight_map, total), []
+    found = sorted(root.glob("*.safetensors"))
+    if len(found) > 1:
+        counts = {match.group(2) for f in found if (match := _SHARD.search(f.name))}
+        if len(counts) != 1 or int(counts.pop()) != len(found):
+            raise CheckpointError(
+                f"{root}: {len(found)} .safetensors files, no {INDEX}, and their names do not form "
+                "one complete set; fetch the index, or name one file"
+            )
+        return (
+            found,
+            None,
+            [f"{INDEX} is missing; headers of {count(len(found), 'shard')} were used"],
+        )
+    if not found:
+        raise CheckpointError(
+            f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "
+            "convert them with safetensors first"
+        )
+    return found, None, []
+
+
+def _index_limit(root: Path, *, follow_links: bool) -> int:
+    """Most bytes of an index: it has a line a tensor, and the headers beside it say how many those can
+    be at most, by their lengths alone."""
+    tensors = 0
+    for file in root.glob("*.safetensors"):
+        with suppress(CheckpointError, FileNotFoundError):  # for the header's reader to name
+            real = resolved(root, file.name, follow_links=follow_links)
+            with _naming(file), os.fdopen(open_regular(real, follow=False), "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+            tensors += min(length, MAX_HEADER) // _LEAST_ENTRY
+    return SMALL + PER_TENSOR * tensors
+
+
+def _inside(root: Path, tensor: str, file: Any) -> str:
+    if not isinstance(file, str) or not is_inside(file) or "\\" in file:
+        raise CheckpointError(
+            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a file "
+            "inside the folder"
+        )
+    path = PurePosixPath(file)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a "
+            ".safetensors file; pickles are never opened"
+        )
+    return str(path)
+
+
+def _check_shard_against_index(
+    file: Path, root: Path, header: Header, weight_map: Mapping[str, str]
+) -> None:
+    name = file.relative_to(root).as_posix()
+    for entry in header.entries:
+        said = weight_map.get(entry.name)
+        if said != name:
+            where = "does not name it" if said is None else f"puts it in {said}"
+            raise CheckpointError(
+                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; fetch both again"
+            )
+
+
+def _check_index_complete(
+    root: Path, weight_map: Mapping[str, str], sources: Mapping[str, Source]
+) -> None:
+    for name, file in weight_map.items():
+        if name not in sources:
+            raise CheckpointError(
+                f"{root / INDEX} puts tensor {name!r} in {file}, whose header lacks it; "
+                "fetch both again"
+            )
+
+
+def _total_size(index: _Index | None, sources: Mapping[str, Source]) -> list[str]:
+    """Published indexes are often wrong here and no loader minds, so it is only a warning."""
+    if index is None or index.total_size is None:
+        return []
+    true = sum(source.type.nbytes for source in sources.values())
+    if index.total_size == true:
+        return []
+    return [f"{INDEX} says total_size {index.total_size}, the tensors add up to {true}"]
+
+
+def _side_files(
+    root: Path, shards: set[str], *, follow_links: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Files to carry along and files not to, both as sorted relative paths. Raises CheckpointError for a
+    file that would be carried along and is a link out of the folder, or has a name that no text can
+    hold."""
+    kept: list[str] = []
+    denied: list[str] = []
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=False):
+        base = Path(folder).relative_to(root)
+        # Walking into a link might never end; it is named, so that nothing is lost in silence.
+        shut = {f for f in folders if f in DENIED_FOLDERS or (Path(folder) / f).is_symlink()}
+        denied += [f"{(base / f).as_posix()}/" for f in shut]
+        folders[:] = sorted(set(folders) - shut)
+        for name in names:
+            path = (base / name).as_posix()
+            if path in shards or path in ("config.json", INDEX):
+                continue
+            if _is_denied(path):
+                denied.append(path)
+                continue
+            if _is_special(resolved(root, path, follow_links=follow_links)):
+                denied.append(path)
+                continue
+            try:
+                path.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{root / path}: its name is not UTF-8, so no JSON and no repo can hold it; rename "
+                    "or remove it"
+                ) from error
+            kept.append(path)
+    return tuple(sorted(kept)), tuple(sorted(denied))
+
+
+def _unreadable(error: OSError) -> None:
+    raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _is_denied(path: str) -> bool:
+    """Whether a file, at `path` below the root, stays behind. Only the root's own config.json and
+    manifest are made anew: a nested config.json is somebody's."""
+    name = path.rpartition("/")[2]
+    # A worktree's .git is a file, and a file .qconvert would stand where our workroom stands.
+    if path in DENIED_PATHS or name in DENIED_NAMES | DENIED_FOLDERS:
+        return True
+    if name.endswith(".index.json"):
+        return True
+    return name.lower().endswith(DENIED_SUFFIXES)
+
+
+def _is_special(real: Path) -> bool:
+    """Whether something is no file to be read: a pipe, a socket, a device."""
+    return real.exists() and not real.is_file()
+
+
+def quantization_in(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, where: Path
+) -> tuple[QuantConfig, ...]:
+    """Quantization blocks of a config.json and, where there is one, of modelopt's file, which is at
+    `where`. Raises CheckpointError for one that is no object."""
+    found = list(_nested_quantization(config, "config.json"))
+    if modelopt is not None:
+        inner = modelopt.get("quantization", modelopt)
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{where}: `quantization` must be an object")
+        found.append(QuantConfig(HF_QUANT_CONFIG, {"quant_method": "modelopt", **inner}))
+    return tuple(found)
+
+
+def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[QuantConfig]:
+    for key, value in block.items():
+        if not isinstance(value, dict):
+            continue
+        if key in ("quantization_config", "compression_config"):
+            yield QuantConfig(f"{where}: {key}", value)
+        elif key.endswith("_config"):
+            yield from _nested_quantization(value, f"{where}: {key}")
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every quantization block taken out, nested ones too."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config") and isinstance(value, dict):
+            continue
+        nested = isinstance(value, dict) and key.endswith("_config")
+        kept[key] = without_quantization(value) if nested else value
+    return kept

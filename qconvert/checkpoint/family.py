@@ -1,0 +1,456 @@
+"""What a model family's checkpoints hold: which tensor plays which role, in which layers.
+
+A family is data, one file in `layouts/`. The engine asks it three things: the model's dimensions,
+the role of a tensor name, and which layers a role must cover. The last is what turns "35 of 36
+layers matched" from a silent accident into an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from qconvert.core.errors import CheckpointError, PlanError, QConvertError
+from qconvert.core.names import experts_module, parse, split_parameter
+from qconvert.core.roles import Kind
+
+Config = Mapping[str, Any]
+
+_MOST = 65_536  # layers, or experts of a layer
+_TOWER_LAYERS = ("depth", "vt_num_hidden_layers", "num_hidden_layers")
+
+
+def text_config(config: Config) -> Config:
+    """The language model's settings: nested under `text_config` in multi-modal configs. Keys the
+    nested block lacks (tie_word_embeddings in some releases) are looked up in the root."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def vision_config(config: Config) -> Config:
+    """The vision tower's settings, empty where there are none. Raises CheckpointError for a block
+    that is no object, or that counts more layers than any tower has."""
+    found = config.get("vision_config")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: vision_config must be an object, found {found!r}")
+    for key in _TOWER_LAYERS:
+        counted(found, key)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The numbers a config states. `groups` maps a group name ("all", "moe", "mtp", ...) to the
+    layer indices in it; `num_experts` is 0 for dense models; `gdn` are (nk, nv, dk, dv) of Gated
+    DeltaNet layers, None where there are none."""
+
+    hidden_size: int
+    num_layers: int
+    num_experts: int
+    mtp_layers: int
+    groups: Mapping[str, tuple[int, ...]]
+    tied: bool = False
+    moe_intermediate_size: int = 0
+    gdn: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One job in the model.
+
+    `module` is a name template without its parameter: `model.layers.{L}.self_attn.q_a_proj`, or,
+    for bare parameters, `model.layers.{L}.linear_attn.A_log`. `kind` is what the module is, by which
+    conversions treat it. `layers` names a group of Dims.groups
+    that must all have it; "" means the module has no layer number, "*" that it may stand in any
+    layer and nothing is known of how many. `optional` roles may be absent as a whole (a bias, an
+    alternative expert form), never in part.
+    """
+
+    name: str
+    module: str
+    kind: Kind
+    layers: str = ""
+    optional: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        return "{E}" in self.module
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor belongs: its role, layer, expert and parameter ("" for a bare parameter)."""
+
+    role: Role
+    layer: int | None
+    expert: int | None
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    `model_types` are the config's `model_type` values (root or text_config) it answers to. `dims`
+    reads a config (root). `prefixes` are tried in turn for the `@` that may open a role's module,
+    so that one table serves text-only and multi-modal names. `mtp` are name templates' beginnings that
+    mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are the roles
+    of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert stacks
+    of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    dims: Callable[[Config], Dims]
+    roles: tuple[Role, ...]
+    prefixes: tuple[str, ...] = ("",)
+    tied: tuple[str, str] | None = None
+    mtp: tuple[str, ...] = ()
+    stacked_transposed: bool = False
+
+    @cached_property
+    def _by_module(self) -> dict[str, tuple[Role, ...]]:
+        table: dict[str, list[Role]] = {}
+        for role in self.roles:
+            modules = (
+                [prefix + role.module[1:] for prefix in self.prefixes]
+                if role.module.startswith("@")
+                else [role.module]
+            )
+            for module in modules:
+                table.setdefault(module, []).append(role)
+        return {module: tuple(roles) for module, roles in table.items()}
+
+    @cached_property
+    def expert_paths(self) -> tuple[str, ...]:
+        """Where routed experts hang below their layer (`.mlp.experts`), () for a family without any, or
+        one that nobody described."""
+        found: dict[str, None] = {}
+        for role in self.roles:
+            if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN:
+                found[(experts_module(role.module) or "").rpartition("{L}")[2]] = None
+        return tuple(found)
+
+    def expert_names(self) -> dict[Kind, str]:
+        """What gate, up and down of a routed expert are called, and the stacks of all experts'."""
+        return {
+            role.kind: role.module.rpartition(".")[2] for role in self.roles if role.kind.routed
+        }
+
+    def candidates(self, name: str) -> tuple[tuple[Role, ...], int | None, int | None, str]:
+        """Roles whose template fits, with the layer, expert and parameter read from the name."""
+        template, layer, expert = parse(name)
+        module, parameter = split_parameter(template)
+        roles = self._by_module.get(module, ())
+        if not roles and parameter:
+            roles, parameter = self._by_module.get(template, ()), ""
+        if not roles and not parameter:
+            # 3-D expert stacks carry their scale as a suffix: experts.gate_up_proj_scale_inv.
+            for suffix in ("_scale_inv", "_scale"):
+                if template.endswith(suffix):
+                    roles = self._by_module.get(template.removesuffix(suffix), ())
+                    if roles:
+                        return roles, layer, expert, "weight" + suffix
+        return roles, layer, expert, parameter
+
+    def describes(self, names: Iterable[str]) -> bool:
+        """Whether names of layers are this family's. transformers saves some models with another word
+        for `layers` (`blocks` for Kimi-K2.5's) than is published; such a checkpoint is none of it."""
+        other = False
+        for name in names:
+            template, layer, _ = parse(name)
+            if layer is None:
+                continue
+            before, _, rest = split_parameter(template)[0].partition(".{L}.")
+            if f"{before}.{{L}}.{rest}" in self._layered:
+                return True
+            around = before.rpartition(".")[0]
+            other = other or f"{around}.layers.{{L}}.{rest}" in self._layered
+        return not other
+
+    @cached_property
+    def _layered(self) -> frozenset[str]:
+        """Modules that some decoder layer must have."""
+        return frozenset(
+            module
+            for module, roles in self._by_module.items()
+            if "{L}" in module and any(not role.optional for role in roles)
+        )
+
+    def place(self, name: str, dims: Dims) -> Place | None:
+        """The role of a tensor, or None for a name this family does not know."""
+        roles, layer, expert, parameter = self.candidates(name)
+        for role in roles:
+            if role.layers in ("", "*") or layer in dims.groups.get(role.layers, ()):
+                return Place(role, layer, expert, parameter)
+        return None
+
+    def is_mtp(self, name: str, dims: Dims) -> bool:
+        """Whether a tensor belongs to the multi-token-prediction (draft) layers."""
+        if name.startswith(self.mtp):
+            return True
+        found = parse(name)
+        return (
+            bool(dims.mtp_layers)
+            and found.layer is not None
+            and ".layers.{L}." in f".{found.template}"
+            and dims.num_layers <= found.layer < dims.num_layers + dims.mtp_layers
+        )
+
+
+@dataclass(frozen=True)
+class Census:
+    """Every tensor name sorted by role. `present[role][parameter]` holds (layer, expert) pairs."""
+
+    family: Family
+    dims: Dims
+    places: Mapping[str, Place]
+    unknown: tuple[str, ...]
+    present: Mapping[str, Mapping[str, frozenset[tuple[int | None, int | None]]]] = field(
+        repr=False
+    )
+
+    def kind(self, name: str) -> Kind:
+        """What a tensor's module is. A name that no role fits is UNKNOWN, or EXPERT_UNKNOWN if
+        it says that it is of experts."""
+        place = self.places.get(name)
+        if place is not None:
+            return place.role.kind
+        return Kind.UNKNOWN if experts_module(name) is None else Kind.EXPERT_UNKNOWN
+
+    def expected(
+        self, role: Role, parameter: str = "weight"
+    ) -> list[tuple[int | None, int | None]]:
+        """The (layer, expert) pairs the config says this role has. Where nothing is known of its layers
+        ("*") they are those that have the parameter: of experts alone some can be missing."""
+        layers: Iterable[int | None]
+        if role.layers == "*":
+            seen = self.present.get(role.name, {}).get(parameter, frozenset())
+            layers = sorted({layer for layer, _ in seen if layer is not None})
+        else:
+            layers = self.dims.groups.get(role.layers, ()) if role.layers else (None,)
+        experts: Iterable[int | None] = range(self.dims.num_experts) if role.per_expert else (None,)
+        return [(layer, expert) for layer in layers for expert in experts]
+
+    def missing(self, role: Role, parameter: str) -> list[str]:
+        """Names the config leads us to expect and the checkpoint lacks, in order."""
+        if self.dims.tied and self.family.tied and role.name == self.family.tied[0]:
+            return []  # a tied head need not be stored
+        have = self.present.get(role.name, {}).get(parameter, frozenset())
+        lacking = [pair for pair in self.expected(role, parameter) if pair not in have]
+        if not lacking:
+            return []
+        bare = "" in self.present.get(role.name, {})
+        suffix = f".{parameter}" if parameter else ""
+        if bare:  # a 3-D stack without `.weight`: its scale is a suffix of its own name
+            suffix = parameter.removeprefix("weight")
+        template = self._spelled(role) + suffix
+        return [
+            template.replace("{L}", str(layer)).replace("{E}", str(expert))
+            for layer, expert in lacking
+        ]
+
+    def _spelled(self, role: Role) -> str:
+        """The role's module under the prefix this checkpoint uses, also when the role is absent."""
+        if not role.module.startswith("@"):
+            return role.module
+        for name, place in self.places.items():
+            if place.role.module.startswith("@"):
+                module, _ = split_parameter(parse(name).template)
+                return module.removesuffix(place.role.module[1:]) + role.module[1:]
+        return self.family.prefixes[0] + role.module[1:]
+
+    def absent(self) -> list[str]:
+        """Names of tensors the family requires and the checkpoint lacks, role by role."""
+        return [
+            name
+            for role in self.family.roles
+            if role.name in self.present or not role.optional
+            for parameter in (self.present.get(role.name) or self._usual_parameter(role))
+            for name in self.missing(role, parameter)
+        ]
+
+    def _usual_parameter(self, role: Role) -> tuple[str, ...]:
+        return ("",) if role.module.endswith(("A_log", "dt_bias")) else ("weight",)
+
+    def named(self, role: str) -> str | None:
+        """The first tensor that plays a role, None where there is none."""
+        return next((name for name, place in self.places.items() if place.role.name == role), None)
+
+
+def census(family: Family, config: Config, names: Iterable[str]) -> Census:
+    """Sort names by role. One dict look-up a name: linear in the number of tensors.
+
+    Names that no role fits are listed in `unknown`; they are carried along untouched.
+    """
+    dims = family.dims(config)
+    if max(dims.num_layers, dims.num_experts, dims.mtp_layers) > _MOST:
+        raise CheckpointError(
+            f"config.json counts {dims.num_layers} layers, {dims.num_experts} experts and "
+            f"{dims.mtp_layers} MTP layers; more than {_MOST} of anything is taken for a mistake"
+        )
+    places: dict[str, Place] = {}
+    unknown: list[str] = []
+    present: dict[str, dict[str, set[tuple[int | None, int | None]]]] = {}
+    groups = {name: frozenset(layers) for name, layers in dims.groups.items()}
+    for name in names:
+        roles, layer, expert, parameter = family.candidates(name)
+        for role in roles:
+            if role.layers in ("", "*") or layer in groups.get(role.layers, ()):
+                places[name] = Place(role, layer, expert, parameter)
+                present.setdefault(role.name, {}).setdefault(parameter, set()).add(
+                    (layer if role.layers else None, expert)
+                )
+                break
+        else:
+            unknown.append(name)
+    frozen = {
+        role: {parameter: frozenset(pairs) for parameter, pairs in by_parameter.items()}
+        for role, by_parameter in present.items()
+    }
+    return Census(family, dims, places, tuple(unknown), frozen)
+
+
+def discover(package: str) -> list[Any]:
+    """Import every module of a package, in name order. An import error is fatal and names the file:
+    a family that silently fails to load would be treated as unknown."""
+    root = importlib.import_module(package)
+    modules = []
+    for info in sorted(pkgutil.iter_modules(root.__path__), key=lambda info: info.name):
+        try:
+            modules.append(importlib.import_module(f"{package}.{info.name}"))
+        except ImportError as error:
+            raise QConvertError(f"{package}/{info.name}.py does not import: {error}") from error
+    return modules
+
+
+def families() -> list[Family]:
+    """Every family of `layouts/`, in file order. Two that claim one model_type: PlanError."""
+    found: list[Family] = [
+        module.FAMILY for module in discover("qconvert.layouts") if hasattr(module, "FAMILY")
+    ]
+    owner: dict[str, str] = {}
+    for family in found:
+        for model_type in family.model_types:
+            if model_type in owner:
+                raise PlanError(
+                    f"model_type {model_type!r} is claimed by {owner[model_type]} and {family.name}"
+                )
+            owner[model_type] = family.name
+    return found
+
+
+def generic(names: Iterable[str]) -> Family:
+    """A family for a model_type nobody has described: a role per module template, named after it, of
+    unknown kind, so that nothing of it is quantized.
+
+    It knows no layer groups, so it cannot tell a missing layer from an absent one; `inspect` and
+    `plan` say so. Experts are still counted, against the config's expert count.
+    """
+    modules: dict[str, bool] = {}
+    for name in names:
+        modules.setdefault(split_parameter(parse(name).template)[0], True)
+    roles = tuple(
+        Role(module, module, _guessed(module), "*" if "{L}" in module else "", optional=True)
+        for module in modules
+    )
+    return Family("generic", (), generic_dims, roles)
+
+
+def _guessed(module: str) -> Kind:
+    """Whether a module is of routed experts is all that names are asked: they are kept or dropped
+    whole."""
+    return Kind.UNKNOWN if experts_module(module) is None else Kind.EXPERT_UNKNOWN
+
+
+def list_of(config: Config, key: str) -> list[Any]:
+    """The list a config gives for a key, [] where it gives none. Raises CheckpointError for a value
+    of another type."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise CheckpointError(f"config.json: {key} must be a list, found {value!r}")
+    return value
+
+
+def first_int(config: Config, *keys: str) -> int:
+    """The first of the keys that the config gives an integer for, else 0."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0
+
+
+def counted(config: Config, *keys: str) -> int:
+    """As `first_int`, of layers that are listed one by one. Raises CheckpointError for more than any
+    model has, before memory is spent on them."""
+    found = first_int(config, *keys)
+    if found > _MOST:
+        raise CheckpointError(
+            f"config.json: {' or '.join(keys)} is {found}; more than {_MOST} of anything is taken "
+            "for a mistake"
+        )
+    return found
+
+
+def is_tied(config: Config) -> bool:
+    """Whether head and embeddings are one. The root's flag is the one that transformers 5.17 asks
+    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts where the root
+    has none."""
+    text = text_config(config)
+    root = config.get("tie_word_embeddings")
+    return bool(text.get("tie_word_embeddings", False) if root is None else root)
+
+
+def generic_dims(config: Config) -> Dims:
+    """Dims as far as the common config keys go, for families nobody has described."""
+    text = text_config(config)
+    layers = first_int(text, "num_hidden_layers", "n_layer", "num_layers")
+    mtp = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return Dims(
+        hidden_size=first_int(text, "hidden_size", "n_embd", "d_model"),
+        num_layers=layers,
+        num_experts=first_int(
+            text, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
+        ),
+        mtp_layers=mtp,
+        groups={},
+        tied=is_tied(config),
+        moe_intermediate_size=first_int(text, "moe_intermediate_size", "intermediate_size"),
+    )
+
+
+def family_for(config: Config, names: Iterable[str]) -> Family:
+    """The family that answers to the config's model_type (root first, then text_config) and to the
+    names, else a generic one made from the names."""
+    names = list(names)
+    family = _answering(config)
+    return family if family is not None and family.describes(names) else generic(names)
+
+
+def undescribed(config: Config) -> str:
+    """Why a model has no family but a generic one."""
+    kind, family = config.get("model_type"), _answering(config)
+    if family is None:
+        return f"model_type {kind!r} is not known"
+    return f"the tensors of this {kind!r} go by other names than those of family {family.name}"
+
+
+def _answering(config: Config) -> Family | None:
+    nested = config.get("text_config")
+    wanted = [config.get("model_type")]
+    if isinstance(nested, Mapping):
+        wanted.append(nested.get("model_type"))
+    for model_type in wanted:
+        for family in families():
+            if model_type in family.model_types:
+                return family
+    return None

@@ -1,0 +1,79 @@
+"""Names of model repos on the Hub: `ORG/NAME`, `ORG/NAME@REVISION`, both also after `hf://`.
+
+The grammar is huggingface_hub's own (1.33, utils/_hf_uris.py); the client is only imported for a text
+that can be nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.core.errors import CheckpointError, UsageError
+
+_SCHEME = "hf://"
+_PLAIN = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
+_CACHED = re.compile(r"models--(.+?)--(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A model repo; `revision` is a branch, tag, commit or `refs/pr/N`, None for the default branch."""
+
+    id: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+    @property
+    def download(self) -> str:
+        """The command that fetches it into the client's cache."""
+        return f"hf download {self.id}" + (f" --revision {self.revision}" if self.revision else "")
+
+
+def parse_repo(text: str) -> Repo | None:
+    """The repo that a text names, None where it may be a path. All behind `@` is the revision: branches
+    may have slashes. Raises UsageError for `hf://` with something behind it that is no model repo.
+    """
+    said = text.startswith(_SCHEME)
+    if not said and not _PLAIN.fullmatch(text):
+        return None
+    from huggingface_hub import parse_hf_uri
+    from huggingface_hub.errors import HfUriError
+
+    name, at, revision = text.removeprefix(_SCHEME).partition("@")
+    why = ""
+    try:
+        uri = parse_hf_uri(_SCHEME + name)
+        if uri.type == "model" and not uri.path_in_repo and bool(at) == bool(revision):
+            return Repo(uri.id, revision or None)
+    except HfUriError as error:
+        why = f": {error.msg.rstrip('.')}"
+    if not said:
+        return None
+    raise UsageError(f"{text} names no model repo{why}; write hf://ORG/NAME[@REVISION]")
+
+
+def cached_folder(repo: Repo, where: str) -> Path:
+    """The repo's snapshot in the client's cache (HF_HUB_CACHE). Nothing is fetched: raises
+    CheckpointError where there is none; `where` is how the user named it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{where} is neither a folder nor in the local Hub cache; fetch it first: {repo.download}"
+        ) from None
+
+
+def cached_id(folder: Path) -> str | None:
+    """The id of the repo that a folder of the client's cache is a snapshot of
+    (`models--ORG--NAME/snapshots/COMMIT`), None for any other folder."""
+    if folder.parent.name != "snapshots":
+        return None
+    match = _CACHED.fullmatch(folder.parent.parent.name)
+    return None if match is None else f"{match[1]}/{match[2]}"

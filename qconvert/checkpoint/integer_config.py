@@ -1,0 +1,126 @@
+"""What a config's quantization blocks say of integer weights: read from the config, never inferred from
+shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.checkpoint.quantization_config import config_groups, groups_of
+from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import IntScheme
+from qconvert.core.patterns import compiled
+
+_NOT_READ = ("transform_config", "sparsity_config")
+_PACKED_FORMATS = ("pack-quantized", "mixed-precision")
+
+
+@dataclass(frozen=True, slots=True)
+class GptqForm:
+    """How matrices in GPTQ's own form are stored: `version` 1 keeps zero points less one, 2 as they
+    are."""
+
+    scheme: IntScheme
+    version: Literal[1, 2]
+
+
+def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
+    """The scheme of a matrix in compressed-tensors' packed form: that of the group that speaks of the
+    module, else the one that all integer groups of all blocks agree on. Raises PlanError where that is
+    none or several, or a form is stated that is not read."""
+    every: set[IntScheme] = set()
+    own: set[IntScheme] = set()
+    for groups in groups_of(checkpoint):
+        integers = [w for _, w in config_groups(groups.config) if w.get("type") == "int"]
+        if not integers:
+            continue
+        _check_read(groups.config)
+        weights = groups.weights(module)
+        if weights is not None and weights.get("type") == "int":
+            own.add(_scheme(groups.config, weights))
+        else:
+            every |= {_scheme(groups.config, one) for one in integers}
+    schemes = own or every
+    if len(schemes) != 1:
+        listed = ", ".join(sorted(map(str, schemes)))
+        said = f"several schemes for it: {listed}" if own else f"several, none for it: {listed}"
+        raise PlanError(
+            f"{module!r} is packed integers, and the config states "
+            + (said if schemes else "no group size for it")
+        )
+    return schemes.pop()
+
+
+def _check_read(config: QuantConfig) -> None:
+    for key in _NOT_READ:
+        if config.block.get(key):
+            raise PlanError(f"{config.where}: integer weights with a {key} are not read here")
+    form = config.block.get("format", "pack-quantized")
+    if form not in _PACKED_FORMATS:
+        raise PlanError(
+            f"{config.where}: integer weights are read in format pack-quantized, found {form!r}"
+        )
+
+
+def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
+    where, bits = config.where, weights.get("num_bits")
+    if bits not in (4, 8):
+        raise PlanError(f"{where}: integer weights of 4 or 8 bits are read, found {bits!r}")
+    symmetric = weights.get("symmetric", True)
+    if type(symmetric) is not bool:
+        raise PlanError(f"{where}: expected symmetric true or false, found {symmetric!r}")
+    order = weights.get("actorder")
+    if order not in (None, "static", "weight", "group"):
+        raise PlanError(f"{where}: actorder {order!r} is not known (static, weight, group)")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy == "channel":
+        size = None
+    elif strategy != "group":
+        raise PlanError(
+            f"{where}: integer weights are read in groups or with a scale a row, found strategy "
+            f"{strategy!r}"
+        )
+    elif type(size) is not int or size < 1:
+        raise PlanError(f"{where}: expected a group_size, found {size!r}")
+    return IntScheme(
+        bits, size, symmetric, None if order is None else "group" if order == "group" else "static"
+    )
+
+
+def _fits(pattern: str, module: str) -> bool:
+    try:
+        return compiled(pattern).match(module) is not None
+    except re.error as error:
+        raise PlanError(f"config target {pattern!r} is no regular expression: {error}") from error
+
+
+def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
+    """How a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError where
+    there is none, or one that is not read."""
+    blocks = [c for c in checkpoint.quantization_configs if c.method == "gptq"]
+    if not blocks:
+        raise PlanError(f"{module!r} has a qweight, and no quantization block says gptq")
+    config, block = blocks[0], blocks[0].block
+    bits, size = block.get("bits"), block.get("group_size")
+    if bits not in (4, 8):
+        raise PlanError(f"{config.where}: GPTQ weights of 4 or 8 bits are read, found {bits!r}")
+    if type(size) is not int or (size < 1 and size != -1):
+        raise PlanError(f"{config.where}: expected a group_size, found {size!r}")
+    form = block.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise PlanError(
+            f"{config.where}: checkpoint_format gptq and gptq_v2 are read, found {form!r}"
+        )
+    for pattern, override in (block.get("dynamic") or {}).items():
+        if override and _fits(str(pattern).removeprefix("+:"), module):
+            raise PlanError(
+                f"{config.where}: dynamic {pattern!r} has settings of its own for {module!r}, which is "
+                "not read here"
+            )
+    group = None if size == -1 else size
+    order: Literal["group"] | None = "group" if block.get("desc_act") and group else None
+    scheme = IntScheme(bits, group, bool(block.get("sym", True)), order, "F16")
+    return GptqForm(scheme, 2 if form == "gptq_v2" else 1)

@@ -1,0 +1,54 @@
+"""The marker of a folder whose experts were prepared for one kernel library: only that library reads
+them, so no other conversion takes such a folder. What the layout is: contrib/trtllm_gen/layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qconvert.core.errors import PlanError
+
+# No runtime's name: a stock one must refuse the folder, for it would shuffle a second time.
+QUANT_METHOD = "qconvert-trtllm-gen"
+LAYOUT = "trtllm-gen"
+VERSION = 1
+# Dialects of NVFP4 that a prepared folder may have been made from.
+DIALECTS = ("modelopt", "compressed-tensors")
+# Tensors that are computed from the source's scales.
+DERIVED = ("g1_alphas", "g2_alphas", "g1_scale_c", "w13_input_scale_quant", "w2_input_scale_quant")
+
+
+def marked(
+    block: Mapping[str, Any], replaced: Sequence[Mapping[str, Any]], files: Mapping[str, str]
+) -> dict[str, Any]:
+    """The quantization block of a prepared folder. `block` describes the layout, `replaced` are the
+    source's own blocks with their places, `files` texts that said the same."""
+    found: dict[str, Any] = {
+        "quant_method": QUANT_METHOD,
+        "layout": {"name": LAYOUT, "version": VERSION, **block},
+        "replaced": [dict(entry) for entry in replaced],
+    }
+    if files:
+        found["files"] = dict(files)
+    return found
+
+
+def layout_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `layout` of a prepared folder's config, None of any other's. Raises PlanError for one that
+    another version wrote, or that is broken."""
+    block = config.get("quantization_config")
+    if not isinstance(block, Mapping) or block.get("quant_method") != QUANT_METHOD:
+        return None
+    layout, replaced = block.get("layout"), block.get("replaced")
+    if not isinstance(layout, Mapping) or not isinstance(replaced, list):
+        raise PlanError("config.json: the marker of a prepared folder is broken; prepare again")
+    if (layout.get("name"), layout.get("version")) != (LAYOUT, VERSION):
+        raise PlanError(
+            f"config.json: expected layout {LAYOUT} version {VERSION}, found {layout.get('name')} "
+            f"version {layout.get('version')}; use the qconvert that prepared it"
+        )
+    keys = {"gated", "projections", "scalar_shape", "num_experts", "derived_scalars"}
+    if not keys <= layout.keys() or layout.get("dialect") not in DIALECTS:
+        raise PlanError("config.json: the layout of a prepared folder is broken; prepare again")
+    return layout

@@ -1,0 +1,236 @@
+"""What a config's quantization blocks say: which group of compressed-tensors speaks of a module, and how
+FP8 weights are scaled. Read from the config, never inferred from shapes: dividing rows by scale rows is
+silently wrong for hundreds of ragged row counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError
+from qconvert.core.patterns import compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """How the config says weights are scaled: in blocks, or (block None) per channel or tensor.
+    `u8_exponents` says whether U8 scales are E8M0."""
+
+    block: tuple[int, int] | None
+    where: str
+    u8_exponents: bool
+
+
+def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
+    """The `weight_block_size` that the configs state, None where none is stated in a sound form."""
+    for config in configs:
+        size = config.block.get("weight_block_size")
+        if (
+            isinstance(size, list)
+            and len(size) == 2
+            and all(type(n) is int and n > 0 for n in size)
+        ):
+            return size[0], size[1]
+    return None
+
+
+def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) -> str | None:
+    """What is wrong with a block-scale grid, None where it is ceil(shape / block). Per-tensor and
+    per-channel scales, which have another form, are not judged."""
+    *lead, rows, columns = weight.shape
+    grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
+    if scale.shape == grid or len(scale.shape) != len(grid) or scale.numel == 1:
+        return None
+    if scale.shape in ((*lead, rows, 1), (*lead, 1, 1)):
+        return None
+    return (
+        f"expected a scale grid {list(grid)} for {weight} in blocks of {block[0]}x{block[1]}, found "
+        f"{list(scale.shape)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Entries of a list of modules as compressed-tensors 0.19 matches them (`utils/match.py`): whole
+    names, behind `re:` patterns from a name's beginning, and names of classes, of which a linear layer
+    has two."""
+
+    names: Mapping[str, Any]
+    patterns: tuple[tuple[re.Pattern[str], Any], ...]
+    of_class: Any
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Entries:
+        """Raises PlanError for a pattern that is no regular expression."""
+        patterns = []
+        for entry in sorted(entries):
+            if entry.startswith("re:"):
+                try:
+                    patterns.append((compiled(entry[3:]), entries[entry]))
+                except re.error as error:
+                    raise PlanError(f"{entry!r} is no regular expression: {error}") from error
+        named = next((entries[name] for name in _CLASSES if name in entries), None)
+        plain = {entry: one for entry, one in entries.items() if not entry.startswith("re:")}
+        return cls(plain, tuple(patterns), named)
+
+    def find(self, module: str) -> Any:
+        """What stands for the entry that counts for a linear layer, None where none fits: its name comes
+        before patterns, of which the first in the order of their letters counts, and those before
+        classes (`match_targets`)."""
+        if module in self.names:
+            return self.names[module]
+        for pattern, one in self.patterns:
+            if pattern.match(module):
+                return one
+        return self.of_class
+
+
+# Classes of a linear layer, as they are sorted.
+_CLASSES = ("Linear", "Module")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """compressed-tensors' groups of one block, by module."""
+
+    config: QuantConfig
+    targets: Entries
+    ignore: Entries
+
+    def weights(self, module: str) -> Mapping[str, Any] | None:
+        """What the group that speaks of a linear layer says of its weights, None where none does, or the
+        block leaves the layer out. A target that two groups have is the last one's."""
+        if self.ignore.find(module) is not None:
+            return None
+        found: Mapping[str, Any] | None = self.targets.find(module)
+        return found
+
+
+@lru_cache(maxsize=8)  # asked once for each matrix
+def groups_of(checkpoint: Checkpoint) -> tuple[Groups, ...]:
+    """The groups of each compressed-tensors block, in the order of the blocks. Raises PlanError for a
+    block without any, or with a pattern that is none."""
+    found = []
+    for config in checkpoint.quantization_configs:
+        if config.method != "compressed-tensors":
+            continue
+        targets = {t: weights for names, weights in config_groups(config) for t in _texts(names)}
+        try:
+            ignore = Entries.of(dict.fromkeys(_texts(config.block.get("ignore")), True))
+            found.append(Groups(config, Entries.of(targets), ignore))
+        except PlanError as error:
+            raise PlanError(f"{config.where}: {error}") from error
+    return tuple(found)
+
+
+def _texts(value: Any) -> Iterable[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
+    """The one scheme all quantization blocks agree on; of a module, where groups differ, that of the
+    group that speaks of it. Raises PlanError for none or several."""
+    found = [
+        (_one_scheme(checkpoint, config, module), config)
+        for config in checkpoint.quantization_configs
+    ]
+    if not found:
+        raise PlanError(
+            "there are FP8 weights but config.json has no quantization_config; qconvert does not "
+            "guess block sizes: add the block the model was quantized with"
+        )
+    first, first_config = found[0]
+    for scheme, config in found[1:]:
+        if scheme.block != first.block:
+            raise PlanError(
+                f"{first_config.where} and {config.where} disagree on the weight block "
+                f"({first.block} and {scheme.block}); remove the stale one"
+            )
+    return first
+
+
+def _is_ue8m0(block: Mapping[str, Any]) -> bool:
+    return block.get("scale_fmt") == "ue8m0"
+
+
+def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None) -> Fp8Scheme:
+    block = config.block
+    u8 = _is_ue8m0(block)
+    beside = block.get("linear_fp8_config")
+    if isinstance(beside, Mapping):  # of linears beside packed experts; see passes/w4a16.py
+        size = beside.get("weight_block_size")
+        found = None if size is None else _block_size(config, size)
+        return Fp8Scheme(found, f"{config.where}.linear_fp8_config", _is_ue8m0(beside))
+    if config.method == "compressed-tensors":
+        every = [weights for _, weights in config_groups(config)]
+        # Integers are for integers.py; other floats beside FP8 are other modules'.
+        sizes = {_compressed_tensors_block(config, one) for one in every if _is_fp8(one)}
+        if not sizes:
+            kinds = {f"{w.get('num_bits')}-bit {w.get('type')}" for _, w in config_groups(config)}
+            said = ", ".join(sorted(kinds)) or "none"
+            raise PlanError(
+                f"{config.where}: expected FP8 weights in its config_groups, found {said}"
+            )
+        if len(sizes) > 1 and module is not None:
+            own = next((g for g in groups_of(checkpoint) if g.config is config), None)
+            weights = None if own is None else own.weights(module)
+            if weights is None or not _is_fp8(weights):
+                raise PlanError(
+                    f"{config.where}: its config_groups use different FP8 schemes, and none of them "
+                    f"speaks of {module!r}, which is FP8: let a target name it"
+                )
+            sizes = {_compressed_tensors_block(config, weights)}
+        if len(sizes) != 1:
+            raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
+        return Fp8Scheme(sizes.pop(), config.where, u8)
+    if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
+        algorithm = str(block.get("quant_algo", "FP8"))
+        if not algorithm.startswith("FP8"):
+            raise PlanError(f"{config.where}: quant_algo {algorithm!r} is not FP8")
+        size = block.get("weight_block_size")
+        return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)
+    raise PlanError(
+        f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
+        "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized)"
+    )
+
+
+def config_groups(config: QuantConfig) -> Iterator[tuple[list[Any], Mapping[str, Any]]]:
+    """Targets and weights of each of compressed-tensors' groups. Raises PlanError for none."""
+    groups = config.block.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise PlanError(f"{config.where}: compressed-tensors without config_groups")
+    for key, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise PlanError(f"{config.where}: {key} says nothing of weights")
+        targets = group.get("targets")
+        yield targets if isinstance(targets, list) else [], weights
+
+
+def _is_fp8(weights: Mapping[str, Any]) -> bool:
+    return (weights.get("type"), weights.get("num_bits")) == ("float", 8)
+
+
+def _compressed_tensors_block(
+    config: QuantConfig, weights: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        return _block_size(config, weights.get("block_structure"))
+    if strategy in ("tensor", "channel"):
+        return None
+    raise PlanError(f"{config.where}: FP8 weight strategy {strategy!r} is not known")
+
+
+def _block_size(config: QuantConfig, size: Any) -> tuple[int, int]:
+    sides = list(size) if isinstance(size, list | tuple) else []
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(f"{config.where}: expected a weight block of two sizes, found {size!r}")
+    return sides[0], sides[1]

@@ -1,0 +1,312 @@
+"""The safetensors header, read strictly and written exactly.
+
+Format (safetensors 0.8, README "Format"): 8 bytes little-endian header size, that many bytes of
+JSON, then tensor data; `data_offsets` count from the end of the JSON, cover the data without hole
+or overlap, and a `__metadata__` entry maps strings to strings. What does not hold is refused, never
+repaired: a header that lies about sizes is how a truncated download turns into garbage weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qconvert.core.dtypes import DTYPE_BITS, TensorType
+from qconvert.core.errors import CheckpointError, PlanError
+from qconvert.core.regular import open_regular
+from qconvert.core.shown import shortened
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
+# Tensor data of our files starts at a multiple of this, so that a writer may go around the page
+# cache (O_DIRECT wants block-aligned file offsets). The JSON is padded with spaces, which the
+# format allows.
+DATA_ALIGNMENT = 4096
+
+
+class Entry(NamedTuple):
+    """One tensor of a file; `offset` in bytes from the start of the file."""
+
+    name: str
+    type: TensorType
+    offset: int
+
+
+class Header(NamedTuple):
+    """A file's tensors in order of offset, its metadata, and its raw header bytes."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+    file_size: int
+    raw: bytes
+
+
+# --- The JSON ------------------------------------------------------------------------------------
+#
+# It is read a tensor at a time. json.loads would make twenty bytes of each byte of `[[],[],...`, 2 GB of
+# a header that is as large as one may be, before anyone could say that it is none.
+
+_SPACE = rb"[ \t\n\r]*"
+_NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
+_MARK = re.compile(_SPACE + rb"([{}:,])" + _SPACE)
+_UNPRINTED = re.compile(rb"[\x00-\x1f]")
+# An entry as writers of safetensors write it. Any other is left to json.
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[(N(?:,N){0,63})?\],"data_offsets":\[(N),(N)\]\}'.replace(
+        b"N", _NUMBER
+    )
+)
+_MOST_ENTRY = 16 << 10  # bytes of one tensor's entry; one of four dimensions takes about 100
+_MOST_NUMBER = 2**63 - 1
+_MOST_DIMENSIONS = 64  # numpy 2.4's limit, and torch's
+_METADATA = "__metadata__"
+
+
+class _Table:
+    """A header's JSON: `pairs` are its tensors, each with where it ends, in the order of the text.
+
+    Raises ValueError where it is no JSON or no UTF-8, CheckpointError where it is no header.
+    """
+
+    def __init__(self, file: Path, raw: bytes, data_start: int) -> None:
+        self._file, self._raw, self._at, self._start = file, raw, 0, data_start
+        self.metadata: dict[str, str] = {}
+        self.pairs: list[tuple[Entry, int]] = []
+        if raw.lstrip(b" \t\n\r")[:1] in (b"[", b'"'):
+            raise CheckpointError(f"{file}: its header is not a JSON object")
+        names: set[str] = set()
+        for name in self._keys():
+            if name in names:
+                raise CheckpointError(
+                    f"{file}: the header names {name!r} twice; the file is broken"
+                )
+            names.add(name)
+            if name == _METADATA:
+                self.metadata = self._texts()
+            else:
+                self.pairs.append(self._entry(name))
+        if raw[self._at :].strip(b" \t\n\r"):
+            raise ValueError(f"extra data at byte {self._at}")
+
+    def _keys(self) -> Iterator[str]:
+        """The keys of an object. Each one's value must be taken before the next is asked for."""
+        if self._mark() != b"{":
+            raise ValueError(f"expected an object at byte {self._at}")
+        if self._raw[self._at : self._at + 1] == b"}":
+            self._mark()
+            return
+        mark = b","
+        while mark == b",":
+            key = self._string()
+            if self._mark() != b":":
+                raise ValueError(f"expected a colon at byte {self._at}")
+            yield key
+            mark = self._mark()
+        if mark != b"}":
+            raise ValueError(f"expected a comma or a brace at byte {self._at}")
+
+    def _mark(self) -> bytes:
+        found = _MARK.match(self._raw, self._at)
+        if found is None:
+            raise ValueError(f"expected another character at byte {self._at}")
+        self._at = found.end()
+        return found[1]
+
+    def _string(self) -> str:
+        raw, start = self._raw, self._at + 1
+        stop = raw.find(b'"', start) if raw[self._at : start] == b'"' else -1
+        # A quote after an odd number of backslashes is part of the text. (A pattern for all this would
+        # take a hundred bytes of stack for each backslash.)
+        while stop > 0 and _backslashes(raw, start, stop) % 2:
+            stop = raw.find(b'"', stop + 1)
+        if stop < 0 or _UNPRINTED.search(raw, start, stop):
+            raise ValueError(f"expected a string at byte {self._at}")
+        self._at = stop + 1
+        text = raw[start:stop].decode("utf-8")
+        if "\\" in text:
+            text = json.loads(f'"{text}"')
+            text.encode()  # half a surrogate pair can be escaped, and cannot be written
+        return text
+
+    def _texts(self) -> dict[str, str]:
+        """An object of strings."""
+        found: dict[str, str] = {}
+        if self._raw[self._at : self._at + 1] == b"{":
+            for key in self._keys():
+                if self._raw[self._at : self._at + 1] != b'"':
+                    break
+                if key in found:
+                    raise CheckpointError(
+                        f"{self._file}: the header names {key!r} twice; the file is broken"
+                    )
+                found[key] = self._string()
+            else:
+                return found
+        raise CheckpointError(f"{self._file}: {_METADATA} must map strings to strings")
+
+    def _entry(self, name: str) -> tuple[Entry, int]:
+        usual = _USUAL.match(self._raw, self._at)
+        if usual is not None:
+            self._at = usual.end()
+            dtype, dims, first, last = usual.groups()
+            shape = [int(dim) for dim in dims.split(b",")] if dims else []
+            offsets = [int(first), int(last)]
+            return _entry(self._file, name, dtype.decode(), shape, offsets, self._start)
+        stop = self._raw.find(b"}", self._at, self._at + _MOST_ENTRY) + 1
+        if self._raw[self._at : self._at + 1] != b"{" or not stop:
+            stop = self._at  # no object, or a very large one
+        value = None
+        if stop > self._at:
+            text = self._raw[self._at : stop].decode("utf-8")
+            value = json.loads(text, object_pairs_hook=_unique(self._file))
+            self._at = stop
+        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+            raise CheckpointError(
+                f"{self._file}: tensor {name!r}: its header entry must have exactly dtype, shape and "
+                "data_offsets; download the file again"
+            )
+        return _entry(
+            self._file, name, value["dtype"], value["shape"], value["data_offsets"], self._start
+        )
+
+
+def _backslashes(raw: bytes, start: int, stop: int) -> int:
+    """How many stand right before `stop`."""
+    at = stop
+    while at > start and raw[at - 1] == 0x5C:
+        at -= 1
+    return stop - at
+
+
+def _unique(file: Path) -> Any:
+    def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise CheckpointError(
+                    f"{file}: the header names {name!r} twice; the file is broken"
+                )
+            found[name] = value
+        return found
+
+    return hook
+
+
+def _entry(
+    file: Path, name: str, dtype: Any, shape: Any, offsets: Any, data_start: int
+) -> tuple[Entry, int]:
+    """One header entry and where it ends, both from the start of the file."""
+
+    def broken(what: str) -> CheckpointError:
+        return CheckpointError(f"{file}: tensor {name!r}: {what}; download the file again")
+
+    if _CONTROL.search(name):  # it would reach the user's terminal
+        raise broken("its name holds control characters")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has dtype {dtype!r}, which is none of "
+            f"{', '.join(DTYPE_BITS)}; a newer qconvert may know it"
+        )
+    for label, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or any(
+            type(n) is not int or not 0 <= n <= _MOST_NUMBER for n in numbers
+        ):
+            raise broken(
+                f"{label} must be a list of integers from 0 to {_MOST_NUMBER}, found "
+                f"{shortened(repr(numbers), 200)}"
+            )
+    if len(shape) > _MOST_DIMENSIONS:
+        raise broken(f"expected at most {_MOST_DIMENSIONS} dimensions, found {len(shape)}")
+    if len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise broken(f"data_offsets must be [start, stop], found {offsets!r}")
+    try:
+        tensor_type = TensorType(dtype, tuple(shape))
+    except PlanError as error:  # sub-byte elements that do not fill whole bytes
+        raise broken(str(error)) from error
+    if offsets[1] - offsets[0] != tensor_type.nbytes:
+        raise broken(
+            f"{tensor_type} takes {tensor_type.nbytes} bytes, the header gives it "
+            f"{offsets[1] - offsets[0]}"
+        )
+    return Entry(name, tensor_type, data_start + offsets[0]), data_start + offsets[1]
+
+
+# --- The file ------------------------------------------------------------------------------------
+
+
+def read_header(file: Path, real: Path | None = None) -> Header:
+    """Read and check one file's header. `real` is where the file lies, if links were resolved: it is
+    opened, and must be no link. Raises CheckpointError naming `file` (and tensor)."""
+    try:
+        fd = open_regular(real or file, follow=real is None)
+        with os.fdopen(fd, "rb") as stream:
+            size = os.fstat(fd).st_size
+            first = stream.read(8)
+            if len(first) < 8:
+                raise CheckpointError(f"{file}: {size} bytes is too short for a safetensors file")
+            (length,) = struct.unpack("<Q", first)
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{file}: claims a header of {length} bytes (limit {MAX_HEADER}); "
+                    "this is not a safetensors file"
+                )
+            raw = stream.read(min(length, max(0, size - 8)))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if len(raw) < length:
+        raise CheckpointError(
+            f"{file}: is cut off inside its header ({8 + length} bytes needed, {size} found); "
+            "download it again"
+        )
+    data_start = 8 + length
+    try:
+        table = _Table(file, raw, data_start)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: its header is not JSON: {error}") from error
+    found = sorted(table.pairs, key=lambda pair: (pair[0].offset, pair[1]))
+    at = data_start
+    for entry, end in found:
+        if entry.offset != at:
+            kind = "overlaps the tensor before it" if entry.offset < at else "leaves a hole"
+            raise CheckpointError(
+                f"{file}: tensor {entry.name!r} starts at byte {entry.offset}, expected {at}: "
+                f"it {kind}; download the file again"
+            )
+        at = end
+    if at != size:
+        what = "is cut off" if size < at else "has bytes no tensor owns"
+        raise CheckpointError(
+            f"{file}: {what}: its header accounts for {at} bytes, the file has {size}; "
+            "download it again"
+        )
+    return Header(tuple(entry for entry, _ in found), table.metadata, data_start, size, first + raw)
+
+
+def build_header(
+    tensors: Sequence[tuple[str, TensorType]], metadata: Mapping[str, str]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Header bytes for tensors laid out in the given order, and each one's offset in the file.
+
+    The header is padded so that data starts at a multiple of DATA_ALIGNMENT.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    starts = []
+    for name, tensor_type in tensors:
+        starts.append(at)
+        table[name] = {
+            "dtype": tensor_type.dtype,
+            "shape": list(tensor_type.shape),
+            "data_offsets": [at, at + tensor_type.nbytes],
+        }
+        at += tensor_type.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    raw = struct.pack("<Q", len(text)) + text
+    return raw, tuple(len(raw) + start for start in starts)

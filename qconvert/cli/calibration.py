@@ -1,0 +1,139 @@
+"""The options of commands that can calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+
+import click
+
+from qconvert.cli.options import MOST, DataName, Device, Folder, Share, from_options, stacked
+
+if TYPE_CHECKING:
+    from qconvert.cli.convert import RunOptions
+    from qconvert.samples.request import Calibration
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CalibrationOptions(TypedDict):
+    """As `CALIBRATION` gives them. None stands for an option that was not given."""
+
+    gptq: bool
+    data: str | None
+    synthetic: bool
+    samples: int | None
+    length: int | None
+    seed: int | None
+    column: str | None
+    dampening: float | None
+    experts: Literal["routed", "all"] | None
+    min_tokens: int | None
+    few: Literal["all", "rtn"] | None
+    save_stats: Path | None
+    devices: tuple[str, ...]
+
+
+# For commands whose recipe says whether there is a calibration.
+DATA: Callable[[F], F] = stacked(
+    click.option(
+        "--data", metavar="FILE", type=DataName(),
+        help="Calibration data: text, JSONL (`text`, or `messages` under the model's chat template), "
+        "tokenized safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
+    ),
+    click.option(
+        "--synthetic", is_flag=True,
+        help="Random tokens instead of data: for trying things out, not for serving.",
+    ),
+    click.option("--samples", type=click.IntRange(1, MOST), help="Samples. [default: 512]"),
+    click.option("--length", type=click.IntRange(2, MOST), help="Tokens a sample. [default: 2048]"),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**32 - 1), help="Which samples are taken. [default: 0]"
+    ),
+    click.option("--column", help="The JSONL key or dataset column that holds the text."),
+    click.option(
+        "--dampening", type=Share(),
+        help="Part of the Hessian's mean diagonal added to it. [default: 0.01]",
+    ),
+    click.option(
+        "--experts", type=click.Choice(["routed", "all"]),
+        help="Tokens an expert is calibrated on: its own, or all. [default: routed]",
+    ),
+    click.option(
+        "--min-tokens", type=click.IntRange(1, MOST),
+        help="An expert with fewer of its own is handled as --few says, and listed. [default: 128]",
+    ),
+    click.option(
+        "--few", type=click.Choice(["all", "rtn"]),
+        help="`all`: such an expert is calibrated on all tokens. `rtn`: it is rounded. [default: all]",
+    ),
+    click.option(
+        "--save-stats", metavar="DIR", type=Folder(),
+        help="Keep expert counts, moments of activations, and a hotness map for "
+        "--init-expert-location.",
+    ),
+    click.option(
+        "--device", "devices", multiple=True, metavar="NAME", type=Device(),
+        help="cpu, cuda:0, ...; may be given several times. [default: all GPUs, or else the CPU]",
+    ),
+)  # fmt: skip
+CALIBRATION: Callable[[F], F] = stacked(
+    click.option(
+        "--gptq", is_flag=True,
+        help="Find codes by GPTQ, a layer in memory at a time, instead of rounding to nearest.",
+    ),
+    DATA,
+)  # fmt: skip
+
+_FIELDS = {"dampening": "dampening_frac"}
+
+
+def calibration_from(options: CalibrationOptions) -> Calibration | None:
+    """The calibration that was asked for, None where none was. Raises click.UsageError for options
+    that say nothing without --gptq, and for --gptq without data."""
+    from qconvert.samples.request import Calibration
+
+    given = _given(options)
+    if not options["gptq"]:
+        if given:
+            name = next(n for n in options if _FIELDS.get(n, n) in given)
+            flag = {"devices": "device"}.get(name, name.replace("_", "-"))
+            raise click.UsageError(f"--{flag} goes with --gptq")
+        return None
+    if options["synthetic"] == (options["data"] is not None):
+        raise click.UsageError(
+            "--gptq needs --data FILE; or --synthetic, random tokens, to try things out"
+        )
+    with from_options():
+        return Calibration(**given)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a Calibration for the options that were given."""
+    return {
+        _FIELDS.get(name, name): str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if name != "gptq" and value not in (None, False, ())
+    }
+
+
+def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a command with DATA: the fields of a Calibration that were given, and all other options.
+    Raises click.UsageError for options that exclude one another."""
+    from qconvert.samples.request import Calibration
+
+    names = CalibrationOptions.__annotations__
+    own = _given({name: value for name, value in given.items() if name in names})
+    if own:
+        with from_options():
+            Calibration(**own)
+    return own, {name: value for name, value in given.items() if name not in names}
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:
+    """Of a command with CALIBRATION: its options, and those of every conversion."""
+    names = CalibrationOptions.__annotations__
+    own = {name: value for name, value in given.items() if name in names}
+    rest = {name: value for name, value in given.items() if name not in names}
+    return cast(CalibrationOptions, own), cast("RunOptions", rest)

@@ -1,0 +1,93 @@
+"""The main jobs on an embedded sample, start to end: an FP8 checkpoint fused for sglang, then
+dequantized; each planned, converted, validated, and compared with an independent computation."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.plan_report import Rates, plan_lines
+from qconvert.core.errors import OutputError, RunError
+from qconvert.core.say import say, say_report
+from qconvert.passes.dequant import Dequant
+from qconvert.passes.fuse import Fuse
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.run.executor import Options, prepare, run_prepared
+from qconvert.validation.reports import render
+from qconvert.validation.runner import Request, validate_folder
+
+
+def run_demo(folder: Path | None) -> None:
+    """Make the sample, fuse it, dequantize it, and validate both results. Raises QConvertError if
+    anything does not hold.
+
+    `folder` keeps the files; without it they go to a temporary folder and are removed.
+    """
+    if folder is not None:
+        if folder.exists() and any(folder.iterdir()):
+            raise OutputError(f"{folder} is not empty; choose a new folder for the demo")
+        _demo(folder)
+        return
+    scratch = Path(tempfile.mkdtemp(prefix="qconvert-demo-"))
+    try:
+        _demo(scratch)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _demo(folder: Path) -> None:
+    source, fused, plain = (folder / n for n in ("sample-fp8", "sample-fused", "sample-bf16"))
+    write_sample(source)
+    say("$ qconvert fuse sample-fp8 sample-fused --for sglang")
+    _convert(source, fused, Fuse(consumer="sglang"))
+    _validate(source, fused)
+    say("", "$ qconvert dequant sample-fused sample-bf16")
+    _convert(fused, plain, Dequant())
+    _validate(fused, plain)
+    count = _compare_with_torch(fused, plain)
+    say(f"proved: {count} weights equal torch's own decoding, bit for bit")
+
+
+def _convert(source: Path, out: Path, step: Pass) -> None:
+    """Plan, show, run."""
+    plan = run_passes(Plan.identity(Checkpoint.open(source)), (step,))
+    ready = prepare(plan, Options(jobs=1))
+    lines = plan_lines(ready, out.name, Rates(None, None))
+    say(*(line.replace(str(source), source.name) for line in lines))
+    receipt = run_prepared(ready, out)
+    say("", f"wrote {out.name}: {', '.join(receipt.files)}")
+
+
+def _validate(source: Path, out: Path) -> None:
+    """Validate at every level there is. Raises RunError for anything less than proved."""
+    say("", f"$ qconvert validate {out.name} --against {source.name} --level full")
+    report = validate_folder(out, str(source), request=Request("full"))
+    say_report(render(report, "text"), "text")
+    if report.findings:
+        raise RunError(f"{out.name} did not validate")
+
+
+def _compare_with_torch(source: Path, out: Path) -> int:
+    """Dequantize every FP8 weight again with torch's cast, and compare. Returns how many."""
+    import torch
+    from safetensors import safe_open
+
+    original, made = Checkpoint.open(source), Checkpoint.open(out)
+
+    def load(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        file = checkpoint.shards[checkpoint[name].shard].path
+        with safe_open(file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+
+    weights = [name for name in original if f"{name}_scale_inv" in original]
+    for name in weights:
+        weight, scale = load(original, name), load(original, f"{name}_scale_inv")
+        rows, columns = weight.shape
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        if not torch.equal((weight.float() * spread).bfloat16(), load(made, name)):
+            raise RunError(f"tensor {name!r} differs from torch's decoding")
+    return len(weights)

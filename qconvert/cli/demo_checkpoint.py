@@ -1,0 +1,198 @@
+"""A small block-FP8 Qwen3.5-MoE checkpoint with the names of the published ones, made from a seed.
+
+For `qconvert demo` and tests: text-only model, linear and full attention, routed and shared experts,
+an MTP layer, ragged rows. Weights are heavy-tailed with outlier channels, as real ones are, because
+gaussian ones hide what quantization gets wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qconvert.checkpoint.safetensors import build_header
+from qconvert.core.dtypes import TensorType, ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 128
+HIDDEN, LAYERS, EXPERTS, INTERMEDIATE, VOCAB = 256, 4, 4, 192, 512
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+NK, NV, DK, DV = 2, 4, 64, 64
+_FP8_MAX = 448.0
+
+
+def config() -> dict[str, Any]:
+    """config.json of the sample, loadable by transformers' Qwen3_5MoeForCausalLM once dequantized."""
+    return {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "torch_dtype": "bfloat16",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "full_attention_interval": LAYERS,
+        "linear_num_key_heads": NK,
+        "linear_num_value_heads": NV,
+        "linear_key_head_dim": DK,
+        "linear_value_head_dim": DV,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": INTERMEDIATE,
+        "shared_expert_intermediate_size": INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "mtp_num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head", "model.embed_tokens", "mtp.fc", *_unquantized()],
+        },
+    }
+
+
+def _unquantized() -> list[str]:
+    """Projections too small for FP8 blocks, by every name that a runtime asks for."""
+    parts = ("in_proj_b", "in_proj_a", "in_proj_ba")
+    linear = range(LAYERS - 1)  # full attention in the last
+    return [f"model.layers.{layer}.linear_attn.{part}" for layer in linear for part in parts]
+
+
+def _attention(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    # Qwen3.5's query projection carries an output gate of its own size.
+    yield f"{at}.q_proj", (2 * HEADS * HEAD_DIM, HIDDEN), True
+    yield f"{at}.k_proj", (KV_HEADS * HEAD_DIM, HIDDEN), True
+    yield f"{at}.v_proj", (KV_HEADS * HEAD_DIM, HIDDEN), True
+    yield f"{at}.o_proj", (HIDDEN, HEADS * HEAD_DIM), True
+    yield f"{at}.q_norm", (HEAD_DIM,), False
+    yield f"{at}.k_norm", (HEAD_DIM,), False
+
+
+def _linear_attention(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    keys, values = NK * DK, NV * DV
+    yield f"{at}.in_proj_qkv", (2 * keys + values, HIDDEN), True
+    yield f"{at}.in_proj_z", (values, HIDDEN), True
+    yield f"{at}.in_proj_b", (NV, HIDDEN), False
+    yield f"{at}.in_proj_a", (NV, HIDDEN), False
+    yield f"{at}.conv1d", (2 * keys + values, 1, 4), False
+    yield f"{at}.norm", (DV,), False
+    yield f"{at}.out_proj", (HIDDEN, values), True
+
+
+def _moe(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    yield f"{at}.gate", (EXPERTS, HIDDEN), False
+    yield f"{at}.shared_expert_gate", (1, HIDDEN), False
+    for expert in [f"{at}.shared_expert", *(f"{at}.experts.{e}" for e in range(EXPERTS))]:
+        yield f"{expert}.gate_proj", (INTERMEDIATE, HIDDEN), True
+        yield f"{expert}.up_proj", (INTERMEDIATE, HIDDEN), True
+        yield f"{expert}.down_proj", (HIDDEN, INTERMEDIATE), True
+
+
+def _modules() -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Module name, shape of its weight, whether it is FP8."""
+    yield "model.embed_tokens", (VOCAB, HIDDEN), False
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm", (HIDDEN,), False
+        yield f"{at}.post_attention_layernorm", (HIDDEN,), False
+        full = (layer + 1) % LAYERS == 0
+        yield from _attention(f"{at}.self_attn") if full else _linear_attention(f"{at}.linear_attn")
+        yield from _moe(f"{at}.mlp")
+    yield "model.norm", (HIDDEN,), False
+    yield "lm_head", (VOCAB, HIDDEN), False
+    yield "mtp.fc", (HIDDEN, 2 * HIDDEN), False
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        yield f"mtp.{norm}", (HIDDEN,), False
+    yield "mtp.layers.0.input_layernorm", (HIDDEN,), False
+    yield "mtp.layers.0.post_attention_layernorm", (HIDDEN,), False
+    yield from _attention("mtp.layers.0.self_attn")
+    yield from _moe("mtp.layers.0.mlp")
+
+
+def heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Float32 weights of student-t rows (4 degrees of freedom) with one outlier channel in 64, of
+    the size that keeps activations near one."""
+    import torch
+
+    normal = torch.randn(shape, generator=generator)
+    chi = torch.stack([torch.randn(shape, generator=generator) ** 2 for _ in range(4)]).sum(0) / 4
+    weight = normal / chi.sqrt() * 0.5 / shape[-1] ** 0.5
+    weight[..., ::64] *= 8
+    result: torch.Tensor = weight
+    return result
+
+
+def quantize_block_fp8(
+    weight: torch.Tensor, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float weight [N, K] -> e4m3 [N, K] and float32 multipliers [ceil(N/b), ceil(K/b)], each block
+    scaled so that its largest magnitude becomes 448."""
+    import torch
+
+    rows, columns = weight.shape
+    grid = ceil_div(rows, block), ceil_div(columns, block)
+    padded = torch.zeros(grid[0] * block, grid[1] * block)
+    padded[:rows, :columns] = weight
+    amax = padded.view(grid[0], block, grid[1], block).abs().amax(dim=(1, 3))
+    scale = (amax / _FP8_MAX).clamp(min=1e-12)
+    spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
+    return (weight / spread).to(torch.float8_e4m3fn), scale
+
+
+def _tensors(seed: int) -> Iterator[tuple[str, TensorType, torch.Tensor]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for module, shape, fp8 in _modules():
+        if fp8:
+            weight, scale = quantize_block_fp8(heavy_tailed(shape, generator))
+            yield f"{module}.weight", TensorType("F8_E4M3", shape), weight
+            grid = (scale.shape[0], scale.shape[1])
+            yield f"{module}.weight_scale_inv", TensorType("F32", grid), scale
+        elif len(shape) == 1:
+            plain = 0.1 * torch.randn(shape, generator=generator)
+            yield f"{module}.weight", TensorType("BF16", shape), plain.bfloat16()
+        else:
+            plain = heavy_tailed(shape, generator)
+            yield f"{module}.weight", TensorType("BF16", shape), plain.bfloat16()
+    for layer in range(LAYERS - 1):
+        at = f"model.layers.{layer}.linear_attn"
+        for name in ("A_log", "dt_bias"):
+            value = torch.rand(NV, generator=generator)
+            yield f"{at}.{name}", TensorType("BF16", (NV,)), value.bfloat16()
+
+
+def write_sample(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
+    """Write the sample as a sharded checkpoint with an index, a tokenizer stub and a chat template."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = list(_tensors(seed))
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        part = tensors[number * len(tensors) // shards : (number + 1) * len(tensors) // shards]
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        header, _ = build_header([(name, kind) for name, kind, _ in part], {"format": "pt"})
+        with (folder / file).open("wb") as stream:
+            stream.write(header)
+            for name, _, value in part:
+                stream.write(value.contiguous().view(torch.uint8).numpy().tobytes())
+                weight_map[name] = file
+    total = sum(kind.nbytes for _, kind, _ in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, content in (
+        ("config.json", config()),
+        ("model.safetensors.index.json", index),
+        ("generation_config.json", {"do_sample": True, "temperature": 0.6}),
+        ("tokenizer_config.json", {"model_max_length": 4096}),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}\n", encoding="utf-8")

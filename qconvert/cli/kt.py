@@ -1,0 +1,196 @@
+"""amx and kt: routed experts for KTransformers' CPU kernels, alone and with their GPU side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
+from qconvert.cli.convert import (
+    CONVERSION,
+    RUNNING,
+    RunOptions,
+    carry_out,
+    convert,
+    prepared,
+    run_options,
+    show_plan,
+)
+from qconvert.cli.options import MOST, OUT, SOURCE, Folder
+from qconvert.core.say import say
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint.checkpoint import Checkpoint
+    from qconvert.passes.amx import ExpertsToAmx
+
+_METHOD = click.Choice(["int4", "int8"])
+_NUMA = click.option(
+    "--numa", required=True, type=click.IntRange(1, MOST),
+    help="NUMA nodes of the machine that will serve; the runtime is started with the same count.",
+)  # fmt: skip
+_ROUNDING = click.option(
+    "--rounding", type=click.Choice(["peer", "search"]), default="peer", show_default=True,
+    help="`peer`: the bytes kt-kernel's own converter writes. `search`: the same format, each row's "
+    "step searched for the least error; slower.",
+)  # fmt: skip
+_MTP = click.option(
+    "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
+    help="Experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers as a whole.",
+)  # fmt: skip
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option("--method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
+@_NUMA
+@_ROUNDING
+@_MTP
+@CALIBRATION
+@CONVERSION
+def amx(
+    source: str,
+    out: Path,
+    method: Literal["int4", "int8"],
+    numa: int,
+    rounding: Literal["peer", "search"],
+    mtp: Literal["keep", "drop"],
+    **given: Any,
+) -> None:
+    """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
+
+    Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds experts only: the
+    runtime reads the other layers from SRC itself (`qconvert kt` prints how to start it). With --gptq
+    codes are calibrated, in the same byte format.
+
+    \b
+    Examples:
+      qconvert amx DeepSeek-V3 DeepSeek-V3-amx --method int4 --numa 2 --dry-run
+      qconvert amx Qwen/Qwen3-Next-80B-A3B-Instruct out --method int8 --numa 1
+      qconvert amx DeepSeek-V3 out --method int4 --numa 2 --rounding search --mtp drop
+      qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
+    """
+    from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.recipe.recipe import Recipe
+
+    asked, options = split_options(given)
+    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
+    convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
+
+
+@click.command()
+@SOURCE
+@click.option(
+    "--cpu-out",
+    required=True,
+    type=Folder(),
+    help="Folder for the CPU's experts.",
+)
+@click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
+@_NUMA
+@_ROUNDING
+@_MTP
+@click.option(
+    "--gpu", type=click.Choice(["source", "w4a16"]), default="source", show_default=True,
+    help="`source`: SRC itself is the GPU side. `w4a16`: a folder with experts in packed INT4 "
+    "(round to nearest, groups of 128) and all other layers as they are.",
+)  # fmt: skip
+@click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
+@CALIBRATION
+@RUNNING
+def kt(
+    source: str,
+    cpu_out: Path,
+    method: Literal["int4", "int8"],
+    numa: int,
+    rounding: Literal["peer", "search"],
+    mtp: Literal["keep", "drop"],
+    gpu: Literal["source", "w4a16"],
+    gpu_out: Path | None,
+    **given: Any,
+) -> None:
+    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how. With --gptq
+    one calibration finds the codes of both.
+
+    \b
+    Examples:
+      qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2
+      qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
+      qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
+    """
+    from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.passes.stages import open_source
+
+    if (gpu == "w4a16") != (gpu_out is not None):
+        raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
+    asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
+    checkpoint = open_source(source, follow_links=options["follow_links"])
+    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
+    if gpu_out is None:
+        from qconvert.recipe.recipe import Recipe
+
+        recipe = Recipe("kt", (cpu_side,), options["max_shard_size"])
+        convert(recipe, checkpoint, cpu_out, options)
+    else:
+        _convert_pair(checkpoint, cpu_side, cpu_out, gpu_out, options)
+    if options["dump_after"] is None:
+        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out, err=options["as_json"])
+
+
+def _convert_pair(
+    checkpoint: Checkpoint,
+    cpu_side: ExpertsToAmx,
+    cpu_out: Path,
+    gpu_out: Path,
+    options: RunOptions,
+) -> None:
+    """Plan both folders, show them, and make them in one read."""
+    from qconvert.passes.pair import pair_plans
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.plan.plan import Plan
+    from qconvert.recipe.recipe import Recipe
+    from qconvert.run.workspace import check_apart, check_folders_apart
+
+    if not options["dry_run"]:  # a dry run shows the plan first
+        for out in (cpu_out, gpu_out):
+            check_apart(out, checkpoint)
+        check_folders_apart(gpu_out, cpu_out)
+    if options["dump_after"] is not None:
+        raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
+    pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
+    ready, verdicts = prepared(pair, run_options(Recipe("kt", ()), options), options["base_model"])
+    folders = list(zip(ready, (cpu_out, gpu_out), strict=True))
+    show_plan(folders, options, verdicts)
+    if not options["dry_run"]:
+        carry_out(folders, options["as_json"])
+
+
+def _tell_how(
+    checkpoint: Checkpoint,
+    cpu_side: ExpertsToAmx,
+    cpu_out: Path,
+    gpu_out: Path | None,
+    *,
+    err: bool,
+) -> None:
+    """The launch line; and where kt reads the source as it is, that too. To stderr where stdout is
+    JSON."""
+    from qconvert.formats.amx.encode import RUNTIME_NAME
+    from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
+
+    name = RUNTIME_NAME[cpu_side.method]
+    gpu = str(checkpoint.root if gpu_out is None else gpu_out)
+    line = launch_line(name, cpu_side.numa, str(cpu_out), gpu)
+    say("", "serve with:", *line.split("\n"), err=err)
+    say(*RUNTIME.split("\n"), err=err)
+    known = reads_as_it_is(checkpoint)
+    if known is not None:
+        second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
+        say(
+            f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
+            f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
+            err=err,
+        )

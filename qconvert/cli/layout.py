@@ -1,0 +1,168 @@
+"""fuse, unfuse, experts: the same numbers in another order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+import click
+
+from qconvert.cli.consumer import ConsumerName
+from qconvert.cli.convert import CONVERSION, RunOptions, convert
+from qconvert.cli.options import MOST, OUT, SOURCE
+
+if TYPE_CHECKING:
+    from qconvert.plan.plan import Pass
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--for",
+    "consumer",
+    type=ConsumerName(),
+    metavar="NAME[==VERSION]",
+    help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
+)
+@click.option(
+    "--groups", type=click.IntRange(1, MOST), help="Order by groups, for your own loader."
+)
+@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order a fused source is in.")
+@click.option(
+    "--what",
+    type=click.Choice(["gdn", "gate_up", "qkv"]),
+    default="gdn",
+    show_default=True,
+    help="Which projections.",
+)
+@CONVERSION
+def fuse(
+    source: str,
+    out: Path,
+    consumer: str | None,
+    groups: int | None,
+    source_groups: int | None,
+    what: str,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Bring Gated DeltaNet projections (Qwen3.5, Qwen3-Next) into the order a consumer takes.
+
+    Fusing saves sglang and vLLM the work of fusing at load and gives a file range a projection; it
+    makes nothing run faster. FP8 stays FP8: block scales move with their rows, or are refused where
+    they cannot. `--for qwen3-next` on a Qwen3.5 source converts the model class: text only.
+
+    \b
+    Examples:
+      qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 out --for sglang
+      qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
+      qconvert fuse my-model out --groups 4
+    """
+    from qconvert.passes.fuse import Fuse
+    from qconvert.passes.stages import open_source
+    from qconvert.recipe.recipe import Recipe
+
+    if consumer is None and groups is None:
+        raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
+    step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
+    checkpoint = open_source(source, follow_links=options["follow_links"])
+    steps = _of_class(step, consumer, checkpoint.family.name)
+    convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--for",
+    "consumer",
+    type=ConsumerName(),
+    metavar="NAME[==VERSION]",
+    help="Who will load it: sglang, vllm, transformers, or qwen3.5 (the model class).",
+)
+@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order the source is in.")
+@CONVERSION
+def unfuse(
+    source: str,
+    out: Path,
+    consumer: str | None,
+    source_groups: int | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
+
+    The order of the source comes from its qconvert.json, its family, or --source-groups. No loader of
+    Qwen3-Next takes them apart: `--for qwen3.5` converts the model class as well.
+
+    \b
+    Examples:
+      qconvert unfuse fused-for-sglang out
+      qconvert unfuse fused-for-sglang out --for vllm
+      qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
+    """
+    from qconvert.passes.fuse import Unfuse
+    from qconvert.passes.stages import open_source
+    from qconvert.recipe.recipe import Recipe
+
+    checkpoint = open_source(source, follow_links=options["follow_links"])
+    steps = _of_class(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
+    convert(Recipe("unfuse", steps, options["max_shard_size"]), checkpoint, out, options)
+
+
+def _of_class(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
+    """The step, and those that make the consumer's model class of another."""
+    from qconvert.passes.as_class import AsClass
+    from qconvert.passes.experts import Unstack
+    from qconvert.runtimes.consumers import parse_consumer
+
+    name = None if consumer is None else parse_consumer(consumer).name
+    if name == "qwen3-next" and family == "qwen3_5":
+        return Unstack(optional=True), step, AsClass("qwen3_next")
+    if name == "qwen3.5" and family == "qwen3_next":
+        return step, AsClass("qwen3_5_text")
+    return (step,)
+
+
+@click.group()
+def experts() -> None:
+    """Routed experts as 3-D stacks, or a matrix each.
+
+    \b
+    Examples:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """A matrix an expert to stacks [E, 2I, H] and [E, H, I].
+
+    \b
+    Example:
+      qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
+    """
+    from qconvert.passes.experts import Stack
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("stack", (Stack(),), options["max_shard_size"]), source, out, options)
+
+
+@experts.command()
+@SOURCE
+@OUT
+@CONVERSION
+def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Stacks [E, 2I, H] and [E, H, I] to a matrix an expert, never reading a stack at once.
+
+    \b
+    Example:
+      qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
+    """
+    from qconvert.passes.experts import Unstack
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("unstack", (Unstack(),), options["max_shard_size"]), source, out, options)

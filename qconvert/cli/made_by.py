@@ -1,0 +1,83 @@
+"""What qconvert.json says of the folder it is in, in words. It is read as anyone's text: what is not as
+qconvert writes it is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qconvert.core.shown import count
+
+_MOST = 6
+
+
+def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
+    """Which conversion made a folder, from what, and what a user must know of the result. `base` is the
+    source's repo, where the folder's card names it."""
+    identity = _map(manifest, "identity")
+    steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
+    specs = ", ".join(str(step.get("spec")) for step in steps) or "none: a plain copy"
+    yield f"made by qconvert {identity.get('qconvert')}, passes: {specs}"
+    digest = str(identity.get("source", "?"))[:16]
+    yield f"made from {base or 'a source whose repo is not named'} (headers {digest})"
+    losses = _map(manifest, "lossy_steps")
+    for what, number in list(losses.items())[:_MOST]:
+        yield f"lossy: {what} ({count(number, 'time') if isinstance(number, int) else number})"
+    if not losses:
+        yield "lossy: no step"
+    for rule, names in list(_map(manifest, "dropped").items())[:_MOST]:
+        if isinstance(names, list):
+            yield f"left out: {count(len(names), 'tensor')} by {rule!r}"
+    yield from _facts(manifest)
+
+
+def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
+    groups = manifest.get("gdn_groups")
+    if isinstance(groups, int):
+        order = "split" if groups == 0 else f"fused in {count(groups, 'group')}"
+        yield f"linear-attention projections: {order}"
+    amx = _map(manifest, "amx")
+    if amx:
+        nodes = amx.get("numa")
+        where = count(nodes, "NUMA node") if isinstance(nodes, int) else "NUMA nodes"
+        yield (
+            f"experts for CPU kernels: {amx.get('method')} for {where}, {amx.get('rounding')} rounding; "
+            "all else is read from the GPU side"
+        )
+    pair = _map(manifest, "pair")
+    if pair:
+        yield f"{pair.get('side')} side of the pair {pair.get('id')}"
+    stage = _map(manifest, "stage")
+    layers = _list(stage, "layers")
+    if len(layers) == 2 and all(isinstance(n, int) for n in layers):
+        number, of, (first, stop) = stage.get("number"), stage.get("of"), layers
+        cut = ",".join(map(str, _list(stage, "partition")))
+        yield (
+            f"pipeline stage {number} of {of}, counted from 0: layers {first} to {stop - 1} "
+            f"(partition {cut})"
+        )
+    calibration = _map(manifest, "calibration")
+    if calibration:
+        data = f"data {str(calibration.get('data'))[:16]}"
+        if calibration.get("synthetic"):
+            data = "made-up tokens, not for serving"
+        samples, length = calibration.get("samples"), calibration.get("length")
+        number = count(samples, "sample") if isinstance(samples, int) else "samples"
+        yield f"calibrated on {number} of up to {length} tokens, {data}"
+    prepared = _map(manifest, "trtllm_gen")
+    if prepared:
+        sizes = ", ".join(map(str, _list(prepared, "tp_sizes")))
+        yield (
+            f"experts prepared for trtllm-gen ({prepared.get('dialect')}), for tensor parallel {sizes}; "
+            "qconvert unprepare gives the source back"
+        )
+
+
+def _map(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = of.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _list(of: Mapping[str, Any], key: str) -> list[Any]:
+    found = of.get(key)
+    return found if isinstance(found, list) else []

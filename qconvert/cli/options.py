@@ -1,0 +1,220 @@
+"""Arguments and option types that several commands share.
+
+What is wrong by its own text ends a command with exit code 2, before a file is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_EMPTY = "the name is empty; name a folder, `.` for this one"
+_DATASET = re.compile(r"hf-dataset(:[^:]+){1,3}")
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
+_BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
+
+
+class _Text(click.ParamType[str]):
+    """A text that `check` refuses with ValueError or one of ours where it can mean nothing."""
+
+    @abstractmethod
+    def check(self, text: str) -> None:
+        """Raise ValueError, or an error of ours, saying what is wrong with the text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from qconvert.core.errors import QConvertError
+
+        try:
+            self.check(str(value))
+        except (QConvertError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+class Size(click.ParamType[int]):
+    """A size in bytes, written as people write it: 512MiB, 5GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from qconvert.core.errors import UsageError
+        from qconvert.core.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class ModelId(_Text):
+    """The id of a repo on the Hub, ORG/NAME."""
+
+    name = "id"
+
+    def check(self, text: str) -> None:
+        from qconvert.hub.card.front import is_id
+
+        if not is_id(text):
+            raise ValueError(f"{text!r} is not a valid repo id; write ORG/NAME")
+
+
+class SourceName(_Text):
+    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is none of
+    them."""
+
+    name = "source"
+
+    def check(self, text: str) -> None:
+        from qconvert.checkpoint.hub_cache import parse_repo
+
+        if not text:
+            raise ValueError(_EMPTY)
+        if text.startswith("hf://"):  # the client's import is slow, and all else may be a path
+            parse_repo(text)
+
+
+class Partition(_Text):
+    """Layers of each pipeline stage, or a number of stages."""
+
+    name = "partition"
+
+    def check(self, text: str) -> None:
+        from qconvert.passes.stages import parse_partition
+
+        parse_partition(text)
+
+
+class PassName(_Text):
+    """A pass of some recipe, `source` or `end`. Whether the recipe has it is seen when it is known."""
+
+    name = "pass"
+
+    def check(self, text: str) -> None:
+        from qconvert.passes import passes
+
+        known = ["source", *passes(), "end"]
+        if text not in known:
+            raise ValueError(f"there is no pass {text!r}; passes are {', '.join(known)}")
+
+
+class Pattern(_Text):
+    """Modules by name, by the end of one, or by `re:` and a regular expression."""
+
+    name = "pattern"
+
+    def check(self, text: str) -> None:
+        if not text.removeprefix("re:"):
+            raise ValueError(
+                f"{text!r} names no module; write a name, the end of one, or re:PATTERN"
+            )
+        if text.startswith("re:"):
+            from qconvert.core.patterns import compiled
+
+            try:
+                compiled(text[3:])
+            except re.error as error:
+                raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+
+
+class DataName(_Text):
+    """Calibration data: a file of a known kind, or hf-dataset:NAME[:SPLIT]."""
+
+    name = "data"
+
+    def check(self, text: str) -> None:
+        from qconvert.samples.data import DataSpec
+
+        if DataSpec(data=text).kind == "dataset" and not _DATASET.fullmatch(text):
+            raise ValueError(f"{text!r}: write hf-dataset:NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
+
+
+class Device(_Text):
+    """What a calibration computes on, by torch's names."""
+
+    name = "device"
+
+    def check(self, text: str) -> None:
+        if not _DEVICE.fullmatch(text):
+            raise ValueError(f"{text!r} is not a device; write cpu, cuda or cuda:N")
+
+
+class Branch(_Text):
+    """A branch of a repo, or refs/pr/N."""
+
+    name = "branch"
+
+    def check(self, text: str) -> None:
+        bad = ".." in text or text.startswith(("/", "-")) or text.endswith(("/", ".", ".lock"))
+        if bad or not _BRANCH.fullmatch(text):
+            raise ValueError(f"{text!r} is not a valid name of a branch")
+
+
+class Folder(click.Path):
+    """A folder's path. An empty one (an unset shell variable) would mean the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail(_EMPTY, param, ctx)
+        if "\0" in str(value):
+            self.fail("a path cannot hold a null character", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Share(click.FloatRange):
+    """A number between 0 and 1, neither of them, nor NaN, which no comparison refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, min_open=True, max_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if number != number:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+@contextmanager
+def from_options() -> Iterator[None]:
+    """Around the building of a pass or a calibration from options alone: what it refuses then, no
+    file has a part in."""
+    from qconvert.core.errors import DataError, PlanError, RecipeError
+
+    try:
+        yield
+    except (DataError, PlanError, RecipeError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order that --help lists them."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+MOST = (
+    2**31 - 1
+)  # of whatever an option counts; the product of two is still a number to compute with
+FOLLOW_LINKS = click.option(
+    "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
+    "otherwise.",
+)  # fmt: skip
+SOURCE = click.argument("source", metavar="SRC", type=SourceName())
+OUT = click.argument("out", type=Folder())

@@ -1,0 +1,510 @@
+"""What a plan says to a person (one screen) and to a program (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qconvert.calibrate.maker import room_bytes
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.stored_formats import Formats, own_role
+from qconvert.cli.made_by import made_lines
+from qconvert.core.graph import Output, Source
+from qconvert.core.names import parse, split_parameter, weight_candidates
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.hub.card.front import base_model_of
+from qconvert.hub.card.of_plan import source_front
+from qconvert.plan.plan import Plan
+from qconvert.run.executor import Prepared, side_bytes
+from qconvert.run.preview import Outlook
+from qconvert.samples.request import FACT
+from qconvert.validation.findings import NO_FINDINGS, Verdict
+
+_MOST_ROWS = 14
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second measured on this machine just now; None where they were not."""
+
+    read: float | None
+    write: float | None
+
+
+@dataclass(slots=True)
+class _Row:
+    tensors: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+def quantization_lines(checkpoint: Checkpoint) -> list[str]:
+    """One line for each quantization block."""
+    lines = []
+    for found in checkpoint.quantization_configs:
+        block = found.block.get("weight_block_size")
+        size = f", blocks of {'x'.join(map(str, block))}" if isinstance(block, list) else ""
+        fmt = found.block.get("fmt") or found.block.get("format") or found.block.get("quant_algo")
+        lines.append(f"{found.where}: {found.method or '?'}{f' {fmt}' if fmt else ''}{size}")
+    return lines
+
+
+def plan_lines(
+    ready: Prepared, out: str | None, rates: Rates, verdict: Verdict = NO_FINDINGS
+) -> list[str]:
+    """The plan as a person reads it before a long run: at most a screen."""
+    plan, checkpoint = ready.plan, ready.plan.checkpoint
+    lines = [
+        checkpoint.model_line,
+        (
+            f"source  {checkpoint.root}: {count(len(checkpoint.shards), 'file')}, "
+            f"{count(len(checkpoint), 'tensor')}, "
+            f"{format_size(plan.bytes_in)}"
+        ),
+        (
+            f"output  {out or '(no folder given)'}: {count(len(ready.layout.files), 'file')}, "
+            f"{count(len(plan.tensors), 'tensor')}, {format_size(plan.bytes_out)}"
+        ),
+        "",
+        *_table(plan),
+        "",
+    ]
+    for entry in plan.log:
+        wanted = "" if entry.expected is None else f" of {entry.expected} the config leads to"
+        notes = "".join(f", {note}" for note in entry.notes)
+        lines.append(f"pass    {entry.name}: {entry.matched} {entry.what}{wanted}{notes}")
+    if not plan.log:
+        lines.append("pass    none: a plain copy")
+    lines += _calibration_lines(plan)
+    lines += drop_lines(plan)
+    lines += loss_lines(plan)
+    unknown = [name for name in _unknown(checkpoint) if name in plan.tensors]
+    if unknown:
+        lines.append(
+            f"unknown {count(len(unknown), 'tensor')} of no known role, copied: {_some(unknown)}"
+        )
+    if checkpoint.family.name == "generic":
+        lines.append(
+            f"unknown model_type {checkpoint.config.get('model_type')!r}: layers cannot be counted"
+        )
+    absent = checkpoint.absent()
+    if absent:
+        lines.append(
+            f"warning {count(len(absent), 'tensor')} that {checkpoint.family.name} has, absent: "
+            f"{_some(absent)}"
+        )
+    lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
+    if checkpoint.denied_files:
+        lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
+    lines += [
+        (
+            f"bytes   {plan.bytes_in} in = {plan.bytes_in - plan.bytes_dropped} used + "
+            f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
+        ),
+        (
+            f"needs   {format_size(ready.share.total)} memory with "
+            f"{count(ready.share.jobs, 'job')}, "
+            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
+        ),
+    ]
+    return lines
+
+
+def _unknown(checkpoint: Checkpoint) -> list[str]:
+    """Tensors of no role that a family, or qconvert itself, knows."""
+    return [name for name in checkpoint.census.unknown if own_role(name) is None]
+
+
+def outlook_lines(look: Outlook | None) -> list[str]:
+    """What of the result the output folder has already; nothing of a new one."""
+    if look is None or look.state in (None, "new"):
+        return []
+    if look.damaged:
+        files = count(len(look.damaged), "damaged file")
+        return [f"there   {look.out} holds this result with {files}; a run makes them again"]
+    if look.state == "finished":
+        return [f"there   {look.out} already holds this very result; a run has nothing to do"]
+    return [
+        f"there   {look.out} has {look.done} of {count(look.units, 'unit')}; a run goes on there"
+    ]
+
+
+def outlook_json(look: Outlook | None) -> dict[str, Any]:
+    """`out`: the folder, its state (`new`, `unfinished`, `finished`; null where the run refuses to look
+    at it) and units; `refusals`: why the run would not begin."""
+    if look is None:
+        return {"out": None, "refusals": []}
+    out = {
+        "folder": str(look.out),
+        "state": look.state,
+        "units": look.units,
+        "done": look.done,
+        "damaged": list(look.damaged),
+    }
+    return {"out": out, "refusals": list(look.refusals)}
+
+
+def _calibration_lines(plan: Plan) -> list[str]:
+    if plan.calibration is None:
+        return []
+    request = plan.calibration.request
+    data = "made-up tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
+    tokens = "its own tokens" if request.experts == "routed" else "all tokens"
+    disk = format_size(room_bytes(plan.calibration))
+    line = (
+        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), an "
+        f"expert sees {tokens}; {disk} more "
+        f"disk while it runs, and what --memory says, or half of what is free"
+    )
+    return [line]
+
+
+def _table(plan: Plan) -> list[str]:
+    rows = sorted(_rows(plan).items(), key=lambda item: -item[1].bytes_out)
+    shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
+    if rest:
+        other = _Row()
+        for _, row in rest:
+            other.tensors += row.tensors
+            other.bytes_in += row.bytes_in
+            other.bytes_out += row.bytes_out
+        shown.append(((count(len(rest), "smaller row"), ""), other))
+    width = max(4, *(len(what) for (what, _), _ in shown))
+    kind_width = max(7, *(len(kind) for (_, kind), _ in shown))
+    head = f"{'role':<{width}}  {'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"
+    return [head] + [
+        f"{what:<{width}}  {kind:<{kind_width}}  {row.tensors:>7}  "
+        f"{format_size(row.bytes_in):>9} -> {format_size(row.bytes_out):>9}"
+        for (what, kind), row in shown
+    ]
+
+
+def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
+    """Outputs grouped by role and by what becomes of them."""
+    places = plan.census.places
+    first = _first_ports(plan)
+    rows: dict[tuple[str, str], _Row] = {}
+    becomes = _Becomes.of(plan)
+    for name, output in plan.tensors.items():
+        place = places.get(name)
+        if place is not None:
+            role = place.role.name
+        else:
+            role = own_role(name) or split_parameter(parse(name).template)[0]
+        if place is not None:  # attn.q_proj and attn.k_proj are one row, attn
+            role = role.rpartition(".")[0] or role
+        if weight_candidates(name):
+            role += " scales"
+        row = rows.setdefault((role, becomes(name, output)), _Row())
+        row.tensors += 1
+        row.bytes_in += _bytes_in(output, first)
+        row.bytes_out += output.type.nbytes
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Becomes:
+    """What becomes of a tensor, in words: formats by their names, before and after."""
+
+    stored: Formats
+    planned: Formats
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Becomes:
+        types = {name: output.type for name, output in plan.tensors.items()}
+        then = replace(plan.checkpoint, config=plan.config)
+        return cls(Formats.of(plan.checkpoint), Formats(types, then, plan.facts))
+
+    def __call__(self, name: str, output: Output) -> str:
+        origins = [piece.origin for piece in output.pieces]
+        made = self.planned.label(name)
+        if all(isinstance(origin, Source) for origin in origins):
+            whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
+            return f"{made} {'as it is' if whole else 'rows moved'}"
+        firsts = {
+            self._read(arg)
+            for origin in origins
+            if not isinstance(origin, Source)
+            for arg in origin.node.args[:1]
+        }
+        if not firsts:
+            return f"{made} made here"
+        return f"{'/'.join(sorted(firsts))} -> {made}"
+
+    def _read(self, arg: Output) -> str:
+        """The format of an argument that is read from a tensor of the source, else its dtype."""
+        origin = arg.pieces[0].origin
+        if isinstance(origin, Source) and origin.type.dtype == arg.type.dtype:
+            return self.stored.label(origin.name)
+        return arg.type.dtype
+
+
+def _first_ports(plan: Plan) -> dict[int, int]:
+    """The first result of each node that the plan uses: what the node reads is counted there."""
+    first: dict[int, int] = {}
+    for output in plan.tensors.values():
+        for origin, _, _ in output.pieces:
+            if not isinstance(origin, Source):
+                known = first.get(id(origin.node), origin.port)
+                first[id(origin.node)] = min(known, origin.port)
+    return first
+
+
+def _bytes_in(output: Output, first: Mapping[int, int]) -> int:
+    total = 0
+    for origin, start, stop in output.pieces:
+        if isinstance(origin, Source):
+            total += stop - start
+        elif origin.port == first[id(origin.node)]:
+            read = sum(arg.type.nbytes for arg in origin.node.args)
+            total += read * (stop - start) // max(1, origin.type.nbytes)
+    return total
+
+
+def loss_lines(plan: Plan) -> list[str]:
+    """What the plan's steps lose, with how many tensors."""
+    losses = plan.losses()
+    return [
+        f"lossy   {count(len(losses), 'step')}{':' if losses else ''}",
+        *(f"        {what} ({count(number, 'time')})" for what, number in losses.items()),
+    ]
+
+
+def drop_lines(plan: Plan) -> list[str]:
+    """What is dropped, and by which rule."""
+    rules: dict[str, list[str]] = {}
+    for name, rule in plan.dropped.items():
+        rules.setdefault(rule, []).append(name)
+    lines = []
+    for rule, names in rules.items():
+        size = sum(plan.checkpoint[name].type.nbytes for name in names)
+        lines.append(
+            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: {_some(names)}"
+        )
+    lines += [f"drops   file {name}, by {rule!r}" for name, rule in plan.dropped_files.items()]
+    return lines or ["drops   nothing"]
+
+
+def _some(names: tuple[str, ...] | list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _time(plan: Plan, rates: Rates) -> str:
+    if rates.read is None:
+        return ""
+    seconds = plan.bytes_in / rates.read
+    if rates.write is None:
+        return f", {format_time(seconds)} to read at {format_size(rates.read)}/s measured here"
+    seconds += plan.bytes_out / rates.write
+    return (
+        f", about {format_time(seconds)} at {format_size(rates.read)}/s read and "
+        f"{format_size(rates.write)}/s write measured here"
+    )
+
+
+def format_time(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> dict[str, Any]:
+    """All of `plan_lines`, and a line for every tensor."""
+    plan, checkpoint = ready.plan, ready.plan.checkpoint
+    dims = checkpoint.census.dims
+    becomes = _Becomes.of(plan)
+    return {
+        "model_type": checkpoint.config.get("model_type"),
+        "family": checkpoint.family.name,
+        "layers": dims.num_layers,
+        "experts": dims.num_experts,
+        "mtp_layers": dims.mtp_layers,
+        "source": str(checkpoint.root),
+        "fingerprint": ready.fingerprint,
+        "passes": [
+            {
+                "name": e.name,
+                "spec": e.spec,
+                "matched": e.matched,
+                "expected": e.expected,
+                "notes": list(e.notes),
+            }
+            for e in plan.log
+        ],
+        "bytes": {"in": plan.bytes_in, "out": plan.bytes_out, "dropped": plan.bytes_dropped},
+        "dropped": dict(plan.dropped),
+        "dropped_files": dict(plan.dropped_files),
+        "denied_files": list(checkpoint.denied_files),
+        "side_files": list(plan.side_files),
+        "lossy_steps": plan.losses(),
+        "unknown": _unknown(checkpoint),
+        "warnings": list(checkpoint.warnings),
+        "findings": verdict.as_json(),
+        "memory": ready.share.total,
+        "jobs": ready.share.jobs,
+        "disk": ready.layout.nbytes + side_bytes(plan),
+        "rates": {"read": rates.read, "write": rates.write},
+        "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],
+        "tensors": {
+            name: {
+                "dtype": output.type.dtype,
+                "shape": list(output.type.shape),
+                "from": becomes(name, output),
+            }
+            for name, output in plan.tensors.items()
+        },
+    }
+
+
+def dump(plan: Plan) -> Iterator[str]:
+    """Every output with the expression it comes from, one a line."""
+    for name, output in plan.tensors.items():
+        yield f"{name}: {output.type} = {expression(output)}"
+
+
+def expression(output: Output) -> str:
+    """`cat(a[0:4096], DequantFp8(block=(128, 128))(w, s))`: byte ranges where not whole."""
+    terms = []
+    for origin, start, stop in output.pieces:
+        if isinstance(origin, Source):
+            term, size = origin.name, origin.type.nbytes
+        else:
+            args = ", ".join(expression(arg) for arg in origin.node.args)
+            term, size = f"{origin.node.op!r}({args})", origin.type.nbytes
+            if len(origin.node.types) > 1:
+                term += f".{origin.port}"
+        terms.append(term if (start, stop) == (0, size) else f"{term}[{start}:{stop}]")
+    return terms[0] if len(terms) == 1 else f"cat({', '.join(terms)})"
+
+
+def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the headers and the config say of a checkpoint."""
+    dims = checkpoint.census.dims
+    dtypes: dict[str, dict[str, int]] = {}
+    for source in checkpoint.values():
+        entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += source.type.nbytes
+    formats, known = Formats.of(checkpoint), checkpoint.census.places
+    stored: dict[str, dict[str, int]] = {}
+    roles: dict[str, dict[str, int]] = {}
+    for name, source in checkpoint.items():
+        role = known[name].role.name if name in known else own_role(name)
+        for table, key in ((stored, formats.label(name)), (roles, role)):
+            if key is not None:
+                entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
+                entry["tensors"] += 1
+                entry["bytes"] += source.type.nbytes
+    return {
+        "path": str(checkpoint.root),
+        "model_type": checkpoint.config.get("model_type"),
+        "family": checkpoint.family.name,
+        "layers": dims.num_layers,
+        "experts": dims.num_experts,
+        "mtp_layers": dims.mtp_layers,
+        "files": len(checkpoint.shards),
+        "tensors": len(checkpoint),
+        "bytes": checkpoint.nbytes,
+        "dtypes": dtypes,
+        "formats": stored,
+        "roles": roles,
+        "unknown": _unknown(checkpoint),
+        "missing": checkpoint.absent(),
+        "quantization": quantization_lines(checkpoint),
+        "side_files": list(checkpoint.side_files),
+        "denied_files": list(checkpoint.denied_files),
+        "warnings": list(checkpoint.warnings),
+        "made_by": checkpoint.manifest,
+        "made_from": _base(checkpoint),
+    }
+
+
+def _base(checkpoint: Checkpoint) -> str | None:
+    """The repo of the source that a folder of ours was made from, as its card names it."""
+    return None if checkpoint.manifest is None else base_model_of(source_front(checkpoint))
+
+
+def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]:
+    """`inspect_json` of all stages of a split as the one checkpoint they were, with a line for each
+    stage. Raises CheckpointError."""
+    opened = [Checkpoint.open(folder, follow_links=whole.follow_links) for folder in folders]
+    manifests = [checkpoint.manifest or {} for checkpoint in opened]
+    losses: dict[str, int] = {}
+    for manifest in manifests:
+        for what, number in manifest.get("lossy_steps", {}).items():
+            losses[what] = losses.get(what, 0) + number
+    made = {key: value for key, value in manifests[0].items() if key != "stage"}
+    return {
+        **inspect_json(whole),
+        "path": str(folders[0].parent),
+        "missing": whole.census.absent(),
+        "made_by": {**made, "lossy_steps": losses},
+        "stages": [
+            {
+                "folder": checkpoint.root.name,
+                "number": manifest["stage"]["number"],
+                "layers": manifest["stage"].get("layers"),
+                "tensors": len(checkpoint),
+                "bytes": checkpoint.nbytes,
+            }
+            for checkpoint, manifest in zip(opened, manifests, strict=True)
+        ],
+    }
+
+
+def inspect_lines(model_line: str, found: Mapping[str, Any]) -> list[str]:
+    """`inspect_json` for people."""
+    lines = [
+        model_line,
+        (
+            f"{found['path']}: {count(found['files'], 'file')}, "
+            f"{count(found['tensors'], 'tensor')}, "
+            f"{format_size(found['bytes'])}"
+        ),
+        *(
+            f"stage {s['number']}  {s['folder']}: layers {_range(s['layers'])}, "
+            f"{count(s['tensors'], 'tensor')}, {format_size(s['bytes'])}"
+            for s in found.get("stages", ())
+        ),
+        *(f"quantized  {line}" for line in found["quantization"]),
+        *_counted("dtype", found["formats"]),
+        *_counted("role", found["roles"]),
+    ]
+    for label, names in (
+        ("unknown", found["unknown"]),
+        ("missing", found["missing"]),
+        ("carried along", found["side_files"]),
+        ("not copied", found["denied_files"]),
+    ):
+        if names:
+            lines.append(f"{label}: {len(names)}: {_some(names)}")
+    lines += [f"warning: {text}" for text in found["warnings"]]
+    if found["made_by"] is not None:
+        lines += made_lines(found["made_by"], found["made_from"])
+    return lines
+
+
+def _range(layers: Any) -> str:
+    """`0-14` of [0, 15]."""
+    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else "?"
+
+
+def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:
+    rows = sorted(table.items(), key=lambda item: -item[1]["bytes"])
+    shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
+    lines = [
+        f"{label:<5} {name:<32} {entry['tensors']:>7} {format_size(entry['bytes']):>10}"
+        for name, entry in shown
+    ]
+    if rest:
+        lines.append(
+            f"{label:<5} {len(rest)} more with {format_size(sum(e['bytes'] for _, e in rest))}"
+        )
+    return lines

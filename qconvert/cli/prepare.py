@@ -1,0 +1,60 @@
+"""prepare and unprepare: experts in the layout that kernels read, made once instead of at every load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from qconvert.cli.convert import CONVERSION, RunOptions, convert
+from qconvert.cli.options import OUT, SOURCE
+
+
+@click.group()
+def prepare() -> None:
+    """What a runtime makes of the weights at every load, made once. Experimental.
+
+    \b
+    Example:
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 DeepSeek-R1-FP4-prepared
+    """
+
+
+@prepare.command("trtllm-gen")
+@SOURCE
+@OUT
+@CONVERSION
+def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """NVFP4 experts as TensorRT-LLM's MoE kernels read them (sglang's flashinfer_trtllm backend).
+
+    The same bytes in another order, for any tensor-parallel size that fits. No stock server takes the
+    folder, by design; OUT/PREPARED.md says how to serve it. The kernels have not been run on it yet.
+
+    \b
+    Examples:
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 out --dry-run
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 out
+    """
+    from qconvert.contrib.trtllm_gen.prepare import Prepare
+    from qconvert.recipe.recipe import Recipe
+
+    recipe = Recipe("prepare-trtllm-gen", (Prepare(),), options["max_shard_size"])
+    convert(recipe, source, out, options)
+
+
+@click.command()
+@SOURCE
+@OUT
+@CONVERSION
+def unprepare(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+    """Give back, byte for byte, the tensors that `qconvert prepare` was given.
+
+    \b
+    Example:
+      qconvert unprepare DeepSeek-R1-FP4-prepared DeepSeek-R1-FP4
+    """
+    from qconvert.contrib.trtllm_gen.unprepare import Unprepare
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("unprepare", (Unprepare(),), options["max_shard_size"]), source, out, options)

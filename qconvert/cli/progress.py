@@ -1,0 +1,43 @@
+"""A tqdm bar on stderr with bytes a second and time left; silent where stderr is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from qconvert.core.say import shown_line
+
+
+class Bar:
+    """Events shown to a person."""
+
+    def __enter__(self) -> Self:
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            unit="B", unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty(),
+            leave=False, file=sys.stderr,
+        )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+    def start(self, total: int, done: int) -> None:
+        self._bar.reset(total=total)
+        # Work of an earlier run is part of the whole, and must not count into this run's speed.
+        self._bar.initial = done
+        self._bar.n = done
+        self._bar.refresh()
+
+    def wrote(self, nbytes: int) -> None:
+        self._bar.update(nbytes)
+
+    def phase(self, text: str) -> None:
+        self._bar.set_description(shown_line(text))

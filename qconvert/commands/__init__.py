@@ -1,1 +1,0 @@
-"""One subject of the command line a file."""

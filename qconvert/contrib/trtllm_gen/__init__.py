@@ -1,0 +1,1 @@
+"""Experts prepared for TensorRT-LLM's kernels: experimental."""

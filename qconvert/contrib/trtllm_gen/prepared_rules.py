@@ -1,0 +1,285 @@
+"""Folders prepared for TensorRT-LLM's MoE kernels: marker, sizes, scalars, and the bytes' order.
+
+QC105 tensors are prepared, and the config names a method that stock runtimes take.
+QC106 the marker in config.json, the shards' metadata and the tensors disagree.
+QC107 sizes that the layout's tiles do not hold.
+QC108 a scalar does not follow from the scales it is made of.
+QC109 a prepared tensor is not the source's under the layout's order.
+
+A shuffled matrix has the shape of one that is not, so only the source's bytes can prove the order: at
+level full, against the NVFP4 folder that was prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.contrib.trtllm_gen.prepared_tasks import Matrices, Scalars, Tensors
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validators.reading.nvfp4 import BLOCK, Dialect
+from qconvert.validators.reading.prepared import (
+    FACT,
+    METHOD,
+    SCALARS,
+    TILE,
+    bases,
+    marker,
+    metadata_layout,
+)
+
+if TYPE_CHECKING:
+    from qconvert.core.dtypes import Shape
+
+RULES = (
+    Rule(
+        "QC105",
+        "experts are prepared, and the config names a method that stock runtimes take",
+        "The quantization block of the source was copied back. A runtime prepares weights at load, and "
+        "would shuffle them a second time, in silence.",
+        "Restore the prepared folder's config.json, or go back with `qconvert unprepare`.",
+    ),
+    Rule(
+        "QC106",
+        "what a prepared folder says of its layout disagrees with itself or with the tensors",
+        "Shards, config.json or qconvert.json are of another conversion, or tensors were lost.",
+        "Prepare again from the NVFP4 source.",
+    ),
+    Rule(
+        "QC107",
+        "prepared tensors have sizes that the layout's tiles do not hold",
+        "Rows of w13 and w2 come in tiles of 128, columns of scales in fours. A tool cut or padded "
+        "what was prepared.",
+        "Prepare again from the NVFP4 source; sizes that do not fit have no prepared form.",
+    ),
+    Rule(
+        "QC108",
+        "a prepared scalar does not follow from the scales it is made of",
+        "Scales were edited or recalibrated after preparing, or scalars are of another layer.",
+        "Prepare again from the NVFP4 source.",
+    ),
+    Rule(
+        "QC109",
+        "a prepared tensor is not the source's under the layout's order",
+        "Shuffled twice or not at all, gate and up exchanged, experts or layers of another place, or "
+        "another source.",
+        "Prepare again from this source.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's prepared tensors by their short names (`w13_weight`), as far as they are there."""
+
+    base: str
+    dialect: Dialect
+    tensors: Tensors
+
+    @property
+    def gated(self) -> bool:
+        own = self.tensors.get(f"w13_{self.dialect.own}")
+        return own is not None and len(own.type.shape) == 2
+
+    @property
+    def inputs(self) -> bool:
+        return f"w13_{self.dialect.input}" in self.tensors or any(
+            n in self.tensors for n in SCALARS
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Headers, then scalars, then at level full every byte against the source's."""
+
+    name: str = "prepared"
+    proves: str = "prepared experts are what their marker says, in sizes that their tiles hold"
+    needs: frozenset[Need] = frozenset({"model", "prepared"})
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        checkpoint = folder.checkpoint
+        layers = list(_layers(checkpoint))
+        faults = list(_faults(checkpoint, layers))
+        yield from faults
+        if faults or folder.request.level == "headers":
+            return
+        for layer in layers:
+            if layer.inputs:
+                yield Scalars(layer.base, layer.dialect, layer.gated, layer.tensors)
+        yield from _round_trip(folder, layers)
+
+
+def _layers(checkpoint: Checkpoint) -> Iterator[Layer]:
+    for base, dialect in bases(checkpoint).items():
+        names = [f"{w}_{part}" for w in ("w13", "w2") for part in _parts(dialect)]
+        found = {
+            n: s for n in (*names, *SCALARS) if (s := checkpoint.get(f"{base}.{n}")) is not None
+        }
+        yield Layer(base, dialect, found)
+
+
+def _parts(dialect: Dialect) -> tuple[str, str, str, str]:
+    return dialect.weight, "weight_scale", dialect.own, dialect.input
+
+
+# --- Headers -------------------------------------------------------------------------------------
+
+
+def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
+    config = marker(checkpoint)
+    if config is None:
+        found = [c.method for c in checkpoint.quantization_configs]
+        message = f"expected quant_method {METHOD!r} beside prepared tensors, found {found}"
+        yield Finding("QC105", "error", f"{layers[0].base}.w13_{layers[0].dialect.weight}", message)
+        return
+    layout = config.block.get("layout")
+    if not isinstance(layout, Mapping):
+        yield Finding("QC106", "error", config.where, "the marker has no `layout`")
+        return
+    for where, other in (
+        ("the shards' metadata", metadata_layout(checkpoint)),
+        ("qconvert.json", (checkpoint.manifest or {}).get(FACT)),
+    ):
+        yield from _unlike(config.where, layout, where, other)
+    moe = checkpoint.census.dims.groups.get("moe", ())
+    if (
+        checkpoint.family.name != "generic"
+        and len(layers) < len(moe)
+        and not _has_others(checkpoint)
+    ):
+        message = (
+            f"the config leads to {count(len(moe), 'layer')} of experts, {len(layers)} are prepared"
+        )
+        yield Finding("QC106", "error", config.where, message)
+    for layer in layers:
+        yield from _layer_faults(layer, layout)
+
+
+def _has_others(checkpoint: Checkpoint) -> bool:
+    """Whether some experts stand apart: layers in other formats stay as they are."""
+    return any(".experts.0." in name for name in checkpoint)
+
+
+def _unlike(where: str, layout: Mapping[str, Any], other: str, said: Any) -> Iterator[Finding]:
+    if said is None:
+        if other != "qconvert.json":
+            yield Finding(
+                "QC106", "error", where, f"{other} have no {FACT}, which this block states"
+            )
+        return
+    if not isinstance(said, Mapping):
+        yield Finding("QC106", "error", where, f"{other}: its {FACT} cannot be read")
+        return
+    shared = layout.keys() & said.keys()
+    wrong = [key for key in sorted(shared) if layout[key] != said[key]]
+    lacking = sorted({"dialect", "gated", "num_experts"} - shared)
+    for key in wrong:
+        message = f"its layout says {key} {layout[key]!r}, {other} {said[key]!r}"
+        yield Finding("QC106", "error", where, message)
+    if lacking:
+        message = f"{', '.join(lacking)} of the layout: not stated both here and in {other}"
+        yield Finding("QC106", "error", where, message)
+
+
+def _layer_faults(layer: Layer, layout: Mapping[str, Any]) -> Iterator[Finding]:
+    dialect, base = layer.dialect, layer.base
+    weight = layer.tensors[f"w13_{dialect.weight}"]
+    if layout.get("dialect") != dialect.name:
+        message = f"named as {dialect.name} has it, and the marker says {layout.get('dialect')!r}"
+        yield Finding("QC106", "error", weight.name, message)
+        return
+    if len(weight.type.shape) != 3:
+        yield Finding(
+            "QC107", "error", weight.name, f"expected [E, rows, H / 2], found {weight.type}"
+        )
+        return
+    experts, rows, half = weight.type.shape
+    hidden, gated = 2 * half, layout.get("gated") is not False
+    intermediate = rows // 2 if gated else rows
+    if rows % TILE or hidden % TILE or intermediate % (TILE // 2):
+        message = (
+            f"expected rows and hidden size in whole {TILE}s and an intermediate size in {TILE // 2}s, "
+            f"found {rows}, {hidden} and {intermediate}"
+        )
+        yield Finding("QC107", "error", weight.name, message)
+        return
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    for key, size in sizes.items():
+        if layout.get(key) != size:
+            message = f"leads to {key} {size}, and the marker says {layout.get(key)!r}"
+            yield Finding("QC106", "error", weight.name, message)
+            return
+    inputs = layout.get("derived_scalars") is True
+    for name, wanted in _shapes(dialect, experts, hidden, intermediate, gated=gated).items():
+        given = layer.tensors.get(name)
+        needed = inputs or not (name in SCALARS or name.endswith(dialect.input))
+        if given is None and needed:
+            message = f"is missing; the marker says derived_scalars {inputs}"
+            yield Finding("QC106", "error", f"{base}.{name}", message)
+        elif given is not None and not needed:
+            yield Finding("QC106", "error", given.name, "is there; the marker says no input scales")
+        elif given is not None and given.type.shape not in wanted:
+            shapes = " or ".join(str(list(shape)) for shape in wanted)
+            yield Finding("QC107", "error", given.name, f"expected {shapes}, found {given.type}")
+
+
+def _shapes(
+    dialect: Dialect, experts: int, hidden: int, intermediate: int, *, gated: bool
+) -> dict[str, tuple[Shape, ...]]:
+    """The shapes each tensor of a layer may have."""
+    rows = 2 * intermediate if gated else intermediate
+    each: Shape = (experts,)
+    pair = (experts, 2) if gated else each
+    one: tuple[Shape, ...] = ((), (1,), each)
+    return {
+        f"w13_{dialect.weight}": ((experts, rows, hidden // 2),),
+        f"w2_{dialect.weight}": ((experts, hidden, intermediate // 2),),
+        "w13_weight_scale": ((experts, rows, hidden // BLOCK),),
+        "w2_weight_scale": ((experts, hidden, intermediate // BLOCK),),
+        **dict.fromkeys((f"w13_{dialect.own}", f"w13_{dialect.input}"), (pair,)),
+        **dict.fromkeys((f"w2_{dialect.own}", f"w2_{dialect.input}"), (each,)),
+        **dict.fromkeys(SCALARS[:3], (each,)),
+        **dict.fromkeys(SCALARS[3:], one),
+    }
+
+
+# --- Bytes ---------------------------------------------------------------------------------------
+
+
+def _round_trip(folder: Folder, layers: list[Layer]) -> Iterator[Yield]:
+    source = folder.source
+    config = marker(folder.checkpoint)
+    if source is None or config is None or folder.request.level != "full":
+        yield Skipped("the order of prepared bytes (give --level full --against the NVFP4 source)")
+        return
+    projections = tuple(map(str, config.block["layout"].get("projections", ())))
+    tasks: list[Matrices] = []
+    for layer in layers:
+        experts = layer.tensors[f"w13_{layer.dialect.weight}"].type.shape[0]
+        for expert in range(experts):
+            parts = {
+                (p, part): found
+                for p in projections
+                for part in _parts(layer.dialect)
+                if (found := source.get(f"{layer.base}.{expert}.{p}.{part}")) is not None
+            }
+            if not any(part == layer.dialect.own for _, part in parts):
+                yield Skipped(
+                    "the order of prepared bytes (the source's experts are not NVFP4 apart)"
+                )
+                return
+            task = Matrices(layer.base, layer.dialect, expert, projections, layer.tensors, parts)
+            fault = task.misfit()
+            if fault is None:
+                tasks.append(task)
+            else:
+                yield Finding("QC109", "error", *fault)
+    yield from tasks
+    yield Proved("prepared bytes are the NVFP4 source's, in the layout's order")
+
+
+VALIDATOR = Prepared()

@@ -1,0 +1,101 @@
+"""What a tensor is before any byte of it is read: a dtype and a shape.
+
+The dtype names are those of the safetensors format (safetensors 0.8, `safetensors/src/tensor.rs`,
+enum `Dtype`). Standard library only: planning must not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from qconvert.core.errors import PlanError
+
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A dtype (safetensors spelling) and a shape.
+
+    Raises PlanError for an unknown dtype, a negative dimension, or a sub-byte tensor whose bits do
+    not fill whole bytes.
+    """
+
+    dtype: str
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        bits = DTYPE_BITS.get(self.dtype)
+        if bits is None:
+            raise PlanError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BITS)}")
+        if any(dim < 0 for dim in self.shape):
+            raise PlanError(f"shape {list(self.shape)} has a negative dimension")
+        if bits < 8 and (prod(self.shape) * bits) % 8:
+            raise PlanError(f"{self} does not fill whole bytes: {prod(self.shape)} x {bits} bits")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, sub-byte dtypes packed."""
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one index of the first dimension.
+
+        Raises PlanError where a row does not start on a byte (a packed sub-byte row).
+        """
+        if not self.shape:
+            raise PlanError(f"{self} is a scalar: it has no rows")
+        bits = prod(self.shape[1:]) * DTYPE_BITS[self.dtype]
+        if bits % 8:
+            raise PlanError(f"rows of {self} do not start on whole bytes")
+        return bits // 8
+
+    def with_shape(self, shape: Shape) -> TensorType:
+        """The same bytes under another shape of equal element count, else PlanError."""
+        if prod(shape) != self.numel:
+            raise PlanError(f"{self} cannot be seen as {list(shape)}")
+        return TensorType(self.dtype, shape)
+
+    def with_rows(self, rows: int) -> TensorType:
+        """The same dtype and inner dimensions with another first dimension."""
+        return TensorType(self.dtype, (rows, *self.shape[1:]))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer >= a / b, for a >= 0 and b > 0."""
+    return -(-a // b)

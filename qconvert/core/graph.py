@@ -1,0 +1,230 @@
+"""The lazy graph: what an output is made of, before any byte is read.
+
+Bytes come from two places: a `Source` (a tensor in a shard) or a `Value` (one port of an `Apply`).
+An `Output` is a dtype, a shape and the contiguous byte ranges, in order, that fill it. Cutting rows
+out of a tensor, stacking experts and fusing projections are therefore only lists of ranges: they
+cost no arithmetic, and nothing larger than the range has to be read. An op's argument is assembled
+in just the same way, so it too is an `Output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from qconvert.core.dtypes import Shape, TensorType
+from qconvert.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor as a shard stores it. `shard` indexes Checkpoint.shards; `offset` is in bytes from
+    the start of that file."""
+
+    name: str
+    type: TensorType
+    shard: int
+    offset: int
+
+    @property
+    def output(self) -> Output:
+        """This tensor, whole, as an output."""
+        return Output(self.type, (Piece(self, 0, self.type.nbytes),))
+
+    def rows(self, start: int, stop: int) -> Output:
+        """Rows [start, stop) of the first dimension: a contiguous range, so it costs nothing."""
+        return self.output.rows(start, stop)
+
+
+class Part(NamedTuple):
+    """A slice of an op's work that can be computed alone: for each argument and each result, the
+    byte it starts at within the whole and the type of the slice."""
+
+    args: tuple[tuple[int, TensorType], ...]
+    outs: tuple[tuple[int, TensorType], ...]
+
+
+ALIGNMENT = 64  # of every buffer: a cache line, and enough for any dtype
+
+
+def aligned(size: int) -> int:
+    """`size` in bytes, rounded up to a whole number of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Buffer(NamedTuple):
+    """Bytes with a type; `data` is a writable, contiguous memoryview of exactly `type.nbytes`."""
+
+    type: TensorType
+    data: memoryview
+
+
+@runtime_checkable
+class Op(Protocol):
+    """Tensors in, tensors out. An op is a frozen dataclass: its repr is its identity in plans,
+    fingerprints and journals, so every field that changes a bit of its result must show in it."""
+
+    def __hash__(self) -> int: ...
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        """Types of the results. Reads nothing; raises PlanError where the arguments do not fit."""
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        """Cut the work into parts of about `limit` bytes of arguments and results, in ascending
+        order of every result's bytes, covering each once. An op that cannot be cut yields one
+        part. The result must not depend on `limit`."""
+
+    def scratch(self, *args: TensorType) -> int:
+        """Bytes of working memory `run` needs for arguments of these types."""
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        """Compute one part into `outs`, allocating nothing large. Returns counts of what the user
+        should hear of ({"NaN codes": 3}), which are added up over parts; raises RunError where the
+        data cannot be right."""
+
+    def loss(self, *args: TensorType) -> str | None:
+        """What is lost, as one phrase, or None where the step is exact."""
+
+
+@runtime_checkable
+class Several(Protocol):
+    """An op that may make several things of one argument, each lossy in its own way, and not all of them
+    for one folder."""
+
+    @property
+    def several(self) -> bool:
+        """Whether this one does."""
+
+    def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
+        """As `Op.loss`, of what becomes of these results."""
+
+
+def whole(op: Op, args: Sequence[TensorType]) -> Part:
+    """The one part of an op that is not cut."""
+    return Part(tuple((0, t) for t in args), tuple((0, t) for t in op.infer(*args)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apply:
+    """An op applied to arguments. Compared by identity: one node is one computation."""
+
+    op: Op
+    args: tuple[Output, ...]
+    types: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """Port `port` of a node's results."""
+
+    node: Apply
+    port: int
+
+    @property
+    def type(self) -> TensorType:
+        return self.node.types[self.port]
+
+    @property
+    def output(self) -> Output:
+        """This result, whole, as an output."""
+        return Output(self.type, (Piece(self, 0, self.type.nbytes),))
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of an origin."""
+
+    origin: Source | Value
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def _same_origin(a: Source | Value, b: Source | Value) -> bool:
+    if isinstance(a, Value) and isinstance(b, Value):
+        return a.node is b.node and a.port == b.port
+    return a == b
+
+
+def _merge(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Drop empty pieces and join neighbours that continue one another, so that taking a tensor
+    apart and putting it together again gives back the one piece it was."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if piece.start == piece.stop:
+            continue
+        if merged:
+            last = merged[-1]
+            if last.stop == piece.start and _same_origin(last.origin, piece.origin):
+                merged[-1] = Piece(last.origin, last.start, piece.stop)
+                continue
+        merged.append(piece)
+    return tuple(merged)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that shall exist: its type, and the byte ranges that fill it in order."""
+
+    type: TensorType
+    pieces: tuple[Piece, ...]
+
+    def bytes_range(self, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces that fill bytes [start, stop) of this tensor."""
+        at = 0
+        for piece in self.pieces:
+            end = at + piece.nbytes
+            if end > start and at < stop:
+                low, high = max(start, at), min(stop, end)
+                yield Piece(piece.origin, piece.start + low - at, piece.start + high - at)
+            at = end
+            if at >= stop:
+                return
+
+    def rows(self, start: int, stop: int) -> Output:
+        """Rows [start, stop) of the first dimension. Raises PlanError outside the tensor."""
+        if not self.type.shape or not 0 <= start <= stop <= self.type.shape[0]:
+            raise PlanError(f"rows [{start}, {stop}) lie outside {self.type}")
+        size = self.type.row_nbytes
+        return Output(
+            self.type.with_rows(stop - start),
+            _merge(self.bytes_range(start * size, stop * size)),
+        )
+
+    def index(self, i: int) -> Output:
+        """Entry i of the first dimension, that dimension taken away: expert i of [E, N, K]."""
+        return self.rows(i, i + 1).reshape(self.type.shape[1:])
+
+    def reshape(self, shape: Shape) -> Output:
+        """The same bytes under another shape. Raises PlanError where the counts differ."""
+        return Output(self.type.with_shape(shape), self.pieces)
+
+
+def concat(outputs: Sequence[Output]) -> Output:
+    """Join along the first dimension. All inner dimensions and dtypes must agree, else PlanError."""
+    if not outputs:
+        raise PlanError("nothing to join")
+    first = outputs[0].type
+    for other in outputs[1:]:
+        if other.type.dtype != first.dtype or other.type.shape[1:] != first.shape[1:]:
+            raise PlanError(f"cannot join {other.type} to {first}: inner sizes or dtypes differ")
+    rows = sum(output.type.shape[0] for output in outputs)
+    return Output(
+        first.with_rows(rows), _merge(piece for output in outputs for piece in output.pieces)
+    )
+
+
+def stack(outputs: Sequence[Output]) -> Output:
+    """Join along a new first dimension: E matrices [N, K] -> [E, N, K]. All types must agree."""
+    return concat([output.reshape((1, *output.type.shape)) for output in outputs])
+
+
+def apply(op: Op, *args: Output) -> tuple[Output, ...]:
+    """Apply an op lazily. Returns one output per result; raises PlanError as `op.infer` does."""
+    node = Apply(op, args, op.infer(*(arg.type for arg in args)))
+    return tuple(Value(node, port).output for port in range(len(node.types)))

@@ -1,0 +1,124 @@
+"""What every integer format shares: how a matrix is cut into groups, its codes, and who packs them.
+
+Codes are counted as compressed-tensors 0.19 counts them (`quantization/lifecycle/forward_helpers.py`):
+signed, value = (code - zero) * scale, asymmetric ones too. Packers turn that into what a format stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
+    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+Bits = Literal[4, 8]
+Actorder = Literal["static", "group"]
+ScaleDtype = Literal["BF16", "F16", "F32"]
+
+WORD_BITS = 32  # codes are packed into I32 words by all formats here
+
+
+@dataclass(frozen=True, slots=True)
+class IntScheme:
+    """How one matrix [N, K] is quantized to integers.
+
+    `group` columns share a scale, None: a whole row does. Asymmetric groups have a zero point too.
+    `actorder` says in which order columns were quantized: None as they stand; "static" (also called
+    "weight") by importance, with groups as they stand; "group" with groups of columns alike in
+    importance, which needs `g_idx`. `narrow` codes leave the smallest out (-7 to 7), for consumers
+    whose codes are symmetric themselves. Raises PlanError for fields that contradict one another.
+    """
+
+    bits: Bits = 4
+    group: int | None = 128
+    symmetric: bool = True
+    actorder: Actorder | None = None
+    scale_dtype: ScaleDtype = "BF16"
+    narrow: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise PlanError(f"codes have 4 or 8 bits, found {self.bits}")
+        if self.group is not None and self.group < 1:
+            raise PlanError(f"a group has one or more columns, found {self.group}")
+        if self.group is None and self.actorder == "group":
+            raise PlanError("actorder group needs groups: with a scale a row there is one only")
+
+    @property
+    def low(self) -> int:
+        """The smallest code."""
+        return -self.high if self.narrow else -self.high - 1
+
+    @property
+    def high(self) -> int:
+        """The largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def word(self) -> int:
+        """Codes in a 32-bit word."""
+        return WORD_BITS // self.bits
+
+    def width(self, columns: int) -> int:
+        """Columns that share a scale in a matrix of `columns`."""
+        return columns if self.group is None else self.group
+
+    def groups(self, columns: int) -> int:
+        """Scales in a row. Raises PlanError where columns are not whole groups."""
+        width = self.width(columns)
+        if width < 1 or columns % width:
+            raise PlanError(f"expected columns in whole groups of {width}, found {columns}")
+        return columns // width
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """One quantized matrix [N, K]: value = (code - zero) * scale, computed in float32.
+
+    codes int8 [N, K], -8 to 7 or -128 to 127, asymmetric ones too; scale float32 [N, groups], each
+    exactly a number of the scheme's scale_dtype; zero int8 [N, groups], None where symmetric (all
+    0); g_idx int32 [K], the group of each column, None where groups are columns side by side.
+    """
+
+    codes: Int8s
+    scale: Float32s
+    zero: Int8s | None = None
+    g_idx: Int32s | None = None
+
+
+class Packer(Protocol):
+    """Codes -> the tensors a format keeps of a matrix. A frozen dataclass: its repr is its identity.
+
+    `row_step` rows of the matrix must be packed together (0: all of them); what is packed of rows
+    [start, stop) is rows of each result then, except where row_step is 0.
+    """
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the results after the module's, in the order of `infer`."""
+
+    @property
+    def row_step(self) -> int: ...
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        """How a matrix of so many columns is to be quantized for it."""
+
+    def loss(self, weight: TensorType) -> str | None:
+        """What is lost, as one phrase."""
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        """Types of the results for a matrix of that shape [N, K]. Raises PlanError where the format
+        cannot hold it."""
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        """Fill the results. numpy alone; nothing larger than a few MiB is allocated."""

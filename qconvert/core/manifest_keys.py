@@ -1,0 +1,129 @@
+"""qconvert.json as others read it back: whatever any module looks for is of its kind, or it is refused.
+
+What the values claim is for validators to judge; that `stage` is an object with numbers in it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qconvert.core.errors import CheckpointError
+from qconvert.core.json_text import parse_object
+from qconvert.core.shown import shortened
+
+Check = Callable[[Any], bool]
+
+
+def parse_manifest(data: bytes, where: object) -> dict[str, Any]:
+    """A manifest from its file's bytes. Raises CheckpointError where it is broken, or another
+    program's."""
+    return checked_manifest(parse_object(data, where), where)
+
+
+def checked_manifest(found: dict[str, Any], where: object) -> dict[str, Any]:
+    """The manifest, if it is one. Raises CheckpointError as `parse_manifest` does."""
+    for key, (check, expected) in _KEYS.items():
+        if key in found and not check(found[key]):
+            raise CheckpointError(
+                f"{where}: expected {key!r} to be {expected}, found "
+                f"{shortened(repr(found[key]), 200)}; it is broken, or not qconvert's file"
+            )
+        if key not in found and key in _NEEDED:
+            raise CheckpointError(f"{where}: its {key!r} is missing; it is not qconvert's file")
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _values(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _with(needed: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
+    """An object that has these keys, and may have those."""
+    may = others or {}
+    return lambda value: (
+        isinstance(value, dict)
+        and all(key in value and check(value[key]) for key, check in needed.items())
+        and all(check(value[key]) for key, check in may.items() if key in value)
+    )
+
+
+def _list(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_span(value: Any) -> bool:
+    return _is_counts(value) and len(value) == 2
+
+
+_STEP = _with(
+    {"spec": _is_text},
+    {
+        "name": _is_text,
+        "matched": _is_count,
+        "expected": lambda value: value is None or _is_count(value),
+    },
+)
+_STAGE = _with(
+    {
+        "number": _is_count,
+        "of": _is_count,
+        "partition": _is_counts,
+        "layers": _is_span,
+        "environment": _values(_is_text),
+    },
+    {"folder": _is_text, "head_from_embeddings": _is_text},
+)
+_AMX = _with(
+    {
+        "method": _is_text, "numa": _is_count, "hidden_size": _is_count,
+        "intermediate_size": _is_count, "experts": _is_count,
+        "layers": lambda value: _is_counts(value) and bool(value),
+    },
+    {"rounding": _is_text},
+)  # fmt: skip
+
+_NEEDED = frozenset({"identity", "passes", "dropped", "dropped_files"})
+_KEYS: Mapping[str, tuple[Check, str]] = {
+    "identity": (
+        _with({}, {"qconvert": _is_text, "source": _is_text, "source_sample": _is_text}),
+        "an object of texts",
+    ),
+    "passes": (_list(_STEP), "a list of passes, each with its spec"),
+    "dropped": (_values(_is_texts), "an object of lists of names"),
+    "dropped_files": (_values(_is_text), "an object of texts"),
+    "lossy_steps": (_values(_is_count), "an object of counts"),
+    "bytes": (
+        _with({}, {"in": _is_count, "out": _is_count, "dropped": _is_count}),
+        "an object of counts",
+    ),
+    "family": (_is_text, "a text"),
+    "layers": (_is_count, "a count"),
+    "experts": (_is_count, "a count"),
+    "gdn_groups": (_is_count, "a count"),
+    "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
+    "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
+    "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of texts"),
+    "calibration": (_is_object, "an object"),
+    "trtllm_gen": (_is_object, "an object"),
+}

@@ -1,0 +1,1 @@
+"""AMXINT4 and AMXINT8, as kt-kernel reads them."""

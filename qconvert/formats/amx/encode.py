@@ -1,0 +1,387 @@
+"""AMXINT4 and AMXINT8: routed experts as KTransformers' CPU kernels load them, in NUMA shards.
+
+A matrix [N, K] becomes codes and one float32 scale a row, no zero point. Gate and up are cut into
+NUMA shards by rows, down by columns, so each of down's shards has scales of its own. Format source:
+kt-kernel 0.7.2 (its converter's output, byte for byte, over all of tests/test_amx_peer.py's cases);
+names and shapes as `kt_kernel/utils/loader.py` (SafeTensorLoader) asks for them.
+
+Codes, with `rounding: peer`, as that converter makes them (its build flushes denormals to zero):
+
+    amax = max |w|          w bf16, elements below 2^-126 taken for zero
+    int8: d = fp32(amax * fp32(1/127))      int4: d = fp32(amax / 112)      d < 2^-126: d = 0
+    x = round to even of fp32(w * fp32(1/d))
+    int8 code = x           int4 code = x / 16 rounded half away from zero, -7 to 7
+
+A weight is code * d (int8) or code * 16 * d (int4). The order of bytes serves the tile loads: words
+of four codes (int8) or eight (int4), for 16 rows side by side; see `pack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer, Part
+from qconvert.core.shown import count
+from qconvert.formats.amx.clip import best_steps, clip_scratch
+from qconvert.ops.buffers import array
+from qconvert.ops.rowwise import row_parts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+
+Method = Literal["int4", "int8"]
+Rounding = Literal["peer", "search"]
+
+RUNTIME_NAME: dict[str, str] = {"int4": "AMXINT4", "int8": "AMXINT8"}
+BITS: dict[str, int] = {"int4": 4, "int8": 8}
+# Columns a tile load takes at once, and rows that stay together where K is longer than K_BLOCK.
+STEP: dict[str, int] = {"int4": 128, "int8": 64}
+K_BLOCK = 3584
+_TILE_ROWS = 32
+_LARGEST: dict[str, int] = {"int4": 7, "int8": 127}
+
+# Elements worked on at a time. Of 2^15 to 2^18 this measured best, for either method and rounding: in
+# smaller tiles the cost of numpy's calls shows more than what larger ones lose to the caches.
+_TILE_ELEMENTS = 1 << 18
+# Added to a float32 of less than 2^22 it rounds it to an integer, ties to even, and leaves that
+# integer in the low bits.
+_ROUNDER = 12582912.0
+_SMALLEST_NORMAL = 2.0**-126
+# Of a row whose largest is this much, no denormal comes near half a step.
+_FLUSH_BELOW = 2.0**-110
+_ONE_127TH = 0x3C010204  # bits of fp32(1/127); dividing by 127 differs in the last bit
+_BF16_INFINITY = 0x7F80
+
+
+def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> None:
+    """Raise PlanError where kt-kernel's kernels cannot hold these sizes, naming the NUMA counts that
+    would do. `intermediate` is that of a routed expert."""
+    step = STEP[method]
+    if numa < 1:
+        raise PlanError(f"the NUMA count must be at least 1, found {numa}")
+    if hidden < 1 or hidden % step:
+        raise PlanError(
+            f"{RUNTIME_NAME[method]} takes hidden sizes in multiples of {step}, found {hidden}"
+            + _other_method(method, hidden, intermediate, numa)
+        )
+    if intermediate % numa or (intermediate // numa) % step or intermediate < 1:
+        fitting = numa_counts(method, intermediate)
+        found = ", ".join(map(str, fitting))
+        raise PlanError(
+            f"experts of intermediate size {intermediate} cannot be cut for "
+            f"{count(numa, 'NUMA node')}: "
+            f"{RUNTIME_NAME[method]} takes shards in multiples of {step} columns; "
+            + (f"counts that would do: {found}" if fitting else "no count would do")
+            + _other_method(method, hidden, intermediate, numa)
+        )
+
+
+def numa_counts(method: Method, intermediate: int) -> list[int]:
+    """NUMA counts up to 8 that an expert's intermediate size can be cut for."""
+    step = STEP[method]
+    return [n for n in range(1, 9) if intermediate > 0 and not intermediate % (n * step)]
+
+
+def _other_method(method: Method, hidden: int, intermediate: int, numa: int) -> str:
+    step = STEP["int8"]
+    if method == "int4" and not hidden % step and numa in numa_counts("int8", intermediate):
+        return "; AMXINT8 (--method int8) could be"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Amx:
+    """weight BF16 [N, K] -> for each of `shards` column shards: packed I8 [N * K/shards * bits/8] and
+    scale F32 [N].
+
+    `rounding` is `peer` (kt-kernel's own bytes) or `search` (same format, each row's step chosen for
+    the least sum of squared weight errors, see formats/clip.py). N must be a multiple of the step
+    (128 int4, 64 int8), K of step * shards, else PlanError. NaN or infinity: RowError.
+    """
+
+    method: Method
+    shards: int = 1
+    rounding: Rounding = "peer"
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (weight,) = args
+        if weight.dtype != "BF16" or len(weight.shape) != 2:
+            raise PlanError(f"expected a BF16 matrix, found {weight}")
+        rows, columns = weight.shape
+        step = STEP[self.method]
+        if rows % step or columns % (step * self.shards):
+            raise PlanError(
+                f"expected rows in multiples of {step} and columns of {step * self.shards} "
+                f"({RUNTIME_NAME[self.method]}, {self.shards} shards), found {list(weight.shape)}"
+            )
+        nbytes = rows * (columns // self.shards) * BITS[self.method] // 8
+        pair = TensorType("I8", (nbytes,)), TensorType("F32", (rows,))
+        return pair * self.shards
+
+    def row_step(self, *args: TensorType) -> int:
+        """Rows that one K block holds together."""
+        return STEP[self.method]
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        columns = args[0].shape[1]
+        part = TensorType("BF16", (stop - start, columns))
+        width = columns // self.shards * BITS[self.method] // 8
+        firsts = (start * width, start * 4) * self.shards
+        return Part(
+            ((start * columns * 2, part),), tuple(zip(firsts, self.infer(part), strict=True))
+        )
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        rows, columns = args[0].shape
+        yield from row_parts(self, rows, 2 * columns, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """Float32 of some rows twice; codes of whole tiles and their packed form."""
+        rows, columns = args[0].shape
+        tall, some = _tile(rows, columns)
+        searching = clip_scratch(some, columns) if self.rounding == "search" else 0
+        return 8 * some * columns + 2 * tall * columns + searching
+
+    def loss(self, *args: TensorType) -> str | None:
+        return f"rounds experts to {RUNTIME_NAME[self.method]} ({self.rounding} rounding)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        rows, columns = ins[0].type.shape
+        tall, some = _tile(rows, columns)
+        bits = array(ins[0].data, np.uint16, (rows, columns))
+        size, width = 4 * some * columns, columns // self.shards
+        values = array(scratch[:size], np.float32, (some, columns))
+        spare = scratch[size : 2 * size]
+        codes = array(scratch[2 * size : 2 * size + tall * columns], np.uint8, (tall, columns))
+        at = 2 * size + tall * columns
+        packed = array(scratch[at : at + tall * columns], np.uint8, (tall, columns))
+        searching = scratch[at + tall * columns :]
+        weights = [array(out.data, np.uint8, (out.type.nbytes,)) for out in outs[::2]]
+        scales = [array(out.data, np.float32, (rows,)) for out in outs[1::2]]
+        with np.errstate(all="ignore"):
+            for top in range(0, rows, tall):
+                bottom = min(top + tall, rows)
+                for first in range(top, bottom, some):
+                    last = min(first + some, bottom)
+                    scale = self._quantize(
+                        bits[first:last], values[: last - first], spare, searching, first,
+                        codes[first - top : last - top],
+                    )  # fmt: skip
+                    for shard, out in enumerate(scales):
+                        out[first:last] = scale[:, shard]
+                half = codes[: bottom - top]
+                if self.method == "int4":
+                    half = _pair_up(half, packed[: bottom - top])
+                lines = half.reshape(bottom - top, self.shards, -1)
+                for shard, target in enumerate(weights):
+                    _place(self.method, lines[:, shard], target, top, rows, width)
+        return {}
+
+    def _quantize(
+        self,
+        bits: Bits,
+        values: Floats,
+        spare: memoryview,
+        searching: memoryview,
+        first: int,
+        codes: Bytes,
+    ) -> Floats:
+        """Codes of some rows as bytes: int8 as it is, int4 plus 8. Returns scales [rows, shards]."""
+        import numpy as np
+
+        rows, columns = bits.shape
+        sizes = array(spare[: 2 * bits.size], np.uint16, bits.shape)
+        np.bitwise_and(bits, 0x7FFF, out=sizes)
+        by_shard = sizes.view(np.int16).reshape(rows, self.shards, columns // self.shards)
+        largest = np.maximum.reduce(by_shard, axis=2)
+        if largest.max() >= _BF16_INFINITY:
+            row = int(np.argmax((largest >= _BF16_INFINITY).any(axis=1)))
+            raise RowError(first + row, "holds NaN or infinity; the checkpoint is broken")
+        amax = (largest.astype(np.uint32) << 16).view(np.float32)
+        wide = values.view(np.int32)
+        np.copyto(wide, bits)
+        np.left_shift(wide, 16, out=wide)
+        if bool(((amax < _FLUSH_BELOW) & (amax > 0)).any()):
+            values[(sizes & 0x7F80) == 0] = 0.0
+            amax[amax < _SMALLEST_NORMAL] = 0.0
+        cut = values.reshape(by_shard.shape)
+        step = _peer_step(self.method, amax)
+        if self.rounding == "search":
+            step = best_steps(cut, by_shard, amax, _LARGEST[self.method], step, searching)
+            np.multiply(cut, _inverse(step)[:, :, None], out=cut)
+            limit = np.float32(_LARGEST[self.method])
+            np.clip(cut, -limit, limit, out=cut)
+            np.add(values, np.float32(_ROUNDER + (8 if self.method == "int4" else 0)), out=values)
+            np.copyto(codes, wide, casting="unsafe")
+            return step if self.method == "int8" else step * np.float32(1 / 16)
+        np.multiply(cut, _inverse(step)[:, :, None], out=cut)
+        np.add(values, np.float32(_ROUNDER + (128 if self.method == "int4" else 0)), out=values)
+        np.copyto(codes, wide, casting="unsafe")
+        if self.method == "int4":
+            _sixteenths(codes, array(spare[: codes.size], np.uint8, codes.shape))
+        return step
+
+
+def _tile(rows: int, columns: int) -> tuple[int, int]:
+    """Rows packed at once, which are whole tiles, and rows computed at once, which divide those."""
+    tall = min(rows, _TILE_ROWS * max(1, _TILE_ELEMENTS // (_TILE_ROWS * columns)))
+    some = min(tall, max(1, _TILE_ELEMENTS // columns))
+    return tall, some
+
+
+def _peer_step(method: Method, amax: Floats) -> Floats:
+    """The scale d of rows with these largest magnitudes."""
+    import numpy as np
+
+    if method == "int8":
+        d = amax * np.array(_ONE_127TH, np.uint32).view(np.float32)
+    else:
+        d = (amax.astype(np.float64) * (1.0 / 112.0)).astype(np.float32)
+    d[d < _SMALLEST_NORMAL] = 0.0
+    return d
+
+
+def _inverse(step: Floats) -> Floats:
+    import numpy as np
+
+    return np.divide(np.float32(1), step, out=np.zeros_like(step), where=step > 0)
+
+
+def _sixteenths(codes: Bytes, spare: Bytes) -> None:
+    """x + 128 -> round(x / 16) + 8 in place, halves away from zero: (x + 128 + 7 + (x >= 0)) >> 4.
+    Eight bytes at a time; no byte reaches 256, so none carries into the next."""
+    import numpy as np
+
+    eight, more = codes.reshape(-1).view(np.uint64), spare.reshape(-1).view(np.uint64)
+    np.right_shift(eight, np.uint64(7), out=more)
+    np.bitwise_and(more, np.uint64(0x0101010101010101), out=more)
+    np.add(more, np.uint64(0x0707070707070707), out=more)
+    np.add(eight, more, out=eight)
+    np.right_shift(eight, np.uint64(4), out=eight)
+    np.bitwise_and(eight, np.uint64(0x0F0F0F0F0F0F0F0F), out=eight)
+
+
+def place_codes(
+    method: Method, codes: np.ndarray[tuple[int, ...], np.dtype[np.int8]], target: Bytes
+) -> None:
+    """Codes [N, K] of one shard, int4 as -7 to 7, -> its packed bytes."""
+    import numpy as np
+
+    rows, columns = codes.shape
+    tall, _ = _tile(rows, columns)
+    lines, spare = np.empty((2, tall, columns), np.uint8)
+    for top in range(0, rows, tall):
+        count = min(top + tall, rows) - top
+        half = lines[:count]
+        np.add(codes[top : top + count], 8 if method == "int4" else 0, out=half.view(np.int8))
+        if method == "int4":
+            half = _pair_up(half, spare[:count])
+        _place(method, half, target, top, rows, columns)
+
+
+def _pair_up(codes: Bytes, spare: Bytes) -> Bytes:
+    """Codes plus 8, [r, K] -> bytes [r, K/2]: byte j of a step holds code j in its low half and code
+    j + 64 in its high half, as four-bit two's complements."""
+    import numpy as np
+
+    rows, columns = codes.shape
+    steps = columns // 128
+    eight = codes.reshape(rows, steps, 2, 64).view(np.uint64)
+    shifted = spare.reshape(-1).view(np.uint64)
+    np.left_shift(codes.reshape(-1).view(np.uint64), np.uint64(4), out=shifted)
+    paired = shifted.reshape(rows, steps, 2, 8)
+    # Written over the shifted low halves, which nobody needs, then drawn together in `codes`.
+    np.bitwise_or(eight[:, :, 0], paired[:, :, 1], out=paired[:, :, 0])
+    together = codes.reshape(-1).view(np.uint64)[: rows * steps * 8].reshape(rows, steps, 8)
+    np.bitwise_xor(paired[:, :, 0], np.uint64(0x8888888888888888), out=together)
+    return together.view(np.uint8).reshape(rows, columns // 2)
+
+
+def _place(method: Method, lines: Bytes, target: Bytes, top: int, rows: int, columns: int) -> None:
+    """Put packed rows [top, top + r), r whole tiles, where the format wants them: words go
+    [block of STEP rows][K block][tile of 32 rows][K step][half][word][row], the last two 16 each."""
+    import numpy as np
+
+    step, width = STEP[method], 64  # bytes of a row in one K step
+    steps = columns // step
+    words = np.ascontiguousarray(lines).view(np.int32) if not lines.flags.c_contiguous else lines
+    source = words.view(np.int32).reshape(-1, 2, 16, steps, 16)
+    row_bytes = steps * width
+    per_block = K_BLOCK // step
+    if steps <= per_block:
+        goal = target[top * row_bytes : (top + lines.shape[0]) * row_bytes].view(np.int32)
+        np.copyto(goal.reshape(-1, steps, 2, 16, 16), source.transpose(0, 3, 1, 4, 2))
+        return
+    for number in range(source.shape[0]):
+        row = top + number * _TILE_ROWS
+        block = row // step * step
+        for first in range(0, steps, per_block):
+            count = min(per_block, steps - first)
+            at = block * row_bytes + (step * first + (row - block) * count) * width
+            goal = target[at : at + _TILE_ROWS * count * width].view(np.int32)
+            np.copyto(
+                goal.reshape(count, 2, 16, 16),
+                source[number, :, :, first : first + count].transpose(2, 0, 3, 1),
+            )
+
+
+def unpack(
+    method: Method, weight: Bytes, rows: int, columns: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+    """Codes [rows, columns] of a packed shard: the inverse of the order of bytes, worked out from
+    where each byte of the file belongs and sharing nothing with what writes it. Raises PlanError
+    where the sizes do not fit."""
+    import numpy as np
+
+    step = STEP[method]
+    if rows % step or columns % step or weight.size * 8 != rows * columns * BITS[method]:
+        raise PlanError(
+            f"{weight.size} bytes are no {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
+        )
+    codes = np.empty((rows, columns), np.int8)
+    at = 0
+    for block in range(0, rows, step):
+        for first in range(0, columns, K_BLOCK):
+            count = (min(first + K_BLOCK, columns) - first) // step
+            for tile in range(block, block + step, _TILE_ROWS):
+                size = _TILE_ROWS * count * 64
+                words = weight[at : at + size].view(np.int32).reshape(count, 2, 16, 16)
+                at += size
+                # [K step, half, word, row] -> [half, row, K step, word], of four bytes each
+                moved = np.ascontiguousarray(words.transpose(1, 3, 0, 2))
+                lines = moved.view(np.int8).reshape(_TILE_ROWS, count, 64)
+                goal = codes[tile : tile + _TILE_ROWS, first : first + count * step]
+                if method == "int8":
+                    goal[:] = lines.reshape(_TILE_ROWS, -1)
+                    continue
+                both = np.empty((_TILE_ROWS, count, 2, 64), np.int8)
+                np.left_shift(lines, 4, out=both[:, :, 0])
+                np.right_shift(both[:, :, 0], 4, out=both[:, :, 0])  # with its sign
+                np.right_shift(lines, 4, out=both[:, :, 1])
+                goal[:] = both.reshape(_TILE_ROWS, -1)
+    return codes
+
+
+def inverse(
+    method: Method, weight: Bytes, scale: Floats, columns: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The weights a consumer computes with: float32 [N, columns] of a packed shard and its scales
+    [N]."""
+    import numpy as np
+
+    result: Floats = unpack(method, weight, scale.size, columns).astype(np.float32)
+    step = scale if method == "int8" else scale * np.float32(16)
+    np.multiply(result, step[:, None], out=result)
+    return result

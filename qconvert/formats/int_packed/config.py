@@ -1,0 +1,87 @@
+"""The config blocks of integer formats, in the form that runtimes parse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from qconvert.core.int_scheme import IntScheme
+
+# What runtimes call the fused forms of modules that stand apart in a checkpoint.
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj_with_mqa",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
+
+
+def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`)."""
+    return {
+        "targets": list(targets),
+        "weights": {
+            "num_bits": scheme.bits,
+            "type": "int",
+            "symmetric": scheme.symmetric,
+            "strategy": "channel" if scheme.group is None else "group",
+            "group_size": scheme.group,
+            "actorder": scheme.actorder,
+            "dynamic": False,
+        },
+        "input_activations": None,
+        "output_activations": None,
+        "format": "pack-quantized",
+    }
+
+
+def fp8_group_config(block: tuple[int, int]) -> dict[str, Any]:
+    """An entry for linears in block FP8 beside packed ones, `Linear` being the class of all of them."""
+    return {
+        "targets": ["Linear"],
+        "format": "float-quantized",
+        "weights": {
+            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block",
+            "block_structure": list(block), "dynamic": False,
+        },
+        "input_activations": {
+            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group",
+            "group_size": block[1], "dynamic": True,
+        },
+        "output_activations": None,
+    }  # fmt: skip
+
+
+def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
+    """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang 0.5.23 and vLLM 0.33 read
+    it). `dynamic` are patterns of modules that are left as they are: GPTQModel's `-:`."""
+    return {
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group is None else scheme.group,
+        "desc_act": scheme.actorder == "group",
+        "sym": scheme.symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "pack_dtype": "int32",
+        "dynamic": {f"-:{pattern}": {} for pattern in dynamic},
+    }
+
+
+def left_pattern(modules: Iterable[str]) -> str:
+    """A pattern of just these modules, under the names that runtimes fuse them to as well."""
+    found: dict[str, None] = {}
+    for module in modules:
+        parent, dot, last = module.rpartition(".")
+        found[module] = None
+        if last in _FUSED:
+            found[f"{parent}{dot}{_FUSED[last]}"] = None
+    return f"^(?:{'|'.join(map(re.escape, found))})$"

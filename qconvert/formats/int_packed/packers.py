@@ -1,0 +1,241 @@
+"""How integer codes are kept: compressed-tensors' pack-quantized, and GPTQ's own form.
+
+Sources: compressed-tensors 0.19, `compressors/pack_quantized/` (words and zero points), llm-compressor
+0.14, `modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and
+read the form that sglang 0.5.23 and vLLM 0.33 load as `gptq` (qweight, qzeros, scales, g_idx).
+
+A 32-bit word holds 8 or 4 codes, the first in its lowest bits, each plus 8 or 128. compressed-tensors
+packs codes along K and zero points along N; GPTQ keeps both turned: codes [K, N] packed along K, zero
+points [groups, N] packed along N. GPTQ's first version (`checkpoint_format: gptq`) stores each zero
+point less one, so it has no room for zero; the second (`gptq_v2`) stores it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import round_to_bf16
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.core.int_scheme import Float32s, Int8s
+
+    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+
+Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
+
+_TILE = 1 << 20  # codes packed at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PackQuantized:
+    """compressed-tensors' form: weight_packed I32 [N, K / word], weight_scale [N, groups], asymmetric
+    weight_zero_point I32 [ceil(N / word), groups], actorder group weight_g_idx I32 [K].
+
+    `weight_shape` I64 [2], which it has too, holds no data of the weight: who plans makes it.
+    """
+
+    scheme: IntScheme
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        return self.scheme
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        zero = () if self.scheme.symmetric else ("weight_zero_point",)
+        g_idx = ("weight_g_idx",) if self.scheme.actorder == "group" else ()
+        return ("weight_packed", "weight_scale", *zero, *g_idx)
+
+    @property
+    def row_step(self) -> int:
+        if self.scheme.actorder == "group":
+            return 0
+        return 1 if self.scheme.symmetric else self.scheme.word
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        rows, columns, groups = _cut(self.scheme, weight)
+        word = self.scheme.word
+        found = [
+            TensorType("I32", (rows, columns // word)),
+            TensorType(self.scheme.scale_dtype, (rows, groups)),
+        ]
+        if not self.scheme.symmetric:
+            found.append(TensorType("I32", (ceil_div(rows, word), groups)))
+        if self.scheme.actorder == "group":
+            found.append(TensorType("I32", (columns,)))
+        return tuple(found)
+
+    def loss(self, weight: TensorType) -> str:
+        return _loss(self.scheme, weight)
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        import numpy as np
+
+        packed, scale, *more = outs
+        words = array(packed.data, np.uint32, packed.type.shape)
+        for start, stop in _tiles(codes.codes):
+            words[start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits)
+        _put(codes.scale, scale)
+        if not self.scheme.symmetric:
+            zeros = array(more[0].data, np.uint32, more[0].type.shape)
+            zeros[...] = _zero_words(codes, self.scheme, 0).T
+        if self.scheme.actorder == "group":
+            _put_g_idx(codes, self.scheme, more[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class PackGptq:
+    """GPTQ's form: qweight I32 [K / word, N], qzeros I32 [groups, N / word], scales [groups, N] and
+    g_idx I32 [K], always; `version` 1 or 2 says how zero points are stored.
+
+    Raises PlanError for asymmetric codes in version 1: a zero point of 0 cannot be stored, and
+    readers differ on what stands there instead.
+    """
+
+    scheme: IntScheme
+    version: Literal[1, 2] = 1
+
+    def __post_init__(self) -> None:
+        if self.version == 1 and not self.scheme.symmetric:
+            raise PlanError(
+                "GPTQ's first version stores zero points less one and has no room for 0, which "
+                "asymmetric weights need: take gptq-v2, or symmetric weights"
+            )
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        return self.scheme
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return ("qweight", "qzeros", "scales", "g_idx")
+
+    @property
+    def row_step(self) -> int:
+        return 0  # rows of the matrix are columns here
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        rows, columns, groups = _cut(self.scheme, weight)
+        word = self.scheme.word
+        if rows % word:
+            raise PlanError(
+                f"GPTQ packs {word} zero points of neighbouring rows into a word: expected rows in "
+                f"whole words, found {rows} in {weight}"
+            )
+        return (
+            TensorType("I32", (columns // word, rows)),
+            TensorType("I32", (groups, rows // word)),
+            TensorType(self.scheme.scale_dtype, (groups, rows)),
+            TensorType("I32", (columns,)),
+        )
+
+    def loss(self, weight: TensorType) -> str:
+        return _loss(self.scheme, weight)
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        import numpy as np
+
+        qweight, qzeros, scales, g_idx = outs
+        words = array(qweight.data, np.uint32, qweight.type.shape)
+        for start, stop in _tiles(codes.codes):
+            words[:, start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits).T
+        zeros = array(qzeros.data, np.uint32, qzeros.type.shape)
+        zeros[...] = _zero_words(codes, self.scheme, 1 if self.version == 1 else 0)
+        _put(codes.scale.T, scales)
+        _put_g_idx(codes, self.scheme, g_idx)
+
+
+def packer(packing: Packing, scheme: IntScheme) -> Packer:
+    """The packer of a form by its name. Raises PlanError where it cannot hold the scheme."""
+    if packing == "compressed-tensors":
+        return PackQuantized(scheme)
+    return PackGptq(scheme, 1 if packing == "gptq" else 2)
+
+
+def along_rows(codes: Int8s, bits: int) -> UInt32s:
+    """Signed codes [n, K], K in whole words -> words [n, K / word]."""
+    import numpy as np
+
+    stored = np.ascontiguousarray(codes).view(np.uint8) + np.uint8(1 << (bits - 1))
+    if bits == 4:
+        stored &= np.uint8(15)  # what is outside would spill into its neighbour
+        stored = stored[:, ::2] | stored[:, 1::2] << np.uint8(4)
+    return stored.view("<u4")
+
+
+def _tiles(codes: Int8s) -> list[tuple[int, int]]:
+    rows, columns = codes.shape
+    step = max(1, _TILE // max(1, columns))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _zero_words(codes: Codes, scheme: IntScheme, less: int) -> UInt32s:
+    """Zero points packed along N: [groups, ceil(N / word)]; what is beyond N is 0."""
+    import numpy as np
+
+    rows, groups = codes.scale.shape
+    zero = np.zeros((rows, groups), np.int8) if codes.zero is None else codes.zero
+    width = ceil_div(rows, scheme.word) * scheme.word
+    lowest = -(1 << (scheme.bits - 1))
+    turned = np.full((groups, width), lowest, np.int8)
+    turned[:, :rows] = zero.T
+    if less:
+        if int(turned[:, :rows].min(initial=0)) == lowest:
+            row = int(np.argwhere(zero == lowest)[0][0])
+            raise RowError(row, "has a zero point that GPTQ's first version cannot hold")
+        turned[:, :rows] -= np.int8(less)
+    return along_rows(turned, scheme.bits)
+
+
+def _put(scale: Float32s, out: Buffer) -> None:
+    """Scales, numbers of their dtype already, into their tensor."""
+    import numpy as np
+
+    if out.type.dtype == "F16":
+        array(out.data, np.float16, out.type.shape)[...] = scale
+    elif out.type.dtype == "F32":
+        array(out.data, np.float32, out.type.shape)[...] = scale
+    else:
+        bits = np.array(scale, np.float32).view(np.int32)
+        round_to_bf16(bits, np.empty_like(bits))
+        np.copyto(array(out.data, np.uint16, out.type.shape), bits, casting="unsafe")
+
+
+def _put_g_idx(codes: Codes, scheme: IntScheme, out: Buffer) -> None:
+    import numpy as np
+
+    columns = codes.codes.shape[1]
+    target = array(out.data, np.int32, out.type.shape)
+    if codes.g_idx is None:
+        np.floor_divide(np.arange(columns), scheme.width(columns), out=target, casting="unsafe")
+    else:
+        target[...] = codes.g_idx
+
+
+def _cut(scheme: IntScheme, weight: TensorType) -> tuple[int, int, int]:
+    """Rows, columns and groups of a matrix. Raises PlanError where it is none, or is not whole groups
+    and words."""
+    if len(weight.shape) != 2:
+        raise PlanError(f"expected a matrix to quantize, found {weight}")
+    rows, columns = weight.shape
+    width, word = scheme.width(columns), scheme.word
+    if columns < 1 or columns % width or columns % word:
+        raise PlanError(
+            f"expected columns in whole groups of {width} and whole words of {word}, found {columns} "
+            f"in {weight}"
+        )
+    return rows, columns, columns // width
+
+
+def _loss(scheme: IntScheme, weight: TensorType) -> str:
+    name = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(weight.dtype, weight.dtype)
+    where = "with a scale a row" if scheme.group is None else f"in groups of {scheme.group}"
+    kind = "" if scheme.symmetric else "asymmetric "
+    return f"rounds {name} to {kind}int{scheme.bits} {where}"

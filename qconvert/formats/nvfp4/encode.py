@@ -1,0 +1,223 @@
+"""NVFP4: E2M1 codes in blocks of 16 columns with E4M3 scales, and one float32 scale a matrix.
+
+Format sources: compressed-tensors 0.19 (`quantization/utils/helpers.py` `generate_gparam` and
+`calculate_qparams`, `compressors/nvfp4/`), as llm-compressor 0.14 calls them with `memoryless_minmax`;
+nvidia-modelopt 0.47 (`torch/quantization/qtensor/nvfp4_tensor.py`). The two differ in more than names:
+
+                  compressed-tensors                   modelopt
+    own scale     G = 1 / amax * 2688, a divisor       S = amax / 2688, a multiplier
+    block scale   s = e4m3(G * (bmax / 6)), 0 -> 1/8   s = e4m3(max(bmax / (6 * S), 2^-9)), 0 -> 1
+    code          e2m1(w / (s / G))                    e2m1(w / (s * S))
+
+compressed-tensors rounds 1 / amax, its product with 2688, and bmax / 6 to the weight's dtype. That is
+followed for bf16; in fp16 the product is infinite wherever amax is below 0.041, G = 1 is taken instead,
+and small weights are lost, so fp16 weights are worked on in float32 here: what it makes of them once
+they are float32.
+
+Runtimes compute gate and up (and q, k and v) as one matrix with one own scale, so those that are
+served together are given one, from the largest weight of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.formats.nvfp4.scales import (
+    as_float32,
+    bits_type,
+    check_matrix,
+    row_part,
+    to_bf16_values,
+)
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import TILE_ELEMENTS, decode
+from qconvert.ops.fp4 import BLOCK, SIZES, Dialect, e4m3, pack, to_codes
+from qconvert.ops.rowwise import RowOp, row_parts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    Bits = np.ndarray[tuple[int, ...], np.dtype[np.int16 | np.int32]]
+
+_E2M1_MAX, _E4M3_MAX = SIZES[-1], 448.0
+_LEAST_E4M3 = 2.0**-9
+_TILE_BLOCKS = TILE_ELEMENTS // BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class PackNvfp4:
+    """The decoder's arguments (a matrix [N, K] in BF16, F16 or F32 where there is none) and the
+    matrix's own scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
+
+    The matrix has no NaN and no infinity: `RowMaxima` looks. Raises PlanError where arguments do not
+    fit or columns are not whole blocks of 16.
+    """
+
+    decoder: RowOp | None
+    dialect: Dialect
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        weight = self._decoded(*args)
+        check_matrix(weight)
+        check_columns(weight.shape[1])
+        if args[-1] != TensorType("F32", (1,)):
+            raise PlanError(f"expected the matrix's own scale as F32 [1], found {args[-1]}")
+        rows, columns = weight.shape
+        return (
+            TensorType("U8", (rows, columns // 2)),
+            TensorType("F8_E4M3", (rows, columns // BLOCK)),
+        )
+
+    def _decoded(self, *args: TensorType) -> TensorType:
+        return args[0] if self.decoder is None else self.decoder.infer(*args[:-1])[0]
+
+    def row_step(self, *args: TensorType) -> int:
+        return 1 if self.decoder is None else self.decoder.row_step(*args[:-1])
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        outs = row_part((self._decoded(*args), *self.infer(*args)), start, stop).outs
+        if self.decoder is None:
+            taken = row_part((args[0], args[0]), start, stop).args
+        else:
+            taken = self.decoder.rows(start, stop, *args[:-1]).args
+        return Part((*taken, (0, args[-1])), outs)
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        weight = self._decoded(*args)
+        return row_parts(self, weight.shape[0], weight.row_nbytes, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """A tile twice as float32; the decoded rows, where there is a decoder, and what that needs."""
+        weight = self._decoded(*args)
+        own = 8 * min(weight.numel, _TILE_BLOCKS * BLOCK)
+        if self.decoder is None:
+            return own
+        return aligned(weight.nbytes) + max(own, self.decoder.scratch(*args[:-1]))
+
+    def loss(self, *args: TensorType) -> str | None:
+        before = None if self.decoder is None else self.decoder.loss(*args[:-1])
+        dtype = self._decoded(*args).dtype.lower().replace("f", "fp").replace("bfp", "bf")
+        own = f"rounds {dtype} to NVFP4 in blocks of {BLOCK} ({self.dialect} dialect)"
+        return own if before is None else f"{before}; {own}"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        counts: Mapping[str, int] = {}
+        weight = ins[0]
+        if self.decoder is not None:
+            args = [b.type for b in ins[:-1]]
+            (kind,) = self.decoder.infer(*args)
+            weight = Buffer(kind, scratch[: kind.nbytes])
+            scratch = scratch[aligned(kind.nbytes) :]
+            counts = self.decoder.run(ins[:-1], [weight], scratch[: self.decoder.scratch(*args)])
+        own = array(ins[-1].data, np.float32, (1,))[0]
+        total = weight.type.numel // BLOCK
+        step = min(total, _TILE_BLOCKS)
+        width = weight.type.nbytes // max(1, weight.type.numel) * BLOCK
+        packed = array(outs[0].data, np.uint8, (total, BLOCK // 2))
+        scale = array(outs[1].data, np.uint8, (total,))
+        values = array(scratch[: 4 * step * BLOCK], np.float32, (step, BLOCK))
+        work = array(scratch[4 * step * BLOCK : 8 * step * BLOCK], np.int32, (step, BLOCK))
+        with np.errstate(all="ignore"):  # a scale of 0 is looked after
+            for start in range(0, total, max(1, step)):
+                stop = min(start + step, total)
+                data = weight.data[width * start : width * stop]
+                count = stop - start
+                _blocks(
+                    data, weight.type.dtype, own, self.dialect, values[:count], work[:count],
+                    packed[start:stop], scale[start:stop],
+                )  # fmt: skip
+        return counts
+
+
+def _blocks(
+    data: memoryview,
+    dtype: str,
+    own: np.float32,
+    dialect: Dialect,
+    values: Float32s,
+    work: Int32s,
+    packed: UInt8s,
+    scale: UInt8s,
+) -> None:
+    """Blocks [n, 16] of weights -> packed [n, 8] and scale codes [n]."""
+    import numpy as np
+
+    count = values.shape[0]
+    kind = bits_type(dtype)
+    largest = as_float32(_largest(array(data, kind, (count * BLOCK,)), values, work), dtype)
+    decode(data, dtype, values, work)
+    if dialect == "modelopt":
+        each = largest / (np.float32(_E2M1_MAX) * own)
+        each[each == 0] = 1
+        np.clip(each, np.float32(_LEAST_E4M3), np.float32(_E4M3_MAX), out=each)
+        e4m3(each, scale)
+        np.multiply(each, own, out=each)
+    else:
+        each = largest / np.float32(_E2M1_MAX)
+        if dtype == "BF16":
+            to_bf16_values(each)
+        np.multiply(each, own, out=each)
+        np.minimum(each, np.float32(_E4M3_MAX), out=each)
+        e4m3(each, scale)
+        none = each == 0
+        each[none] = 0.125
+        scale[none] = 0x20
+        np.divide(each, own, out=each)
+    np.divide(values, each[:, None], out=values)
+    bytes_ = work.reshape(-1).view(np.uint8)
+    codes, spare = bytes_[: count * BLOCK], bytes_[count * BLOCK : 2 * count * BLOCK]
+    to_codes(values.reshape(-1), codes, spare)
+    pack(codes, spare, packed.reshape(-1))
+
+
+def _largest(weight: Bits, values: Float32s, work: Int32s) -> Bits:
+    """Bits of the largest size of each 16 numbers. numpy starts a reduction anew for each block, which
+    costs more than the block does: instead, entry i becomes the largest of i and its next 1, 3, 7, 15
+    neighbours, all blocks at once."""
+    import numpy as np
+
+    size = weight.size
+    sizes = values.reshape(-1).view(weight.dtype)[:size]
+    other = work.reshape(-1).view(weight.dtype)[:size]
+    np.bitwise_and(weight, np.iinfo(weight.dtype).max, out=sizes)
+    width = 1
+    while width < BLOCK:
+        left = size - 2 * width + 1
+        np.maximum(sizes[:left], sizes[width : width + left], out=other[:left])
+        sizes, other = other, sizes
+        width *= 2
+    return sizes[::BLOCK].copy()
+
+
+def check_columns(columns: int) -> None:
+    """Raise PlanError where columns are not whole blocks."""
+    if columns % BLOCK:
+        raise PlanError(f"expected columns in whole blocks of {BLOCK}, found {columns}")
+
+
+def inverse(packed: UInt8s, scale: UInt8s, own: float, dialect: Dialect) -> Float32s:
+    """What the bytes mean: packed [N, K/2] and scale codes [N, K/16] -> float32 [N, K], not rounded
+    to bf16. Written from the definitions of E2M1 and E4M3, number by number."""
+    import numpy as np
+
+    rows = packed.shape[0]
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, -1)
+    sizes = np.array(SIZES, np.float32)[codes & 7] * np.where(codes & 8, -1, 1).astype(np.float32)
+    exponent, mantissa = (scale >> 3).astype(np.int32), (scale & 7).astype(np.float32)
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    each = np.where(exponent == 0, np.ldexp(mantissa, -9), normal).astype(np.float32)
+    factor = each * np.float32(own) if dialect == "modelopt" else each / np.float32(own)
+    found: Float32s = sizes * np.repeat(factor, BLOCK, axis=1)
+    return found

@@ -1,0 +1,124 @@
+"""Front matter of a model card: what the Hub reads of it.
+
+Keys are the Hub's (huggingface_hub 1.33, repocard_data.py); of the source's those are kept that hold
+for the same model in another form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qconvert.checkpoint.family import vision_config
+from qconvert.checkpoint.hub_cache import cached_id
+from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
+from qconvert.hub.card.loaders import TRANSFORMERS, library, takers
+
+# Of the source's front matter what holds for the same model in another form. Its evaluation results,
+# widgets and own base model do not.
+_INHERITED = (
+    "license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "tags",
+)  # fmt: skip
+# Tags that speak of how weights are stored: the source's, which may no longer hold.
+_STORAGE_TAGS = frozenset(
+    {"fp8", "bf16", "int4", "int8", "nvfp4", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt",
+     "4-bit", "8-bit", "quantized", "amxint4", "amxint8", "ktransformers", "sglang", "vllm", "qconvert"}
+)  # fmt: skip
+_ID = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]*(?<![-.])/\w[\w.-]*(?<![-.])")
+
+
+def front_matter(
+    manifest: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    source: Mapping[str, Any],
+    existing: Mapping[str, Any],
+    base_model: str | None,
+) -> dict[str, Any]:
+    """Keys of the existing card first: somebody may have set them by hand."""
+    found = dict(existing)
+    for key in _INHERITED:
+        value = source.get(key)
+        if key not in found and key != "tags" and _is_text(value):
+            found[key] = value if isinstance(value, str) else _texts(value)
+    amx = amx_of(manifest)
+    if manifest is not None:
+        found.setdefault("pipeline_tag", _pipeline(config))
+        # What loads the source need not load this.
+        loaded_by = library(manifest, config)
+        if "library_name" not in existing:
+            of_source = found.pop("library_name", None)
+            if loaded_by == TRANSFORMERS:
+                found["library_name"] = of_source or loaded_by
+            elif loaded_by is not None:
+                found["library_name"] = loaded_by
+    base = base_model or found.get("base_model") or base_model_of(source)
+    if base:
+        found["base_model"] = base
+        # Of the Hub's four relations (adapter, merge, quantized, finetune) none says that weights
+        # are the same in another form. Left out, the Hub goes by what the repo holds.
+        if amx is not None or quantization_of(config) is not None:
+            found.setdefault("base_model_relation", "quantized")
+    tags = [*_texts(existing.get("tags")), *_storage_free(_texts(source.get("tags")))]
+    found["tags"] = list(dict.fromkeys([*tags, *_tags(manifest, config)]))
+    first = ("base_model", "base_model_relation", *_INHERITED)
+    return {
+        **{key: found[key] for key in first if key in found},
+        **{key: value for key, value in found.items() if key not in first},
+    }
+
+
+def _is_text(value: Any) -> bool:
+    return bool(value) and (
+        isinstance(value, str) or (isinstance(value, list) and bool(_texts(value)))
+    )
+
+
+def _texts(value: Any) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    return [text for text in listed if isinstance(text, str)]
+
+
+def _storage_free(tags: Sequence[str]) -> list[str]:
+    return [tag for tag in tags if tag.lower() not in _STORAGE_TAGS]
+
+
+def _tags(manifest: Mapping[str, Any] | None, config: Mapping[str, Any]) -> Iterator[str]:
+    if manifest is None:
+        return
+    yield "qconvert"
+    amx, block = amx_of(manifest), quantization_of(config)
+    if amx is not None:
+        yield "ktransformers"
+        yield str(amx["method"]).lower()
+    elif block is not None and isinstance(block.get("quant_method"), str):
+        yield block["quant_method"]
+    consumer = consumer_of(manifest)
+    if consumer in ("sglang", "vllm") and consumer in takers(manifest, config):
+        yield consumer
+
+
+def _pipeline(config: Mapping[str, Any]) -> str:
+    return "image-text-to-text" if vision_config(config) else "text-generation"
+
+
+def base_model_of(front: Mapping[str, Any]) -> str | None:
+    """The first base model, if it is a repo's id."""
+    said = front.get("base_model")
+    first = said[0] if isinstance(said, list) and said else said
+    return str(first) if is_id(first) else None
+
+
+def base_of(root: Path, source: Mapping[str, Any]) -> str | None:
+    """The repo a source is, or is made from: the one its folder is a snapshot of, its README's
+    base_model; None where neither says. config.json's `_name_or_path` is no witness: for most who
+    trained something it is a local path, and `checkpoints/final` looks like a repo."""
+    name = cached_id(root)
+    return name if is_id(name) else base_model_of(source)
+
+
+def is_id(name: Any) -> bool:
+    """Whether a text can be a repo's id, by the Hub's rules (huggingface_hub 1.33, validate_repo_id;
+    asked here without the client, whose import every conversion would pay for)."""
+    return isinstance(name, str) and len(name) <= 96 and bool(_ID.fullmatch(name))

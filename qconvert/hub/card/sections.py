@@ -1,0 +1,213 @@
+"""What a model card says to people: how a folder was made, how to serve it, what was checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import inf, isnan
+from typing import TYPE_CHECKING, Any
+
+from qconvert.core.shown import count
+from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
+from qconvert.hub.card.loaders import NO_FUSION, command, takers
+from qconvert.runtimes.consumers import CLASSES
+from qconvert.runtimes.ktransformers import RUNTIME, launch_line
+
+if TYPE_CHECKING:
+    from qconvert.validation.runner import Report
+
+_HUB = "https://huggingface.co"
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
+_MOST = 20
+
+
+def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: str | None) -> str:
+    """The first heading: the model, and the form it has here."""
+    name = base.rpartition("/")[2] if base else str(config.get("model_type", "A model"))
+    if manifest is None:
+        return _plain(name)
+    amx, block = amx_of(manifest), quantization_of(config)
+    if amx is not None:
+        nodes = f"{amx['numa']} NUMA node{'' if amx['numa'] == 1 else 's'}"
+        return _plain(f"{name}: routed experts for KTransformers, {amx['method']}, {nodes}")
+    names = [step["name"] for step in manifest["passes"]]
+    kind = str(block.get("quant_method", "quantized")) if block is not None else ""
+    if block is None and "dequant" in names:
+        kind = "BF16"
+    layout = {"fuse": "fused", "unfuse": "projections apart", "stack": "experts stacked",
+              "unstack": "a matrix an expert"}  # fmt: skip
+    said = [kind, *(layout[step] for step in names if step in layout)]
+    about = ", ".join(part for part in said if part)
+    return _plain(f"{name}: {about}" if about else name)
+
+
+def made(manifest: Mapping[str, Any], base: str | None) -> str:
+    """The source, the steps, what they lose and leave out."""
+    origin = f"[{base}]({_HUB}/{base})" if base else "a checkpoint whose repo was not named"
+    version = _plain(str(manifest["identity"]["qconvert"]))
+    lines = ["## How it was made", "", f"From {origin}, by qconvert {version}.", ""]
+    if manifest["passes"]:
+        lines += ["| step | as | matched | the config leads to |", "|---|---|---|---|"]
+        for step in manifest["passes"]:
+            wanted = "any" if step["expected"] is None else step["expected"]
+            lines.append(
+                f"| {_code(step['name'])} | {_code(step['spec'])} | {step['matched']} | {wanted} |"
+            )
+        lines.append("")
+    else:
+        lines += ["Every tensor as it is.", ""]
+    losses = manifest["lossy_steps"]
+    lines.append("- lossy steps: none" if not losses else "- lossy steps:")
+    lines += [f"  - {_plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
+    for rule, names in manifest["dropped"].items():
+        lines.append(f"- left out: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
+    for file, rule in manifest["dropped_files"].items():
+        if file == "README.md":
+            continue  # this is what stands in its place
+        lines.append(f"- left out: the file {_code(file)}, by the rule {_code(rule)}")
+    calibration = manifest.get("calibration")
+    if isinstance(calibration, Mapping):
+        settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
+        lines.append(f"- calibrated: {_plain(settings)}")
+    size = manifest["bytes"]
+    lines.append(
+        f"- {size['in']:,} bytes of tensors in, {size['dropped']:,} of them left out; "
+        f"{size['out']:,} out"
+    )
+    return "\n".join(lines)
+
+
+def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The commands of the runtimes that take it."""
+    amx, pair = amx_of(manifest), manifest.get("pair")
+    lines = ["## How to serve it", ""]
+    if amx is not None:
+        made = (
+            "the repo this was made from"
+            if pair is None
+            else "the folder made together with this one"
+        )
+        layers = f"layers {amx['layers'][0]} to {amx['layers'][-1]}"
+        sizes = f"hidden size {amx['hidden_size']}, intermediate size {amx['intermediate_size']}"
+        held = f"{amx['experts']} a layer, {layers}, {sizes}"
+        lines += [
+            f"These are the routed experts only ({held}); all other layers are read from the GPU side:",
+            f"{made}. With CPU as a folder that holds these files, and GPU as that one:",
+            "",
+            f"    {launch_line(amx['method'], amx['numa'], 'CPU', 'GPU')}",
+            "",
+            "`--kt-method` and `--kt-threadpool-count` must be as above: the kernel does not check "
+            "them, and files for another count or method crash it or are served as noise. "
+            + RUNTIME,
+        ]
+        return "\n".join(lines)
+    if pair is not None:
+        lines.append(
+            "This is the GPU side of a folder of experts for KTransformers, made in the same read; that "
+            "folder's card has the command for both."
+        )
+        return "\n".join(lines)
+    if manifest.get("trtllm_gen") is not None:
+        lines.append(
+            "Its experts lie as TensorRT-LLM's kernels read them, and no stock server takes it: "
+            "PREPARED.md says how to serve it (experimental)."
+        )
+        return "\n".join(lines)
+    loaders = takers(manifest, config)
+    if not loaders:
+        groups = manifest.get("gdn_groups")
+        order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
+        lines.append(f"No released runtime is known to load it as it is.{order}")
+        return "\n".join(lines)
+    kind = _code(str(config.get("model_type")))
+    consumer = consumer_of(manifest)
+    commands = {name: f"    {command(name, manifest, config)}" for name in loaders}
+    if consumer in loaders:
+        also = " and ".join(name for name in loaders if name != consumer)
+        lines += [f"It was made for {consumer}, with REPO as this repo's id or folder:", ""]
+        lines.append(commands[consumer])
+        lines += ["", f"Loaded by {also} as well."] if also else []
+    elif consumer in CLASSES:
+        lines += [
+            f"It is of the class {kind}, for any runtime that knows it:",
+            "",
+            *commands.values(),
+        ]
+    else:
+        lines += [f"It was made for no runtime in particular; those that know {kind} take it:", ""]
+        lines += commands.values()
+    if NO_FUSION in "".join(commands.values()):
+        lines.append("")
+        lines.append(
+            f"`{NO_FUSION}` keeps sglang from making the shared expert one of the routed ones, in whose "
+            "form its weights may not be: they would not be read."
+        )
+    stage = manifest.get("stage")
+    if stage is not None:
+        settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
+        first, stop = stage["layers"]
+        which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
+        lines += ["", f"It is pipeline {which}: set {settings}."]
+    return "\n".join(lines)
+
+
+def proof(report: Report | None, *, forced: bool) -> str:
+    """What a validation proved, only read, and did not look at; its findings, if any."""
+    head = ["## What was checked", ""]
+    if report is None:
+        return "\n".join(
+            [*head, "Nothing yet: `qconvert validate DIR --against SRC --level full`."]
+        )
+    source = "with its source" if "against" in report.about else "without its source"
+    level = _plain(report.about.get("level", "headers"))
+    tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
+    lines = [*head, f"`qconvert validate` at level {level}, {source}: {tally}."]
+    if forced:
+        lines += ["", "**Uploaded although it does not validate.**"]
+    places = {report.about.get("folder", ""): "DIR", report.about.get("against", ""): "SRC"}
+    worst = sorted(report.findings, key=lambda f: f.severity != "error")[:_MOST]
+    for label, texts in (
+        ("Found", [f"{f.severity} {f.rule}: {f.where}: {f.message}" for f in worst]),
+        ("Proved", report.proved),
+        ("Only read in what the folder says of itself", report.read),
+        ("Not checked", report.not_checked),
+        ("Measured against the source", list(_measured(report))),
+    ):
+        if texts:
+            lines += ["", f"{label}:", ""]
+            lines += [f"- {_plain(_without(text, places))}" for text in texts]
+    more = len(report.findings) - _MOST
+    if more > 0:
+        lines += ["", f"... and {more:,} more findings."]
+    return "\n".join(lines)
+
+
+def _without(text: str, places: Mapping[str, str]) -> str:
+    """A text without the paths of the machine that checked it."""
+    for path, name in places.items():
+        if "/" in path:
+            text = text.replace(path, name)
+    return text
+
+
+def _measured(report: Report) -> Iterator[str]:
+    """A line a format: how many matrices, and the one furthest from the source."""
+    by_format: dict[str, list[float]] = {}
+    for measure in report.measures:
+        by_format.setdefault(measure.format, []).append(measure.sqnr)
+    for name, found in sorted(by_format.items()):
+        lowest = min(found, key=lambda sqnr: -inf if isnan(sqnr) else sqnr)
+        said = "all equal" if lowest == inf else f"{lowest:.1f} dB SQNR or more"
+        said = "some with nothing to compare" if isnan(lowest) else said
+        yield f"{name}: {count(len(found), 'matrix', 'matrices')}, {said}"
+
+
+def _plain(text: str) -> str:
+    """Text that shows as it is: names come from folders, and must not end a comment or a cell."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("\\<", "&lt;")
+
+
+def _code(text: str) -> str:
+    """A code span; what would end one is shown as plain text."""
+    line = " ".join(text.split())
+    return _plain(line) if set(line) & set("`|<>") else f"`{line}`"

@@ -1,0 +1,186 @@
+"""Which failures of a request pass, and which stop an upload at once.
+
+huggingface_hub 1.33 repeats some requests by itself (preupload, LFS batch, PUT) and not others
+(creating a repo, commits, listings). A wrong token, a missing permission or a file that is too large
+stays so however often one asks: users lost hours to clients that kept asking.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from qconvert.core.errors import OutputError, QConvertError, RunError
+from qconvert.core.say import say
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+PASSING = frozenset({408, 429, 500, 502, 503, 504})
+# Of a request that must not be carried out twice: the Hub certainly did not.
+_REFUSED_UNDONE = frozenset({408, 429, 503})
+TRIES = 6
+_LONGEST = 60.0
+# Seconds; of what the Hub asks for. Whoever is asked for hours had better come back.
+MOST_ASKED = 300.0
+_USERINFO = re.compile(r"(?<=://)[^/\s@]*@")
+
+
+def without_userinfo(text: str) -> str:
+    """A text whose URLs have lost `user:password@`: HF_ENDPOINT may hold a secret."""
+    return _USERINFO.sub("", text)
+
+
+def to_stderr(text: str) -> None:
+    say(text, err=True)
+
+
+class Refused(OutputError):
+    """The Hub said no, for good. `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a request failed. `status` None: there was no answer. `path` is the URL's, without its
+    query, which may hold a signature; `wait` the seconds the Hub asks for."""
+
+    status: int | None
+    path: str
+    said: str
+    wait: float | None = None
+
+    @property
+    def passes(self) -> bool:
+        return self.status is None or self.status in PASSING
+
+    def __str__(self) -> str:
+        what = "no answer" if self.status is None else f"status {self.status}"
+        said = without_userinfo(self.said)
+        return f"{what} from {self.path}" + (f": {said}" if said else "")
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """What went wrong with a request, wherever in the chain of causes it stands (the client wraps
+    failures of LFS uploads in RuntimeError). None for errors that are not of a request."""
+    import httpx
+
+    for cause in _causes(error):
+        if isinstance(cause, json.JSONDecodeError):
+            # The client decodes some answers before it looks at their status; a proxy's are pages.
+            return Fault(None, "the Hub", "an answer that is no JSON")
+        response = getattr(cause, "response", None)
+        if isinstance(response, httpx.Response):
+            said = getattr(cause, "server_message", None) or ""
+            return Fault(
+                response.status_code, _path(response), " ".join(said.split()), _wait(response)
+            )
+        if isinstance(cause, httpx.TransportError):
+            return Fault(None, _path(cause), str(cause) or type(cause).__name__)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _path(asked: object) -> str:
+    """Of an answer's request, or of one that failed; the client's own errors lose theirs."""
+    try:
+        url = asked.request.url  # type: ignore[attr-defined]
+    except RuntimeError:  # httpx: no request was set
+        return "the Hub"
+    return str(url.path)
+
+
+def _wait(response: object) -> float | None:
+    """Seconds that Retry-After, or the Hub's rate limit, asks for."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    headers = response.headers  # type: ignore[attr-defined]
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    try:
+        return max(0.0, float(headers.get("Retry-After", "")))
+    except ValueError:  # none, or a date
+        return None
+
+
+def patiently(
+    call: Callable[[], T],
+    what: str,
+    *,
+    say: Say = to_stderr,
+    once: str | None = None,
+    then: str = "try again later",
+) -> T:
+    """Call until it succeeds: up to TRIES times, waiting 1, 2, 4, ... seconds or what the Hub asks,
+    MOST_ASKED at most; `say` gets a line for each wait.
+
+    `what` says what for, in errors. `once` is part of the path of a request that must not be
+    carried out twice: where it may have been, there is no second one. `then` is what to do where it
+    failed too often. Raises Refused for what does not pass, RunError where it did not in time.
+    """
+    for number in range(1, TRIES + 1):
+        try:
+            return call()
+        except QConvertError:
+            raise
+        except Exception as error:
+            fault = fault_of(error)
+            if fault is None:
+                raise _translated(error, what) from error
+            if not fault.passes:
+                raise Refused(fault.status or 0, _no(fault, what)) from error
+            if once is not None and once in fault.path and fault.status not in _REFUSED_UNDONE:
+                raise RunError(
+                    f"{what}: {fault}; whether it was carried out is not known: look on the Hub, and "
+                    "where a pull request is open, go on with --revision refs/pr/NUMBER"
+                ) from error
+            if number == TRIES:
+                raise RunError(f"{what}: {fault}, {TRIES} times; {then}") from error
+            asked = fault.wait
+            wait = min(_LONGEST, 2.0 ** (number - 1)) if asked is None else min(MOST_ASKED, asked)
+            say(f"{what}: {fault}; again in {wait:.0f} s")
+            time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def _translated(error: Exception, what: str) -> Exception:
+    """Errors of the client that are the user's to mend, as ours; any other as it is."""
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return RunError(f"{what}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
+    if isinstance(error, LocalTokenNotFoundError):
+        return OutputError(f"{what}: there is no token; hf auth login, or set HF_TOKEN")
+    if isinstance(error, ValueError):  # README.md's front matter, an LFS object it will not take
+        return OutputError(f"{what}: {without_userinfo(' '.join(str(error).split()))}")
+    if isinstance(error, RuntimeError):  # hf_xet's own failures have no other type
+        return RunError(f"{what}: {without_userinfo(' '.join(str(error).split()))}")
+    if isinstance(error, KeyError):  # the client takes each key of an answer to be there
+        return RunError(f"{what}: the answer lacks {error}, so no Hub sent it; look at HF_ENDPOINT")
+    return error
+
+
+_WHY = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token that is valid",
+    403: "the token may not do this; take one with write access to the repo",
+    404: "it is not there, or the token may not see it",
+    413: "the Hub takes nothing as large as this; --max-shard-size makes smaller files",
+}
+
+
+def _no(fault: Fault, what: str) -> str:
+    return f"{what}: {fault}; {_WHY.get(fault.status or 0, 'asking again would not help')}"

@@ -1,0 +1,1 @@
+"""Every weight of a plan: where it is, in what form, how it is read."""

@@ -1,0 +1,76 @@
+"""Weights whose codes are found by calibration: what they will look like, before anything is computed.
+
+How a layer's codes come out depends on what goes through the model up to it, so no op can make one
+matrix by itself. In a plan such a matrix is a `Calibrated` node all the same: it has arguments, which
+are accounted for, and results of known types, which have their places in files. The executor leaves
+units with one to a maker (`qconvert/calibrate/`), a layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RunError
+from qconvert.core.graph import Apply, Buffer, Part, whole
+from qconvert.core.int_scheme import Packer
+from qconvert.ops.rowwise import RowOp
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A matrix in any stored form -> the results of each packer in turn, from calibrated codes.
+
+    `layer`, `expert` and `kind` (gate_proj, up_proj, down_proj) say which matrix it is; `request` is a
+    digest of the calibration's data and settings, so that another calibration is another plan. Raises
+    PlanError as the decoder and the packers do.
+    """
+
+    decoder: RowOp | None
+    packers: tuple[Packer, ...]
+    layer: int
+    expert: int
+    kind: str
+    request: str
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
+        return tuple(kind for packer in self.packers for kind in packer.infer(decoded))
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        yield whole(self, args)
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+    @property
+    def several(self) -> bool:
+        return len(self.packers) > 1
+
+    def loss(self, *args: TensorType) -> str | None:
+        return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
+
+    def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
+        decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
+        found = [] if self.decoder is None else [self.decoder.loss(*args)]
+        first = 0
+        for packer in self.packers:
+            stop = first + len(packer.infer(decoded))
+            if not ports.isdisjoint(range(first, stop)):
+                found.append(f"{packer.loss(decoded)}, calibrated")
+            first = stop
+        return "; ".join(text for text in found if text is not None) or None
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        raise RunError(
+            f"{self.kind} of expert {self.expert} in layer {self.layer} needs its layer's calibration; "
+            "give the run a maker (qconvert.calibrate.maker.maker_for)"
+        )
+
+
+def calibrated_op(node: Apply) -> Calibrated | None:
+    """The node's op where it is one of these."""
+    return node.op if isinstance(node.op, Calibrated) else None

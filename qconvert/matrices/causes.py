@@ -1,0 +1,68 @@
+"""Why a conversion cannot be made of a model: the true cause, and what to do.
+
+A model without experts is not one whose experts are unknown; a folder that qconvert made is told by
+what made it.
+"""
+
+from __future__ import annotations
+
+from qconvert.checkpoint.family import undescribed
+from qconvert.checkpoint.prepared import layout_of
+from qconvert.core.errors import PlanError
+from qconvert.plan.plan import Plan
+
+_UNKNOWN = "describe it in layouts/ (CONTRIBUTING.md, a model family)"
+
+
+def model_name(plan: Plan) -> str:
+    """The model as its config calls it."""
+    return f"model_type {plan.config.get('model_type')!r}"
+
+
+def check_experts(plan: Plan, instead: str) -> None:
+    """Raise PlanError for a plan whose routed experts cannot be worked on: they are in a form that only
+    a kernel reads, the model has none, or nobody has described the family. `instead` is what to do
+    with a model that has none."""
+    if "amx" in (plan.checkpoint.manifest or {}):
+        raise PlanError(
+            "its experts are in a CPU kernel's format already (qconvert amx made this folder); start "
+            "from the source"
+        )
+    if layout_of(plan.config) is not None:
+        raise PlanError(
+            "its experts are prepared for trtllm-gen (qconvert prepare made this folder); give them "
+            "back first: qconvert unprepare"
+        )
+    if not plan.census.dims.num_experts:
+        if any(".experts." in name or plan.census.kind(name).routed for name in plan.tensors):
+            fix = "correct config.json" if plan.family.name != "generic" else _UNKNOWN
+            raise PlanError(
+                f"{model_name(plan)}: the config counts no experts by a name that is known, and tensors "
+                f"are named for some; {fix}"
+            )
+        if plan.family.name == "generic":
+            instead = "use it as it is"  # of its other layers nothing is known either
+        raise PlanError(
+            f"this model has no experts: the config of {model_name(plan)} counts none, and no tensor "
+            f"is named for one; {instead}"
+        )
+    if plan.family.name == "generic":
+        raise PlanError(
+            f"{undescribed(plan.config)}: it has experts, and nobody has described how they are "
+            f"stored; {_UNKNOWN}"
+        )
+
+
+def check_linear_attention(plan: Plan, what: str) -> None:
+    """Raise PlanError for a model without Gated DeltaNet layers; `what` is what was to be done."""
+    if plan.census.dims.gdn is not None:
+        return
+    if plan.family.name == "generic" and any(".linear_attn." in name for name in plan.tensors):
+        raise PlanError(
+            f"{model_name(plan)} is not known: it has linear attention, and nobody has described its "
+            f"projections; {_UNKNOWN}"
+        )
+    raise PlanError(
+        f"this model has no linear-attention layers (Gated DeltaNet; {model_name(plan)}): there is "
+        f"nothing to {what}, use it as it is"
+    )

@@ -1,0 +1,210 @@
+"""The routed experts of a plan, whichever way they are stored: one matrix each, or 3-D stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.family import Place, undescribed
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Value, apply
+from qconvert.core.int_scheme import Packer
+from qconvert.core.names import experts_module, split_parameter
+from qconvert.core.roles import Kind
+from qconvert.matrices.calibrated import Calibrated
+from qconvert.matrices.causes import check_experts
+from qconvert.matrices.stored import Stored, read_matrix, read_of_stack
+from qconvert.plan.plan import ELSEWHERE, Plan
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+KINDS = dict(zip(PROJECTIONS, (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN), strict=True))
+_PROJECTION = {kind: projection for projection, kind in KINDS.items()}
+_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
+# Beside expert weights: shapes of packed ones, scales of activations.
+_SPENT = (".weight_shape", ".input_scale")
+SPENT_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One matrix of one routed expert. `layer` counts the draft (MTP) layers on after the model's
+    own, as DeepSeek numbers them. `kind` is one of PROJECTIONS, whatever the family calls it; `module`
+    is the name its parameters would have apart."""
+
+    layer: int
+    expert: int
+    kind: str
+    draft: bool
+    module: str
+    weight: Stored
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All of them, in the order a model runs in; the tensors they are read from; those of `taken`
+    that say nothing once the weights are others; and what the config's counts lead to."""
+
+    projections: tuple[Projection, ...]
+    taken: frozenset[str]
+    spent: frozenset[str]
+    expected: int
+
+
+def routed_experts(plan: Plan) -> Experts:
+    """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
+    dense model, a matrix that is missing, of another shape than the config says, or in a form that
+    is not read."""
+    check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
+    census = plan.census
+    dims = census.dims
+    if not dims.num_experts:
+        raise PlanError("the config counts no experts, and there are tensors of experts")
+    stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
+    for setting, size in stated.items():
+        if size < 1:
+            raise PlanError(f"the config states no {setting}")
+    found: dict[tuple[int, int, str], Projection] = {}
+    taken: set[str] = set()
+    for name, place in census.places.items():
+        for projection, names in _read(plan, name, place):
+            key = (projection.layer, projection.expert, projection.kind)
+            if key in found:
+                raise PlanError(f"{name!r}: expert {found[key].module!r} is there in another form")
+            if projection.expert >= dims.num_experts:
+                raise PlanError(f"{name!r}: the config counts {dims.num_experts} experts")
+            _check_shape(plan, projection, name)
+            found[key] = projection
+            taken.update(names)
+    if not found:
+        raise PlanError("no routed expert found, although the config counts them")
+    of_experts = [name for name in plan.tensors if census.kind(name).routed]
+    spent = {name for name in of_experts if name.endswith(_SPENT)}
+    for name in of_experts:
+        if name not in taken and name not in spent:
+            raise PlanError(
+                f"{name!r}: belongs to an expert, and is none of the {dims.num_experts} experts' "
+                f"weights in the config's {dims.num_layers} layers; biases are not computed by the "
+                "kernels, and a weight has one scale"
+            )
+    layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
+    for layer in dims.groups.get("moe", ()):
+        if (layer, False) not in layers:
+            raise PlanError(f"layer {layer}: its experts are missing")
+    for layer, _ in layers:
+        for expert in range(dims.num_experts):
+            for kind in PROJECTIONS:
+                if (layer, expert, kind) not in found:
+                    raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
+    drafts = _draft_layers(plan)
+    for layer in drafts:
+        if (layer, True) not in layers:
+            raise PlanError(
+                f"MTP layer {layer}: its experts are missing, and other MTP tensors are there"
+            )
+    counted = len(dims.groups.get("moe", ())) + len(drafts)
+    kinds = len(PROJECTIONS) * dims.num_experts
+    return Experts(
+        tuple(found[key] for key in sorted(found)), frozenset(taken | spent), frozenset(spent),
+        counted * kinds,
+    )  # fmt: skip
+
+
+def check_described(plan: Plan) -> None:
+    """Raises PlanError for a model that no family describes. Nothing of it is quantized: what its
+    tensors are cannot be told from their names."""
+    if plan.family.name == "generic":
+        raise PlanError(
+            f"{undescribed(plan.config)}: no file in layouts/ says which of its tensors are linear "
+            "layers that runtimes load quantized, and qconvert quantizes no others (an embedding or a "
+            "router in their place would load and generate garbage); copy, dequant, diff and validate "
+            "work; see CONTRIBUTING.md, a model family"
+        )
+
+
+def calibrated(
+    projection: Projection, packers: tuple[Packer, ...], digest: str
+) -> tuple[tuple[Output, ...], ...]:
+    """A matrix whose codes a calibration finds: the results of each packer. Raises PlanError where the
+    matrix is of no size that one takes."""
+    p = projection
+    if any(isinstance(piece.origin, Value) for arg in p.weight.args for piece in arg.pieces):
+        raise PlanError(
+            f"{p.module} is computed by an earlier pass, and a calibration reads the checkpoint itself: "
+            "make that pass a conversion of its own, or leave it out (FP8 and INT4 are decoded here too)"
+        )
+    op = Calibrated(p.weight.decoder, packers, p.layer, p.expert, p.kind, digest)
+    try:
+        results = iter(apply(op, *p.weight.args))
+        kind = TensorType("BF16", (p.weight.rows, p.weight.columns))
+        return tuple(tuple(next(results) for _ in packer.infer(kind)) for packer in packers)
+    except PlanError as error:
+        raise PlanError(f"{p.module}: {error}") from error
+
+
+def _draft_layers(plan: Plan) -> list[int]:
+    """Numbers of the draft layers that must have experts: all the config counts, where there is any
+    draft tensor; none where they were left out as a whole."""
+    dims = plan.census.dims
+    if not any(plan.family.is_mtp(name, dims) for name in plan.tensors):
+        return []
+    groups = dims.groups.get("mtp_moe", ())
+    return [n if n >= dims.num_layers else n + dims.num_layers for n in groups]
+
+
+def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
+    """The projections that a tensor begins: a weight its own, a stack those of all experts."""
+    role = place.role.kind
+    if role not in (*_PROJECTION, *_STACKED) or place.layer is None:
+        return
+    draft = plan.family.is_mtp(name, plan.census.dims)
+    layer = place.layer
+    if draft and layer < plan.census.dims.num_layers:
+        layer += plan.census.dims.num_layers
+    if role in _PROJECTION:
+        if place.parameter not in ("weight", "weight_packed", "qweight"):
+            return
+        assert place.expert is not None
+        module, _ = split_parameter(name)
+        stored, names = read_matrix(plan, module)
+        yield Projection(layer, place.expert, _PROJECTION[role], draft, module, stored), names
+        return
+    if place.parameter not in ("", "weight"):
+        return
+    dims = plan.census.dims
+    shape = plan.tensors[name].type.shape
+    if len(shape) != 3 or shape[0] != dims.num_experts:
+        raise PlanError(
+            f"{name!r}: expected [{dims.num_experts} experts, rows, columns], found "
+            f"{plan.tensors[name].type}"
+        )
+    transposed = plan.family.stacked_transposed
+    base, apart = experts_module(name), plan.family.expert_names()
+    for expert in range(dims.num_experts):
+        stored, names = read_of_stack(plan, name, expert, transposed=transposed)
+        if role is Kind.STACKED_DOWN:
+            parts = [("down_proj", stored)]
+        else:
+            half = stored.rows // 2
+            parts = [
+                ("gate_proj", stored.cut(0, half)),
+                ("up_proj", stored.cut(half, 2 * half)),
+            ]
+        for part, weight in parts:
+            module = f"{base}.{expert}.{apart.get(KINDS[part], part)}"
+            yield Projection(layer, expert, part, draft, module, weight), names
+
+
+def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
+    dims = plan.census.dims
+    hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
+    wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
+    found = projection.weight.rows, projection.weight.columns
+    if found != wanted:
+        order = "[E, inputs, outputs]" if plan.family.stacked_transposed else "[E, outputs, inputs]"
+        note = f" (stacks of {plan.family.name} are {order})"
+        raise PlanError(
+            f"{projection.module}: expected [{wanted[0]}, {wanted[1]}] by the config's hidden_size "
+            f"and moe_intermediate_size, found [{found[0]}, {found[1]}]"
+            + (note if len(plan.tensors[name].type.shape) == 3 else "")
+        )

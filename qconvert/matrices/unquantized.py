@@ -1,0 +1,132 @@
+"""What stands beside packed weights: layers in bf16, which ignore lists name, and in block FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from re import escape
+
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output
+from qconvert.core.names import split_parameter
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.plan.plan import Plan
+
+_VISION = r"re:.*visual\..*"
+
+Named = Mapping[str, Output]
+
+
+def expert_targets(paths: Iterable[str]) -> list[str]:
+    """Patterns of all modules of routed experts that hang at these paths below their layers
+    (`.mlp.experts`)."""
+    return [rf"re:.*{escape(path)}\..*" for path in paths]
+
+
+def all_experts(paths: Iterable[str]) -> list[str]:
+    """The same with the module that holds them, for lists of what is left."""
+    return [rf"re:.*{escape(path)}(\..*)?$" for path in paths]
+
+
+def no_experts(paths: Iterable[str]) -> str:
+    """A pattern, without `re:`, of all modules that are none of routed experts."""
+    return rf"^(?!.*{_any_of(paths)}).*$"
+
+
+def _draft_linears(paths: Iterable[str]) -> str:
+    below = [path.removeprefix(".") for path in paths]
+    return rf"re:model\.decoder\.(?!{_any_of(below)}\.).*" if below else r"re:model\.decoder\..*"
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    found = [escape(text) for text in texts]
+    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+
+
+def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
+    """Every unquantized matrix beside the packed ones, by the module's name, linear or not: a name too
+    many does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
+    runtimes name vision towers as they like; experts that stay are one pattern."""
+    census, dims = plan.census, plan.census.dims
+    paths = plan.family.expert_paths
+    found, vision, kept = [], False, False
+    for name, output in others.items():
+        place = census.places.get(name)
+        vision = vision or (place is not None and place.role.name.startswith("vision."))
+        if census.kind(name).routed and not experts:
+            kept = True
+            continue
+        if not name.endswith(".weight") or len(output.type.shape) != 2:
+            continue
+        if output.type.dtype not in WEIGHT_DTYPES:
+            found.append(split_parameter(name)[0])
+    if any(".layers." in m and plan.family.is_mtp(m, dims) for m in found):
+        found.append(_draft_linears(paths))
+    if vision:
+        found.append(_VISION)
+    if kept:
+        found += all_experts(paths)
+    return found
+
+
+def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None:
+    """The block size of the linears that are FP8, None where none is."""
+    if not any(linears.values()):
+        return None
+    for config in plan.checkpoint.quantization_configs:
+        if config.block.get("activation_scheme") == "static":
+            raise PlanError(
+                f"{config.where}: activation_scheme static; beside packed weights runtimes scale "
+                "activations dynamically: dequantize the checkpoint first (qconvert dequant)"
+            )
+    for module, fp8 in linears.items():
+        kind = plan.tensors[f"{module}.weight"].type
+        if fp8 and kind.dtype != "F8_E4M3":
+            raise PlanError(
+                f"{module!r} is {kind}; beside packed weights runtimes take E4M3: dequantize the "
+                "checkpoint first (qconvert dequant)"
+            )
+    first, *others = [module for module, fp8 in linears.items() if fp8]
+    block = fp8_scheme(plan.checkpoint, first).block
+    for module in others:
+        if (other := fp8_scheme(plan.checkpoint, module).block) != block:
+            raise PlanError(
+                f"{first!r} is FP8 in blocks {block}, and {module!r} in blocks {other}; beside packed "
+                "weights runtimes take one: dequantize the checkpoint first (qconvert dequant)"
+            )
+    if block is None:
+        raise PlanError(
+            f"{first!r} is FP8 without blocks; beside packed weights runtimes take block FP8 or bf16 "
+            "linears: dequantize the checkpoint first (qconvert dequant)"
+        )
+    return block
+
+
+def check_nothing_packed(others: Named) -> None:
+    """The new config says one thing of packed weights. Raises PlanError for others that stay packed."""
+    for name in others:
+        if name.endswith((".weight_packed", ".qweight")):
+            raise PlanError(
+                f"{name!r} is packed already and is no target, and the config has no place for two "
+                "forms: target it too, or start from a source that is not quantized"
+            )
+
+
+def check_plain_scales(others: Named) -> None:
+    """compressed-tensors' float-quantized scales are numbers."""
+    for name, output in others.items():
+        if name.endswith(".weight_scale_inv") and output.type.dtype in ("U8", "F8_E8M0"):
+            raise PlanError(
+                f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
+                "dequantize the checkpoint first (qconvert dequant)"
+            )
+
+
+def as_weight_scale(name: str, others: Named) -> str:
+    """compressed-tensors' name of a block scale."""
+    if not name.endswith(".weight_scale_inv"):
+        return name
+    renamed = name.removesuffix("_inv")
+    if renamed in others:
+        raise PlanError(f"{name!r} would become {renamed!r}, which is there already")
+    return renamed

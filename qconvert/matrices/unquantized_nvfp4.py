@@ -1,0 +1,120 @@
+"""What stands beside NVFP4 weights, as either dialect's config names it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from re import escape
+from typing import Any
+
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output
+from qconvert.core.names import split_parameter
+from qconvert.matrices.unquantized import Named, ignored
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.plan.plan import Plan
+
+# sglang's draft models call a layer so that checkpoints number on from the model's own.
+_NUMBERED_ON = "model.decoder."
+
+
+def draft_prefixes(plan: Plan) -> list[str]:
+    """How names of draft layers begin, [] where there is none."""
+    dims, family = plan.census.dims, plan.family
+    found: dict[str, None] = {}
+    for name in plan.tensors:
+        if not family.is_mtp(name, dims):
+            continue
+        named = [prefix for prefix in family.mtp if name.startswith(prefix)]
+        at, layers, rest = name.partition(".layers.")
+        found[named[0] if named else f"{at}{layers}{rest.partition('.')[0]}."] = None
+    return list(found)
+
+
+def draft_patterns(plan: Plan) -> list[str]:
+    """The same as regular expressions, with what runtimes call them."""
+    prefixes = draft_prefixes(plan)
+    if any(".layers." in prefix for prefix in prefixes):
+        prefixes.append(_NUMBERED_ON)
+    return [escape(prefix) for prefix in prefixes]
+
+
+def ignored_names(plan: Plan, others: Named) -> list[str]:
+    """compressed-tensors' list: every unquantized matrix beside the packed ones by name; draft layers,
+    where nothing of them is FP8, by a pattern each."""
+    drafts = tuple(draft_prefixes(plan))
+    found = ignored(
+        plan, {n: o for n, o in others.items() if not n.startswith(drafts)}, experts=True
+    )
+    inside = {name: o for name, o in others.items() if name.startswith(drafts)}
+    plain = [name for name, o in inside.items() if _is_matrix(plan, name, o)]
+    if not plain:
+        return found
+    if any(output.type.dtype in WEIGHT_DTYPES for output in inside.values()):
+        return found + [split_parameter(name)[0] for name in plain]
+    return found + [f"re:{pattern}.*" for pattern in draft_patterns(plan)]
+
+
+def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list[str]:
+    """modelopt's list: a glob for each module under which nothing is quantized, or else the linear's
+    own name. Runtimes find fused modules by the glob of what they are in."""
+    parents = {parent for module in quantized for parent in _parents(module)}
+    drafts = draft_prefixes(plan)
+    found: dict[str, None] = {}
+    for name, output in others.items():
+        if not _is_matrix(plan, name, output):
+            continue
+        draft = next((prefix for prefix in drafts if name.startswith(prefix)), None)
+        place = plan.census.places.get(name)
+        module, _ = split_parameter(name)
+        above = module.rpartition(".")[0]
+        if draft is not None:
+            found |= dict.fromkeys(_draft_globs(draft))
+        elif place is not None and place.role.name.startswith("vision."):
+            before, visual, _ = module.partition("visual")
+            found[f"{before}{visual}*"] = None
+        else:
+            found[module if not above or above in parents else f"{above}.*"] = None
+    return list(found)
+
+
+def kept_expert_globs(plan: Plan, others: Named) -> list[str]:
+    """Globs of draft layers that have FP8 experts of their own."""
+    found: dict[str, None] = {}
+    for draft in draft_prefixes(plan):
+        inside = [n for n in others if n.startswith(draft) and plan.census.kind(n).routed]
+        if any(others[name].type.dtype in WEIGHT_DTYPES for name in inside):
+            found |= dict.fromkeys(_draft_globs(draft))
+    return list(found)
+
+
+def _draft_globs(prefix: str) -> list[str]:
+    return [f"{prefix}*", f"{_NUMBERED_ON}*"] if ".layers." in prefix else [f"{prefix}*"]
+
+
+def _parents(module: str) -> Iterable[str]:
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def _is_matrix(plan: Plan, name: str, output: Output) -> bool:
+    """Whether it is an unquantized linear's weight, or a stack of experts'."""
+    kind = output.type
+    if kind.dtype in WEIGHT_DTYPES:
+        return False
+    return (name.endswith(".weight") and len(kind.shape) == 2) or (
+        plan.census.kind(name).routed and len(kind.shape) == 3
+    )
+
+
+def fp8_own_block(plan: Plan) -> Mapping[str, Any]:
+    """The source's own block, where it is one of block FP8 under the names of DeepSeek and Qwen, whose
+    layers can stay as they are. Raises PlanError for another."""
+    for config in plan.checkpoint.quantization_configs:
+        if config.method == "fp8" and config.block.get("weight_block_size"):
+            return config.block
+    raise PlanError(
+        "FP8 layers stay as they are beside NVFP4 experts only with quant_method fp8 and a "
+        "weight_block_size: take dialect compressed-tensors, or dequantize the checkpoint first "
+        "(qconvert dequant)"
+    )

@@ -1,0 +1,86 @@
+"""How large the inputs of routed experts were in a calibration: read from a folder of `--save-stats`.
+
+Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absmax` F32 [E, H] and
+`layers.{L}.down.absmax` F32 [E, I]: of each input column the largest size seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.checkpoint.safetensors import Entry, read_header
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import CheckpointError, DataError, PlanError
+
+_NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")
+
+
+@dataclass(frozen=True)
+class InputMaxima:
+    """The largest input of each expert, by layer and `gate_up` or `down`. `unseen` counts those that
+    saw no token, which have the largest of their layer's others."""
+
+    largest: Mapping[tuple[int, str], tuple[float, ...]]
+    unseen: int
+
+    def of(self, layer: int, expert: int, kind: str) -> float:
+        """For a projection's kind: gate_proj, up_proj or down_proj."""
+        return self.largest[layer, "down" if kind == "down_proj" else "gate_up"][expert]
+
+
+def input_maxima(
+    folder: Path, layers: tuple[int, ...], experts: int, hidden: int, intermediate: int
+) -> InputMaxima:
+    """Read what was seen of these layers. Raises DataError for a folder that cannot be read, PlanError
+    where a layer is missing, of another model's shape, not finite, or saw nothing."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: expected a folder of --save-stats, found none")
+    entries: dict[tuple[int, str], tuple[Path, Entry]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            found = read_header(file).entries
+        except CheckpointError as error:
+            raise DataError(str(error)) from error
+        for entry in found:
+            match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                entries[int(match[1]), match[2]] = file, entry
+    largest: dict[tuple[int, str], tuple[float, ...]] = {}
+    unseen = 0
+    for layer in layers:
+        for kind, width in (("gate_up", hidden), ("down", intermediate)):
+            if (layer, kind) not in entries:
+                raise PlanError(
+                    f"{folder}: has no layers.{layer}.{kind}.absmax; the model's experts of layer "
+                    f"{layer} need input scales: calibrate with --save-stats to the end, or leave "
+                    "--stats out for weights only"
+                )
+            file, entry = entries[layer, kind]
+            wanted = TensorType("F32", (experts, width))
+            if entry.type != wanted:
+                raise PlanError(
+                    f"{file}: {entry.name!r}: expected {wanted} by the config, found {entry.type}; "
+                    "these are another model's statistics"
+                )
+            values, zeros = _largest(file, entry)
+            largest[layer, kind] = values
+            unseen += zeros if kind == "down" else 0
+    return InputMaxima(largest, unseen)
+
+
+def _largest(file: Path, entry: Entry) -> tuple[tuple[float, ...], int]:
+    """The largest of each row, and how many rows had none."""
+    import numpy as np
+
+    rows = np.memmap(file, "<f4", "r", entry.offset, entry.type.shape).max(axis=1)
+    if not np.isfinite(rows).all() or (rows < 0).any():
+        expert = int(np.flatnonzero(~np.isfinite(rows) | (rows < 0))[0])
+        raise PlanError(f"{file}: {entry.name!r}: expert {expert} has no finite largest input")
+    most = float(rows.max())
+    if most == 0:
+        raise PlanError(f"{file}: {entry.name!r}: no expert of this layer saw any token")
+    found = tuple(float(value) if value else most for value in rows.tolist())
+    return found, int((rows == 0).sum())

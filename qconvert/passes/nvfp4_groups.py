@@ -1,0 +1,58 @@
+"""Stored matrices as NVFP4, those that runtimes compute as one with one own scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, apply
+from qconvert.core.roles import Kind, joined_with
+from qconvert.formats.nvfp4.config import NAMES
+from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
+from qconvert.matrices.stored import Stored
+from qconvert.ops.cast import ToBf16
+from qconvert.ops.fp4 import Dialect
+from qconvert.ops.rowwise import RowOp
+
+
+def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Output]:
+    """The tensors of matrices that share a scale, by name. Raises PlanError naming a matrix that
+    cannot be quantized."""
+    maxima, names = [], NAMES[dialect]
+    for module, stored in matrices.items():
+        decoder = _decoder(stored)
+        op = RowMaxima() if decoder is None else DecodedMaxima(decoder, (RowMaxima(),))
+        try:
+            maxima.append(apply(op, *stored.args)[0])
+        except PlanError as error:
+            raise PlanError(f"{module}: {error}") from error
+    try:
+        (own,) = apply(OwnScale(dialect), *maxima)
+    except PlanError as error:
+        raise PlanError(f"{', '.join(matrices)}: {error}") from error
+    made: dict[str, Output] = {}
+    for module, stored in matrices.items():
+        try:
+            weight, scale = apply(PackNvfp4(_decoder(stored), dialect), *stored.args, own)
+        except PlanError as error:
+            raise PlanError(f"{module}: {error}") from error
+        made[f"{module}.{names.weight}"] = weight
+        made[f"{module}.{names.scale}"] = scale
+        made[f"{module}.{names.own}"] = own.reshape(names.scalar)
+    return made
+
+
+def _decoder(stored: Stored) -> RowOp | None:
+    """How the matrix is read: F16 and F32 as they are, since bf16 would round them once more."""
+    return None if isinstance(stored.decoder, ToBf16) else stored.decoder
+
+
+def shared_groups(modules: Mapping[str, Kind]) -> tuple[tuple[str, ...], ...]:
+    """Modules in groups that share a scale: those under one parent that runtimes compute as one."""
+    found: dict[tuple[str, tuple[Kind, ...]], list[str]] = {}
+    for module, kind in modules.items():
+        joined = joined_with(kind)
+        at = module.rpartition(".")[0] if len(joined) > 1 else module
+        found.setdefault((at, joined), []).append(module)
+    return tuple(map(tuple, found.values()))

@@ -1,0 +1,391 @@
+"""The plan: what shall exist, proved to account for every source byte before any is read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, ClassVar, Protocol
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Census, Family, census, family_for
+from qconvert.checkpoint.quantization_config import grid_fault, stated_block
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Apply, Output, Several, Source, Value
+from qconvert.core.names import experts_module, natural_key, scale_candidates, weight_candidates
+from qconvert.samples.request import Calibration
+
+# Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
+# them: the order of fused projections cannot be told from the tensors.
+LASTING_FACTS = ("gdn_groups",)
+# How rules begin that leave a tensor out because another folder holds it.
+ELSEWHERE = "elsewhere:"
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One pass as it ran: how many tensors (or other `what`) it matched, and how many the config led
+    it to expect (None where nothing could be known)."""
+
+    name: str
+    spec: str
+    matched: int
+    expected: int | None
+    notes: tuple[str, ...] = ()
+    what: str = "tensors"
+
+
+@dataclass(frozen=True)
+class Calibrating:
+    """A calibration that a plan rests on: the model it runs, which is the plan before its weights were
+    replaced, and what was asked for. Its digest is in every op that depends on it."""
+
+    model: Plan
+    request: Calibration
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Named outputs over a checkpoint's sources.
+
+    `dropped` maps source names to the rule that drops them, `dropped_files` likewise for side
+    files. `facts` is what a pass wants recorded in the manifest (layout, method, ...). `aliases` are
+    outputs that repeat another's bytes on purpose; `linkable` are source shards that an output
+    folder could hold as they are. `needs_class` is a model class that alone takes what a pass made.
+    `new_files` are texts a pass writes beside the weights, by name; `metadata` is what it adds to that
+    of the safetensors files. `calibration` is how weights with a `Calibrated` node are to be computed.
+    """
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, Output]
+    config: Mapping[str, Any]
+    side_files: tuple[str, ...]
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    dropped_files: Mapping[str, str] = field(default_factory=dict)
+    log: tuple[LogEntry, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    aliases: frozenset[str] = frozenset()
+    linkable: tuple[int, ...] = ()
+    needs_class: str | None = None
+    new_files: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    calibration: Calibrating | None = None
+
+    @classmethod
+    def identity(cls, checkpoint: Checkpoint) -> Plan:
+        """Every tensor as it is, in the order a model runs in."""
+        names = sorted(checkpoint, key=natural_key)
+        manifest = checkpoint.manifest or {}
+        return cls(
+            checkpoint,
+            {name: checkpoint[name].output for name in names},
+            checkpoint.config,
+            checkpoint.side_files,
+            facts={key: manifest[key] for key in LASTING_FACTS if key in manifest},
+        )
+
+    @property
+    def family(self) -> Family:
+        """The family of what is planned: the source's, unless a pass changed the model's class."""
+        if self.config.get("model_type") == self.checkpoint.config.get("model_type"):
+            return self.checkpoint.family
+        return family_for(self.config, self.tensors)
+
+    @cached_property
+    def census(self) -> Census:
+        """The planned tensors sorted by role."""
+        return census(self.family, self.config, self.tensors)
+
+    def logged(self, entry: LogEntry, **changes: Any) -> Plan:
+        """This plan with some fields replaced and a pass added to the log."""
+        return replace(self, log=(*self.log, entry), **changes)
+
+    def check(self) -> Plan:
+        """Prove the plan sound; returns it. Raises PlanError naming the first tensor at fault.
+
+        Every source byte reaches an output or a named drop rule, no byte is copied twice, every
+        output is filled exactly, no scale or quantized weight stands alone, tied embeddings stay
+        alike, and routed experts and MTP layers are kept or dropped whole.
+        """
+        if not self.tensors:
+            raise PlanError("nothing is left to write: the passes drop every tensor")
+        if self.needs_class is not None and self.config.get("model_type") != self.needs_class:
+            raise PlanError(
+                f"the projections are in an order only {self.needs_class} takes, and the model_type "
+                f"is {self.config.get('model_type')}: it would load without error and generate garbage; "
+                f"the recipe lacks `as_class: {{to: {self.needs_class}}}`"
+            )
+        _check_filled(self)
+        _check_conservation(self)
+        _check_scales(self)
+        _check_ties(self)
+        _check_whole_groups(self)
+        return self
+
+    @property
+    def bytes_in(self) -> int:
+        return self.checkpoint.nbytes
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(output.type.nbytes for output in self.tensors.values())
+
+    @property
+    def bytes_dropped(self) -> int:
+        return sum(self.checkpoint[name].type.nbytes for name in self.dropped)
+
+    def losses(self) -> dict[str, int]:
+        """What the plan's steps lose, each with the number of nodes that do. Of a node whose results go
+        to several folders only what becomes of those that this plan wants."""
+        return dict(self._losses)
+
+    @cached_property
+    def _losses(self) -> dict[str, int]:
+        order = list(nodes(self.tensors.values()))
+        shared = [node for node in order if getattr(node.op, "several", False)]
+        wanted = _ports(self.tensors.values(), order) if shared else {}
+        found: dict[str, int] = {}
+        for node in order:
+            types = [arg.type for arg in node.args]
+            loss = node.op.loss(*types)
+            if shared and isinstance(node.op, Several):
+                loss = node.op.loss_of(wanted[id(node)], *types)
+            if loss is not None:
+                found[loss] = found.get(loss, 0) + 1
+        return found
+
+    def fingerprint(self) -> str:
+        """A hash of the sources' headers, every op with its arguments, config and side files.
+
+        Paths and times do not enter it: the same plan on another machine has the same one.
+        """
+        digest = sha256(self.checkpoint.header_digest.encode())
+        numbers: dict[int, int] = {}
+
+        def spell(output: Output) -> str:
+            parts = [str(output.type)]
+            for origin, start, stop in output.pieces:
+                if isinstance(origin, Source):
+                    parts.append(f"{origin.name}[{start}:{stop}]")
+                else:
+                    parts.append(f"%{visit(origin.node)}.{origin.port}[{start}:{stop}]")
+            return ";".join(parts)
+
+        def visit(node: Apply) -> int:
+            known = numbers.get(id(node))
+            if known is None:
+                spelled = [spell(arg) for arg in node.args]
+                known = numbers[id(node)] = len(numbers)
+                digest.update(f"%{known}={node.op!r}({','.join(spelled)})\n".encode())
+            return known
+
+        for name in sorted(self.tensors):
+            digest.update(f"{name}={spell(self.tensors[name])}\n".encode())
+        rest = [self.config, self.side_files, dict(self.dropped), dict(self.facts)]
+        if self.new_files:
+            rest.append(dict(self.new_files))
+        if self.metadata:
+            rest.append({"metadata": dict(self.metadata)})
+        digest.update(json.dumps(rest, sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+class Pass(Protocol):
+    """A pure function from plan to plan. Its fields are its options in a recipe, its repr its
+    identity; it logs how many tensors it matched, and matching nothing is an error."""
+
+    name: ClassVar[str]
+
+    def __call__(self, plan: Plan) -> Plan: ...
+
+
+def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
+    """Apply passes in order, hold each to the count it logged, and check the end result.
+
+    Raises PlanError, prefixed with the name of the pass it came from.
+    """
+    for step in passes:
+        try:
+            plan = counted(step(plan))
+        except PlanError as error:
+            raise PlanError(f"{step.name}: {error}") from error
+    return plan.check()
+
+
+def counted(plan: Plan) -> Plan:
+    """The plan, if its last pass found what it was led to expect: one that finds 35 of 36 layers has
+    failed. Raises PlanError."""
+    entry = plan.log[-1]
+    if entry.expected is not None and entry.matched != entry.expected:
+        raise PlanError(
+            f"{entry.matched} {entry.what} matched, the config leads to {entry.expected}"
+        )
+    return plan
+
+
+def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
+    """Every node the outputs depend on, arguments before users, each once."""
+    seen: set[int] = set()
+    for output in outputs:
+        stack: list[tuple[Apply, bool]] = [
+            (piece.origin.node, False) for piece in output.pieces if isinstance(piece.origin, Value)
+        ]
+        while stack:
+            node, ready = stack.pop()
+            if ready:
+                yield node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack.append((node, True))
+                stack.extend(
+                    (piece.origin.node, False)
+                    for arg in node.args
+                    for piece in arg.pieces
+                    if isinstance(piece.origin, Value)
+                )
+
+
+def _ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozenset[int]]:
+    """By a node's identity, which of its results are used: by outputs, or by the other nodes."""
+    args = (arg for node in order for arg in node.args)
+    found: dict[int, set[int]] = {}
+    for output in itertools.chain(outputs, args):
+        for origin, _, _ in output.pieces:
+            if isinstance(origin, Value):
+                found.setdefault(id(origin.node), set()).add(origin.port)
+    return {node: frozenset(ports) for node, ports in found.items()}
+
+
+def _check_filled(plan: Plan) -> None:
+    for name, output in plan.tensors.items():
+        filled = sum(piece.nbytes for piece in output.pieces)
+        if filled != output.type.nbytes:
+            raise PlanError(
+                f"tensor {name!r}: {output.type} takes {output.type.nbytes} bytes, "
+                f"its pieces hold {filled}"
+            )
+
+
+Intervals = dict[str, list[tuple[int, int]]]
+
+
+def _check_conservation(plan: Plan) -> None:
+    copied: Intervals = {}
+    used: Intervals = {}
+    writer: dict[tuple[str, int], str] = {}
+    for name, output in plan.tensors.items():
+        if name in plan.aliases:
+            continue
+        for origin, start, stop in output.pieces:
+            if isinstance(origin, Source):
+                copied.setdefault(origin.name, []).append((start, stop))
+                writer[origin.name, start] = name
+    for node in nodes(plan.tensors.values()):
+        for arg in node.args:
+            for origin, start, stop in arg.pieces:
+                if isinstance(origin, Source):
+                    used.setdefault(origin.name, []).append((start, stop))
+    for source_name, spans in copied.items():
+        spans.sort()
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            if start < end:
+                raise PlanError(
+                    f"bytes of tensor {source_name!r} would be written twice, once into "
+                    f"{writer[source_name, start]!r}"
+                )
+    for source_name, source in plan.checkpoint.items():
+        rule = plan.dropped.get(source_name)
+        spans = copied.get(source_name, []) + used.get(source_name, [])
+        if rule is not None:
+            if spans:
+                raise PlanError(f"tensor {source_name!r} is dropped by {rule!r} and used as well")
+            continue
+        hole = _first_hole(sorted(spans), source.type.nbytes)
+        if hole is not None:
+            part = "" if not spans else f", bytes from {hole} on,"
+            raise PlanError(
+                f"tensor {source_name!r}{part} reaches no output and no rule drops it; "
+                "keep it, or name a drop rule in the recipe"
+            )
+    for source_name in plan.dropped:
+        if source_name not in plan.checkpoint:
+            raise PlanError(f"the rule {plan.dropped[source_name]!r} drops unknown {source_name!r}")
+
+
+def _first_hole(spans: list[tuple[int, int]], size: int) -> int | None:
+    at = 0
+    for start, stop in spans:
+        if start > at:
+            return at
+        at = max(at, stop)
+    return at if at < size else None
+
+
+def _check_scales(plan: Plan) -> None:
+    block = stated_block(plan.checkpoint.quantization_configs)
+    for name, output in plan.tensors.items():
+        weights = weight_candidates(name)
+        if weights and not any(weight in plan.tensors for weight in weights):
+            raise PlanError(f"scale {name!r} has no weight beside it ({' or '.join(weights)})")
+        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not weights:
+            scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
+            if not scales:
+                tried = " or ".join(scale_candidates(name))
+                raise PlanError(f"FP8 weight {name!r} has no scale ({tried})")
+            if block is not None and len(output.type.shape) >= 2:
+                fault = grid_fault(output.type, plan.tensors[scales[0]].type, block)
+                if fault is not None:
+                    raise PlanError(f"scale {scales[0]!r}: {fault}")
+
+
+def _check_ties(plan: Plan) -> None:
+    tied = plan.family.tied
+    found = plan.census
+    if not found.dims.tied or tied is None:
+        return
+    names = [name for role in tied if (name := found.named(role)) is not None]
+    types = {plan.tensors[name].type for name in names}
+    if len(types) > 1:
+        first, second = names
+        raise PlanError(
+            f"config ties {first!r} and {second!r}, but they would become "
+            f"{plan.tensors[first].type} and {plan.tensors[second].type}"
+        )
+
+
+def _check_whole_groups(plan: Plan) -> None:
+    """Routed experts of a layer, and MTP, leave together or not at all: half of either loads and
+    babbles."""
+    if not plan.dropped:
+        return
+    census = plan.checkpoint.census
+    dims, family = census.dims, plan.checkpoint.family
+    kept: dict[str, str] = {}
+    gone: dict[str, str] = {}
+    for name in plan.checkpoint:
+        groups = []
+        if census.kind(name).routed:
+            groups.append(f"the experts of {(experts_module(name) or name).rpartition('.')[0]}")
+        if family.is_mtp(name, dims):
+            groups.append("the MTP layers")
+        rule = plan.dropped.get(name)
+        if rule is not None and _spent(rule):
+            continue
+        for group in groups:
+            (gone if rule is not None else kept).setdefault(group, name)
+    for group, name in gone.items():
+        if group in kept:
+            raise PlanError(
+                f"the rule {plan.dropped[name]!r} drops {name!r} but keeps {kept[group]!r}: "
+                f"{group} are kept or dropped whole"
+            )
+
+
+def _spent(rule: str) -> bool:
+    """Rules of conversions that make a parameter meaningless (activation scales of weights that
+    are no longer quantized), what follows from other parameters, and what is left to another folder:
+    their module stays whole."""
+    return rule.startswith(("dequant:", "derived:", ELSEWHERE))

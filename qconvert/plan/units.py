@@ -1,0 +1,223 @@
+"""Units: the plan cut into the smallest pieces of work that can be done, and remembered, alone.
+
+A unit is a connected component: outputs that share a computed value belong together, so that each
+value is computed once. Within a unit, steps run one after another; a step is either a copy of
+source bytes or a group of connected nodes. Only one step's buffers live at a time, and the work of
+each node is further cut by its op, so the memory a unit needs is far below its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned
+from qconvert.plan.plan import nodes
+
+# Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
+# through a buffer no smaller than the second figure.
+COPY_BYTES = 4 << 20
+MIN_COPY_BYTES = 64 << 10
+# How much an op is asked to work on at once: a part stays in the cache that cores share, and its
+# result fits the sink's window.
+PART_BYTES = 3 << 20
+
+
+# Several results of one node are kept until they are whole, if they are no larger than this: parts of
+# them, written in turn, would be many small writes.
+GATHER_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Source bytes [start, stop) go to byte `at` of output `output` (an index into the unit's)."""
+
+    source: Source
+    start: int
+    stop: int
+    output: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes [start, stop) of port `port` of node `node` go to byte `at` of output `output`."""
+
+    node: int
+    port: int
+    start: int
+    stop: int
+    output: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Connected nodes, arguments before users, and where their results go."""
+
+    nodes: tuple[Apply, ...]
+    writes: tuple[Write, ...]
+
+
+Step = Copy | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Outputs that must be made together, the steps that make them, and their bytes. `peak` is the
+    least memory the hungriest step can run in."""
+
+    outputs: tuple[tuple[str, Output], ...]
+    steps: tuple[Step, ...]
+    read: int
+    write: int
+    peak: int
+
+
+def part_bytes(op: Op, part: Part) -> int:
+    """Memory one part of an op's work takes: arguments, results and scratch."""
+    types = [t for _, t in part.args]
+    buffers = [t.nbytes for t in types] + [t.nbytes for _, t in part.outs]
+    return sum(map(aligned, buffers)) + aligned(op.scratch(*types))
+
+
+def compute_bytes(step: Compute, limit: int = 1) -> int:
+    """Memory a step takes when its ops are asked for parts of `limit` bytes. Ops put their largest
+    part first. Nodes run one after another, part by part; what others take of one lives whole."""
+    kept = taken_by_others(step)
+    whole_results = sum(
+        aligned(kind.nbytes) for node in step.nodes if id(node) in kept for kind in node.types
+    )
+    return whole_results + max(node_bytes(node, limit) for node in step.nodes)
+
+
+def node_bytes(node: Apply, limit: int = 1) -> int:
+    """Memory of a node's first part, its largest, when asked for parts of `limit` bytes."""
+    return _first_part_bytes(node.op, limit, tuple(arg.type for arg in node.args))
+
+
+def taken_by_others(step: Compute) -> frozenset[int]:
+    """Ids of nodes whose results other nodes of the step take."""
+    return frozenset(id(before) for node in step.nodes for before in _arguments(node))
+
+
+def gathered_bytes(step: Compute) -> int:
+    """The most memory for results of a node that are better written whole, 0 where none are."""
+    kept = taken_by_others(step)
+    return max((gathered_of(node) for node in step.nodes if id(node) not in kept), default=0)
+
+
+def gathered_of(node: Apply) -> int:
+    """Memory for a node's results where they are better written whole, else 0."""
+    if len(node.types) < 2:
+        return 0
+    size = sum(aligned(kind.nbytes) for kind in node.types)
+    return size if size <= GATHER_BYTES else 0
+
+
+@lru_cache(maxsize=4096)
+def _first_part_bytes(op: Op, limit: int, types: tuple[TensorType, ...]) -> int:
+    """Remembered, because a model has few shapes and many tensors."""
+    first = next(op.parts(limit, *types), None)
+    return part_bytes(op, first) if first is not None else 0
+
+
+class _Groups:
+    """Union-find over numbers; a group goes by its smallest."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def find(self, key: int) -> int:
+        parent = self._parent
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    def join(self, a: int, b: int) -> None:
+        first, second = self.find(a), self.find(b)
+        if first != second:
+            self._parent[max(first, second)] = min(first, second)
+
+
+def units(tensors: Mapping[str, Output]) -> list[Unit]:
+    """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
+    names = list(tensors)
+    joined = _Groups()
+    owner: dict[int, int] = {}
+    for i, name in enumerate(names):
+        for node in nodes([tensors[name]]):
+            joined.join(owner.setdefault(id(node), i), i)
+    groups: dict[int, list[str]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault(joined.find(i), []).append(name)
+    return [_unit([(name, tensors[name]) for name in group]) for group in groups.values()]
+
+
+def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:
+    component = _components([output for _, output in outputs])
+    steps: list[Copy | int] = []
+    writes: dict[int, list[tuple[Value, Write]]] = {}
+    for index, (_, output) in enumerate(outputs):
+        at = 0
+        for origin, start, stop in output.pieces:
+            if isinstance(origin, Source):
+                steps.append(Copy(origin, start, stop, index, at))
+            else:
+                group = component[id(origin.node)]
+                if group not in writes:
+                    writes[group] = []
+                    steps.append(group)
+                # The node's index is known only once the group is ordered: 0 for now.
+                write = Write(0, origin.port, start, stop, index, at)
+                writes[group].append((origin, write))
+            at += stop - start
+    built = tuple(step if isinstance(step, Copy) else _compute(writes[step]) for step in steps)
+    peak = 0
+    read = 0
+    for made in built:
+        if isinstance(made, Copy):
+            read += made.stop - made.start
+            peak = max(peak, min(made.stop - made.start, MIN_COPY_BYTES))
+        else:
+            read += sum(_source_bytes(arg.pieces) for node in made.nodes for arg in node.args)
+            peak = max(peak, compute_bytes(made))
+    write_bytes = sum(output.type.nbytes for _, output in outputs)
+    return Unit(tuple(outputs), built, read, write_bytes, peak)
+
+
+def _source_bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces if isinstance(piece.origin, Source))
+
+
+def _components(outputs: Sequence[Output]) -> Mapping[int, int]:
+    """Group of every node: nodes joined through arguments share one."""
+    joined = _Groups()
+    found = list(nodes(outputs))
+    for node in found:
+        for before in _arguments(node):
+            joined.join(id(before), id(node))
+    return {id(node): joined.find(id(node)) for node in found}
+
+
+def _arguments(node: Apply) -> Iterator[Apply]:
+    for arg in node.args:
+        for piece in arg.pieces:
+            if isinstance(piece.origin, Value):
+                yield piece.origin.node
+
+
+def _compute(writes: Sequence[tuple[Value, Write]]) -> Compute:
+    ordered = tuple(nodes([value.output for value, _ in writes]))
+    position = {id(node): i for i, node in enumerate(ordered)}
+    return Compute(
+        ordered,
+        tuple(
+            Write(position[id(value.node)], w.port, w.start, w.stop, w.output, w.at)
+            for value, w in writes
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Recipes: YAML in, passes out; llm-compressor's too."""

@@ -1,0 +1,247 @@
+"""Recipes: a conversion as a short YAML file, strict to the last key.
+
+    # For whom, and why.
+    passes:
+      - dequant
+      - drop: {what: mtp}
+    max_shard_size: 5GB
+
+A pass is its name, or its name with options; a pass's fields are its schema. An unknown key is an
+error with its line and the key that was probably meant: a misspelt option that is ignored is how
+wrong checkpoints are made. llm-compressor's recipes are read as well (qconvert/foreign_recipe.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
+from qconvert.core.patterns import compiled
+from qconvert.core.regular import read_regular
+from qconvert.core.sizes import parse_size
+from qconvert.passes import passes
+from qconvert.plan.plan import Pass
+from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
+from qconvert.recipe.yaml_lines import (
+    MOST_BYTES,
+    compose,
+    construct,
+    did_you_mean,
+    entries,
+    line_of,
+)
+
+_KEYS = ("passes", "max_shard_size")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Passes in order, and the largest shard in bytes (None: the default). `name` is for people."""
+
+    name: str
+    passes: tuple[Pass, ...]
+    max_shard_size: int | None = None
+
+    def to_yaml(self) -> str:
+        """The recipe as a file for `qconvert run`. Options at their defaults are left out."""
+        import yaml
+
+        body: dict[str, Any] = {"passes": [_spell(step) for step in self.passes]}
+        if self.max_shard_size is not None:
+            body["max_shard_size"] = self.max_shard_size
+        return yaml.safe_dump(body, sort_keys=False)
+
+
+def _spell(step: Pass) -> Any:
+    options = _options(step)
+    return {step.name: options} if options else step.name
+
+
+def _options(of: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, nested ones too."""
+    found = {field.name: getattr(of, field.name) for field in fields(of)}
+    return {
+        field.name: _options(value) if is_dataclass(value) else value
+        for field in fields(of)
+        if (value := found[field.name]) != field.default
+    }
+
+
+def builtin_recipes() -> dict[str, str]:
+    """Name -> text of every recipe that comes with qconvert."""
+    found = {
+        entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
+        for entry in package_files("qconvert.recipes").iterdir()
+        if entry.name.endswith(".yaml")
+    }
+    return dict(sorted(found.items()))
+
+
+def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
+    line where there is one."""
+    text = None
+    if os.path.lexists(where) and not Path(where).is_dir():
+        with suppress(FileNotFoundError):  # a link to nothing
+            text = read_regular(Path(where), MOST_BYTES, error=RecipeError)
+    if text is not None:
+        try:
+            return parse_recipe(text.decode("utf-8"), where, data)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{where}: is not UTF-8 text: {error}") from error
+    found = builtin_recipes()
+    if where in found:
+        return parse_recipe(found[where], where, data)
+    raise RecipeError(
+        f"there is no recipe file {where!r} and no built-in one of that name"
+        f"{did_you_mean(where, found)}; `qconvert recipes list` shows them"
+    )
+
+
+def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) -> Recipe:
+    """Parse a recipe. `name` stands in error messages. `data` are fields of Calibration for a recipe
+    of llm-compressor's that needs data, which those do not name. Raises RecipeError."""
+    import yaml
+
+    node = compose(text, name)
+    if not isinstance(node, yaml.MappingNode):
+        raise RecipeError(f"{name}: a recipe is a mapping with the key `passes`")
+    if is_foreign(node):
+        return _foreign(node, name, data)
+    if data:
+        raise RecipeError(
+            f"{name}: calibration data goes with a recipe of llm-compressor's; here it is an option of "
+            "the pass"
+        )
+    steps: tuple[Pass, ...] | None = None
+    size: int | None = None
+    for key, value in entries(node, name):
+        if key.value == "passes":
+            if not isinstance(value, yaml.SequenceNode):
+                raise RecipeError(f"{name}:{line_of(value)}: `passes` must be a list")
+            steps = tuple(_pass(item, name) for item in value.value)
+        elif key.value == "max_shard_size":
+            try:
+                size = parse_size(value.value if isinstance(value, yaml.ScalarNode) else "a list")
+            except UsageError as error:
+                raise RecipeError(f"{name}:{line_of(value)}: max_shard_size: {error}") from error
+        else:
+            raise RecipeError(
+                f"{name}:{line_of(key)}: unknown key {key.value!r}{did_you_mean(key.value, _KEYS)}; "
+                f"a recipe has {', '.join(_KEYS)}"
+            )
+    if steps is None:
+        raise RecipeError(f"{name}: the key `passes` is missing; `passes: []` is a plain copy")
+    return Recipe(name, steps, size)
+
+
+def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
+    """llm-compressor's recipe as one of ours: the pass w4a16, calibrated where it says GPTQ."""
+    asked = parse_foreign(node, name)
+    first = asked.groups[0]
+    for other in asked.groups[1:]:
+        if other.scheme != first.scheme:
+            raise RecipeError(
+                f"{name}:{other.line}: another scheme than in line {first.line}; qconvert quantizes to "
+                "one: write the rest under ignore, or run this recipe with llm-compressor"
+            )
+    targets = [pattern_of(target) for group in asked.groups for target in group.targets]
+    ignore = [pattern_of(word) for word in asked.ignore]
+    if any(map(_takes_head, targets)) and not any(map(_takes_head, ignore)):
+        raise RecipeError(
+            f"{name}:{first.line}: lm_head would be quantized too, which runtimes do not load; write "
+            "ignore: [lm_head]"
+        )
+    scheme = first.scheme
+    values: dict[str, Any] = {
+        "bits": scheme.bits,
+        "group": scheme.group,
+        "symmetric": scheme.symmetric,
+        "actorder": scheme.actorder,
+        "targets": targets,
+        "ignore": ignore,
+    }
+    if asked.kind == "gptq":
+        if not data:
+            raise RecipeError(
+                f"{name}:{asked.line}: GPTQModifier calibrates, which needs data: add --data FILE, or "
+                "--synthetic for a trial"
+            )
+        own = {"dampening_frac": asked.dampening_frac, "block_size": asked.block_size}
+        values["calibrate"] = {**own, **data}
+    elif data:
+        raise RecipeError(
+            f"{name}:{asked.line}: QuantizationModifier rounds to nearest, which needs no data; leave "
+            "it out, or write GPTQModifier"
+        )
+    lines = dict.fromkeys(values, first.line)
+    return Recipe(name, (_build(passes()["w4a16"], values, lines, name, asked.line),))
+
+
+def _takes_head(pattern: str) -> bool:
+    return pattern == "Linear" or compiled(pattern.removeprefix("re:")).match("lm_head") is not None
+
+
+def _pass(node: Any, name: str) -> Pass:
+    import yaml
+
+    known = passes()
+    key = options = None
+    if isinstance(node, yaml.ScalarNode):
+        key = node
+    elif isinstance(node, yaml.MappingNode) and len(node.value) == 1:
+        key, options = node.value[0]
+    if not isinstance(key, yaml.ScalarNode):
+        raise RecipeError(
+            f"{name}:{line_of(node)}: a pass is its name, or one name with its options below it"
+        )
+    kind = known.get(key.value)
+    if kind is None:
+        raise RecipeError(
+            f"{name}:{line_of(key)}: unknown pass {key.value!r}{did_you_mean(key.value, known)}; "
+            f"known are {', '.join(sorted(known))}"
+        )
+    if options is None or (isinstance(options, yaml.ScalarNode) and options.value == ""):
+        return _build(kind, {}, {}, name, line_of(key))
+    if not isinstance(options, yaml.MappingNode):
+        raise RecipeError(f"{name}:{line_of(options)}: options of {key.value!r} must be a mapping")
+    lines: dict[str, int] = {}
+    values: dict[str, Any] = {}
+    for option, value in entries(options, name):
+        lines[option.value] = line_of(option)
+        values[option.value] = construct(value, name)
+    return _build(kind, values, lines, name, line_of(key))
+
+
+def _build(
+    kind: type[Pass], values: Mapping[str, Any], lines: Mapping[str, int], name: str, line: int
+) -> Pass:
+    """Check options against the pass's fields with pydantic and build it."""
+    from pydantic import TypeAdapter, ValidationError
+
+    allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in allowed:
+            what = f"it has {', '.join(allowed)}" if allowed else "it has no options"
+            raise RecipeError(
+                f"{name}:{lines.get(key, line)}: {kind.name!r} has no option {key!r}"
+                f"{did_you_mean(key, allowed)}; {what}"
+            )
+    try:
+        return TypeAdapter(kind).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        option = ".".join(map(str, first["loc"]))
+        raise RecipeError(
+            f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: {first['msg']}, "
+            f"found {first.get('input')!r}"
+        ) from error
+    except (DataError, PlanError) as error:  # options that contradict one another
+        raise RecipeError(f"{name}:{line}: {kind.name!r}: {error}") from error

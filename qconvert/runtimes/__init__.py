@@ -1,0 +1,1 @@
+"""What the programs that serve models take: facts read in their loaders, with versions."""

@@ -1,0 +1,121 @@
+"""What each consumer's loader takes, as far as layouts go. `--for NAME[==VERSION]` names one.
+
+Checked against the loaders of sglang 0.5.23, vLLM 0.33 and transformers 5.17. Wrong orders have the
+right shape and load in silence, so what is not in this table is refused, and a version that the table
+was not checked with is said aloud.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from qconvert.checkpoint.family import Dims
+from qconvert.core.errors import PlanError
+
+# What the rules here and in the validators were checked with.
+CHECKED = {"sglang": "0.5.23", "vllm": "0.33", "transformers": "5.17"}
+RUNTIMES = tuple(CHECKED)
+# Not programs but model classes, wherever they run: name, and the `to` of the pass as_class.
+CLASSES = {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text"}
+NAMES = (*RUNTIMES, *CLASSES)
+
+Order = Literal["split", "contiguous", "interleaved"]
+# Orders of the linear-attention projections that a consumer takes of a family, the one to make for it
+# first: fused in one group, fused in as many as there are key heads, or apart.
+_GDN: dict[str, dict[str, tuple[Order, ...]]] = {
+    "sglang": {"qwen3_5": ("contiguous", "split"), "qwen3_next": ("interleaved",)},
+    "vllm": {"qwen3_5": ("split",), "qwen3_next": ("interleaved",)},
+    "transformers": {"qwen3_5": ("split",), "qwen3_next": ("interleaved",)},
+    "qwen3-next": {"qwen3_5": ("interleaved",), "qwen3_next": ("interleaved",)},
+    "qwen3.5": {"qwen3_5": ("split",), "qwen3_next": ("split",)},
+}
+# Versions as packages have them (PEP 440): 0.5.23, 0.5.23rc1, 5.17.0.dev0, 0.33.0+cpu.
+_VERSION = re.compile(
+    r"v?(?P<release>\d{1,9}(?:\.\d{1,9}){0,5})(?P<rest>(?:\.?(?:a|b|rc|post|dev)\d{0,9})*)"
+    r"(?:\+[a-z0-9]+(?:[._-][a-z0-9]+)*)?",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A consumer and, where given, the version the user runs."""
+
+    name: str
+    version: str | None = None
+
+    def gdn_groups(self, family: str, dims: Dims) -> int:
+        """Groups of the fused linear-attention projections to make for it, 0 where it wants them split.
+        Raises PlanError for a family that has none."""
+        return _groups(self._orders(family, dims)[0], dims)
+
+    def takes_gdn(self, groups: int, family: str, dims: Dims) -> bool:
+        """Whether it takes projections fused in so many groups, or split (0). Raises PlanError for a
+        family that has none."""
+        return any(groups == _groups(order, dims) for order in self._orders(family, dims))
+
+    def _orders(self, family: str, dims: Dims) -> tuple[Order, ...]:
+        if dims.gdn is None or family not in _GDN[self.name]:
+            raise PlanError(
+                f"{family} has no linear-attention projections that {self.name} wants fused or split"
+            )
+        return _GDN[self.name][family]
+
+    @property
+    def unchecked(self) -> str | None:
+        """What to say of a version that the rules were not checked with, None for one that they were
+        and where none is given."""
+        if self.version is None or _is_checked(self.version, CHECKED[self.name]):
+            return None
+        known = CHECKED[self.name]
+        return f"the rules were checked with {self.name} {known}; {self.version} was not checked"
+
+
+def _groups(order: Order, dims: Dims) -> int:
+    heads = dims.gdn[0] if dims.gdn else 0
+    return {"split": 0, "contiguous": 1, "interleaved": heads}[order]
+
+
+def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:
+    """The runtimes that take a family's projections fused in so many groups (0: split), of which
+    `heads` is interleaved by key head. All of them, for a family without."""
+    counts = {"split": 0, "contiguous": 1, "interleaved": heads}
+    return tuple(
+        name
+        for name in RUNTIMES
+        if family not in _GDN[name] or groups in [counts[order] for order in _GDN[name][family]]
+    )
+
+
+def parse_consumer(text: str) -> Consumer:
+    """`sglang` or `sglang==0.5.23`. Raises PlanError for an unknown name, for what is no version, and
+    for a version of a model class."""
+    name, equals, version = text.partition("==")
+    if name not in NAMES:
+        raise PlanError(
+            f"unknown consumer {name!r}; known are {', '.join(NAMES)} (NAME[==VERSION])"
+        )
+    if not equals:
+        return Consumer(name)
+    if name in CLASSES:
+        raise PlanError(f"{name} is a model class and has no version; leave =={version} out")
+    if _VERSION.fullmatch(version) is None:
+        raise PlanError(
+            f"{version!r} is not a version of {name}; write {name}=={CHECKED[name]}, or {name} alone"
+        )
+    return Consumer(name, version)
+
+
+def _is_checked(version: str, checked: str) -> bool:
+    """Whether a version is the one checked, to as many places as that one states. Candidates and
+    development versions before a release are not that release."""
+    match = _VERSION.fullmatch(version)
+    assert match is not None, "parse_consumer has seen it"
+    if re.search(r"a|b|rc|dev", match["rest"], re.IGNORECASE):
+        return False
+    wanted = [int(part) for part in checked.split(".")]
+    stated = [int(part) for part in match["release"].split(".")]
+    stated += [0] * (len(wanted) - len(stated))
+    return stated[: len(wanted)] == wanted

@@ -1,0 +1,87 @@
+"""What a calibration is asked for: data, and how layers are solved. No torch here: a plan names it, and
+only a run computes (`qconvert/calibrate/`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import xxhash
+
+from qconvert.core.errors import PlanError
+from qconvert.samples.data import DataSpec
+from qconvert.samples.data import digest as data_digest
+
+FACT = "calibration"
+_PLACES = ("data", "save_stats", "devices")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration(DataSpec):
+    """Samples of tokens, and GPTQ's settings.
+
+    `experts` says which tokens an expert is calibrated on: `routed`, its own, or `all`. One with fewer
+    than `min_tokens` of its own gets all (`few: all`) or is rounded to nearest (`few: rtn`).
+    `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
+    are solved before their error goes on to the rest. `save_stats` is a folder for expert counts and
+    moments of activations. `devices` are torch's names of what to compute on: none for all GPUs there
+    are, or else the CPU. Raises DataError as DataSpec does, PlanError for settings out of range.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    dampening_frac: float = 0.01
+    block_size: int = 128
+    experts: Literal["routed", "all"] = "routed"
+    min_tokens: int = 128
+    few: Literal["all", "rtn"] = "all"
+    save_stats: str | None = None
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        DataSpec.__post_init__(self)  # super() does not find a class that slots made anew
+        if not 0 < self.dampening_frac < 1:
+            raise PlanError(
+                f"dampening_frac: expected a number between 0 and 1, found {self.dampening_frac}; 0.01 "
+                "is usual"
+            )
+        if self.block_size < 1:
+            raise PlanError(
+                f"block_size: expected 1 column or more, found {self.block_size}; 128 is usual"
+            )
+        if self.min_tokens < 1:
+            raise PlanError(
+                f"min_tokens: expected 1 token or more, found {self.min_tokens}; nothing can be learnt "
+                "of an expert from no token"
+            )
+
+
+def digest_of(request: Calibration, folder: Path) -> str:
+    """xxh3-128, hex, of all that decides a result: the data's content under the tokenizer in `folder`,
+    and the settings; no path. Raises DataError where the data cannot be read."""
+    settings = fact(request, data_digest(request, folder))
+    return xxhash.xxh3_128_hexdigest(json.dumps(settings, sort_keys=True).encode())
+
+
+def fact(request: Calibration, digest: str) -> dict[str, Any]:
+    """The request as plans and manifests keep it: the data by its digest, and no place on a disk."""
+    settings = {
+        field.name: getattr(request, field.name)
+        for field in fields(request)
+        if field.name not in _PLACES
+    }
+    return {"data": digest, **settings}
+
+
+def identity(step: Any, digest: str | None) -> str:
+    """A pass's identity: its repr, with its `calibrate` as plans keep it."""
+    if digest is None:
+        return repr(step)
+    settings = ", ".join(
+        f"{name}={value!r}" for name, value in fact(step.calibrate, digest).items()
+    )
+    plain = repr(replace(step, calibrate=None))
+    return plain.replace("calibrate=None", f"calibrate=Calibration({settings})")

@@ -1,0 +1,1 @@
+"""How validators are run, and what they say."""

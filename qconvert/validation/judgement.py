@@ -1,0 +1,189 @@
+"""A plan judged by the header rules of `qconvert validate`, before a byte of the source is read.
+
+The folder that a plan leads to is known to the last header while planning: names, types, places,
+config, manifest. It is shown to the validators as if it were there. What they would call an error is
+refused, so no conversion ends in a folder that its own validation rejects. An error that the source has
+already, and that the plan carries along, is a warning: a source must not be sound to be converted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qconvert import __version__
+from qconvert.checkpoint.checkpoint import (
+    HF_QUANT_CONFIG,
+    Checkpoint,
+    QuantConfig,
+    Shard,
+    quantization_in,
+)
+from qconvert.checkpoint.family import Census, census
+from qconvert.core.errors import CheckpointError, PlanError
+from qconvert.core.graph import Output, Source, Value
+from qconvert.plan.manifest import described
+from qconvert.plan.plan import Plan
+from qconvert.run.executor import Prepared
+from qconvert.validation.findings import Finding, Verdict
+from qconvert.validation.runner import Folder, judge_headers, rules
+
+_Key = tuple[str, str, str]  # rule, severity, place
+_LANGUAGE, _PLAIN = "model.language_model.", "model."
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCheckpoint(Checkpoint):
+    """The folder that a prepared plan leads to, which is not on a disk yet: its headers, config and
+    manifest can be looked at, its data and files cannot."""
+
+    ready: Prepared | None = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self.ready is not None
+        return self.ready.plan
+
+    def read(self, name: str, limit: int = 0) -> None:
+        """None: no file is there yet, whatever lies at that path."""
+
+    def there(self, name: str) -> None:
+        """None: no file is there yet."""
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        assert self.ready is not None
+        return {"identity": _identity(self.ready), **described(self.plan)}
+
+    @cached_property
+    def quantization_configs(self) -> tuple[QuantConfig, ...]:
+        return quantization_in(self.config, _modelopt_of(self.plan), self.root / HF_QUANT_CONFIG)
+
+    @cached_property
+    def census(self) -> Census:
+        """The plan's, which it has been asked for already, unless the family is another."""
+        if self.family is self.plan.family:
+            return self.plan.census
+        return census(self.family, self.config, self.sources)
+
+
+def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
+    """A verdict on each folder that is planned from `source`. Raises PlanError, naming the rule, for the
+    first that would have an error which the source has not."""
+    folders = [planned_checkpoint(ready) for ready in parts]
+    known: frozenset[_Key] | None = None
+    verdicts = []
+    for ready, here in zip(parts, folders, strict=True):
+        partner = next((other for other in folders if _are_a_pair(here, other)), None)
+        found = _findings(Folder(here, source, partner, planned=True), "what is planned")
+        if found and known is None:
+            of_source = _findings(Folder(source, planned=True), "the source")
+            known = frozenset(_key(finding, finding.where) for finding in of_source)
+        carried, added = list[Finding](), list[Finding]()
+        for finding in found:
+            is_old = known is not None and _is_carried(finding, ready.plan, known)
+            (carried if is_old else added).append(finding)
+        errors = [finding for finding in added if finding.severity == "error"]
+        if errors:
+            raise PlanError(_refusal(errors))
+        verdicts.append(Verdict(tuple(added), tuple(carried)))
+    return verdicts
+
+
+def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
+    """The folder that a prepared plan leads to, as its headers will have it."""
+    plan, layout = ready.plan, ready.layout
+    sources = {
+        name: Source(name, kind, number, offset)
+        for number, file in enumerate(layout.files)
+        for name, kind, offset in file.tensors
+    }
+    root = Path("OUT")  # a name for messages: nothing is opened
+    return PlannedCheckpoint(
+        root,
+        tuple(Shard(root / file.name, file.size, 0) for file in layout.files),
+        sources,
+        plan.config,
+        b"",
+        tuple(sorted({*plan.side_files, *plan.new_files})),
+        (),
+        "",
+        len(layout.files) > 1,
+        {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata},
+        ready=ready,
+    )
+
+
+def _identity(ready: Prepared) -> dict[str, Any]:
+    """Of the manifest's identity what is known without reading data."""
+    return {
+        "qconvert": __version__,
+        "fingerprint": ready.fingerprint,
+        "source": ready.plan.checkpoint.header_digest,
+        "passes": [entry.spec for entry in ready.plan.log],
+    }
+
+
+def _modelopt_of(plan: Plan) -> Mapping[str, Any] | None:
+    """hf_quant_config.json, made here or carried along."""
+    text = plan.new_files.get(HF_QUANT_CONFIG)
+    if text is not None:
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    if HF_QUANT_CONFIG not in plan.side_files:
+        return None
+    blocks = plan.checkpoint.quantization_configs
+    return next((config.block for config in blocks if config.where == HF_QUANT_CONFIG), None)
+
+
+def _are_a_pair(here: PlannedCheckpoint, other: PlannedCheckpoint) -> bool:
+    """Whether `other` is the GPU side of the CPU folder `here`."""
+    facts = here.plan.facts
+    return other is not here and "amx" in facts and "pair" in facts and "pair" in other.plan.facts
+
+
+def _findings(folder: Folder, what: str) -> list[Finding]:
+    try:
+        return judge_headers(folder)
+    except CheckpointError as error:
+        return [Finding("QC001", "error", what, str(error))]
+
+
+def _key(finding: Finding, where: str) -> _Key:
+    """What makes two findings one: whether the class has a text model inside another or is one, its
+    tensors are the same."""
+    plain = _PLAIN + where.removeprefix(_LANGUAGE) if where.startswith(_LANGUAGE) else where
+    return finding.rule, finding.severity, plain
+
+
+def _is_carried(finding: Finding, plan: Plan, known: frozenset[_Key]) -> bool:
+    """Whether the source has the same finding, for the same tensor or file or for one that this one is
+    made of."""
+    if _key(finding, finding.where) in known:
+        return True
+    output = plan.tensors.get(finding.where)
+    origins = () if output is None else _origins(output)
+    return any(_key(finding, name) in known for name in origins)
+
+
+def _origins(output: Output) -> Iterator[str]:
+    """Names of the source's tensors that an output is made of."""
+    for origin in dict.fromkeys(piece.origin for piece in output.pieces):
+        if isinstance(origin, Value):
+            for arg in origin.node.args:
+                yield from _origins(arg)
+        else:
+            yield origin.name
+
+
+def _refusal(errors: Sequence[Finding]) -> str:
+    first = errors[0]
+    more = f" ({len(errors) - 1} more errors like it)" if len(errors) > 1 else ""
+    return (
+        f"the result would not validate, so nothing is read: {first.rule}: {first.where}: "
+        f"{first.message}{more}. {rules()[first.rule].cure}"
+    )

@@ -1,0 +1,68 @@
+"""Reports of a validation: one `qconvert.validation.runner.Report`, written for whom it is for.
+
+One file a format, each with `render(report, rules)`, which is pure but for `places` (that looks which
+text files the folder has). No format drops a finding, a claim or a gap without saying how many.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from qconvert.core.errors import UsageError
+from qconvert.validation.reports import (
+    as_github,
+    as_html,
+    as_json,
+    as_junit,
+    as_markdown,
+    as_sarif,
+    as_text,
+)
+from qconvert.validation.runner import Report, rules
+
+_RENDER = {
+    "text": as_text.render,
+    "json": as_json.render,
+    "junit": as_junit.render,
+    "sarif": as_sarif.render,
+    "markdown": as_markdown.render,
+    "github": as_github.render,
+    "html": as_html.render,
+}
+_SUFFIX = {
+    ".txt": "text", ".json": "json", ".xml": "junit", ".sarif": "sarif", ".md": "markdown",
+    ".html": "html",
+}  # fmt: skip
+
+FORMATS = tuple(_RENDER)
+
+
+def render(report: Report, format: str, *, terminal: bool = False) -> str:
+    """The report in one of FORMATS, without a newline at its end. Text has colours and keeps to the
+    terminal's width where it is for a `terminal`. Raises UsageError for any other format."""
+    if format not in _RENDER:
+        raise UsageError(f"{format!r} is not a format of reports; known: {', '.join(FORMATS)}")
+    if format == "text":
+        return as_text.render(report, rules(), terminal=terminal)
+    return _RENDER[format](report, rules())
+
+
+def suffix_format(path: str | Path) -> str:
+    """The format that a report file's name asks for. Raises UsageError for a suffix that names none."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIX:
+        known = ", ".join(f"{end} ({name})" for end, name in _SUFFIX.items())
+        raise UsageError(
+            f"{path}: its suffix {suffix!r} names no format of reports; give it one of {known}"
+        )
+    return _SUFFIX[suffix]
+
+
+def append_step_summary(report: Report) -> None:
+    """Add the report to the summary page of a GitHub Actions job, where this runs in one: the file
+    that GITHUB_STEP_SUMMARY names, which earlier steps may have written to."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if path:
+        with Path(path).open("a", encoding="utf-8") as stream:
+            stream.write(render(report, "markdown") + "\n")

@@ -1,0 +1,114 @@
+"""For people at a terminal, and for scripts that read lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from qconvert.core.shown import count, printable
+from qconvert.validation.findings import Rule, Table
+from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
+from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
+from qconvert.validation.runner import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST = 20
+_WORST = 5
+_STYLES = {"error": "bold red", "warning": "bold yellow"}
+_LABELS = {"proved": "green", "only read": "yellow", "not checked": "bright_black"}
+
+
+def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False) -> str:
+    """Tables, measures, findings (of one rule at most 20), what to do about each rule, what was
+    proved, only read and not checked, and the totals. One thing a line; nothing wraps a line but the
+    terminal."""
+    from rich.console import Console
+
+    stream = StringIO()
+    console = Console(
+        file=stream, force_terminal=terminal, force_jupyter=False, markup=False, highlight=False,
+        emoji=False, soft_wrap=True, legacy_windows=False, width=None if terminal else 100_000,
+    )  # fmt: skip
+    for table in report.tables:
+        _table(console, table)
+    if report.measures:
+        _measures(console, report)
+    if report.measures or report.tables:
+        console.print()
+    _findings(console, report, rules)
+    for label, texts in claims(report):
+        for text in texts:
+            _line(console, (f"{label}:", _LABELS[label]), (f" {printable(text)}", ""))
+    style = "bold red" if report.errors else "bold green"
+    _line(console, (totals(report), style))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _line(console: Console, *parts: tuple[str, str]) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def _findings(console: Console, report: Report, rules: Mapping[str, Rule]) -> None:
+    of = Counter(finding.rule for finding in report.findings)
+    shown: Counter[str] = Counter()
+    for finding in report.findings:
+        shown[finding.rule] += 1
+        if shown[finding.rule] <= _MOST:
+            _line(
+                console,
+                (f"{finding.severity:<7}", _STYLES[finding.severity]),
+                (f" {finding.rule} ", "bold"),
+                (printable(finding.where), "cyan"),
+                (f": {printable(finding.message)}", ""),
+            )
+        elif shown[finding.rule] == of[finding.rule]:
+            more = of[finding.rule] - _MOST
+            _line(console, (f"... and {more} more of {finding.rule} (--format json lists all)", ""))
+    for rule, _ in by_rule(report.findings, rules):
+        if rule.cure:
+            _line(console, (f"        {rule.id} ", "bold"), (f"what to do: {rule.cure}", "italic"))
+
+
+def _measures(console: Console, report: Report) -> None:
+    """A row for each role; those of which all matrices are exact are one line together."""
+    found = groups(report.measures)
+    exact = [group for group in found if group.exact == group.matrices]
+    rows = tuple(cells(group) for group in found if group not in exact)
+    number, roles = sum(group.matrices for group in exact), len({g.role for g in exact})
+    what = count(number, "matrix or vector", "matrices and vectors")
+    be = "is" if number == 1 else "are"
+    text = f"against the source: {what} of {count(roles, 'role')} {be} exact"
+    if rows:
+        note = "SQNR: signal to quantization noise, higher is closer to the source"
+        _table(console, Table("measured against the source", COLUMNS, rows, note))
+        text = f"{what} of {count(roles, 'other role')} {be} exact"
+    if exact:
+        _line(console, (text, ""))
+    furthest = worst(report.measures, _WORST)
+    if furthest:
+        listed = tuple((decibel(m.sqnr), f"{m.rms:.3g}", m.format, m.tensor) for m in furthest)
+        columns = ("SQNR dB", "rel. RMS", "format", "tensor")
+        _table(console, Table(f"the worst {len(listed)}", columns, listed))
+
+
+def _table(console: Console, table: Table) -> None:
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    console.print()
+    _line(console, (printable(table.title), "bold"))
+    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="underline")
+    for at, column in enumerate(table.columns):
+        right = all(is_figure(row[at]) for row in table.rows)
+        grid.add_column(Text(printable(column)), justify="right" if right else "left")
+    for row in table.rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(grid, soft_wrap=not console.is_terminal)
+    if table.note:
+        _line(console, (printable(table.note), "bright_black"))

@@ -1,0 +1,56 @@
+"""Texts that every report needs: names made printable, the verdict, rules with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Report
+
+
+def verdict(report: Report) -> str:
+    """`passed` or `failed`; only errors fail a folder."""
+    return "failed" if report.errors else "passed"
+
+
+def totals(report: Report) -> str:
+    """Last line of the text report: `1 error, 0 warnings`. Scripts read --format json instead."""
+    return f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
+
+
+def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
+    """What was proved, only read and not checked, each with its label."""
+    yield "proved", report.proved
+    yield "only read", report.read
+    yield "not checked", report.not_checked
+
+
+def by_rule(
+    findings: Sequence[Finding], rules: Mapping[str, Rule]
+) -> list[tuple[Rule, list[Finding]]]:
+    """Findings of each rule, rules in the order of their ids. An id that no module documents keeps
+    its findings and has a rule without texts."""
+    ordered = sorted(findings, key=lambda finding: finding.rule)
+    return [
+        (rules.get(id, Rule(id, "", "", "")), list(found))
+        for id, found in groupby(ordered, key=lambda finding: finding.rule)
+    ]
+
+
+def split_reason(text: str) -> tuple[str, str]:
+    """`claim (reason)` in two; a text that does not end in parentheses is both."""
+    depth = 0
+    for at in range(len(text) - 1, 0, -1):
+        depth += {")": 1, "(": -1}.get(text[at], 0)
+        if depth == 0:
+            break
+    if depth or not text.endswith(")") or text[at - 1] != " ":
+        return text, text
+    return text[: at - 1], text[at + 1 : -1]
+
+
+def is_figure(cell: str) -> bool:
+    """Whether a table's cell is a figure, with or without a unit: its column then stands right."""
+    return cell.lstrip("+-<>~")[:1].isdigit() or cell in ("", "exact", "unknown", "nan", "inf")

@@ -1,0 +1,362 @@
+"""Validators: what they are, how they are found, and the report that ends a validation.
+
+A validator is a file in `validators/` with a `VALIDATOR`. It reads a finished folder (and its
+source, where given) and yields findings, measures, and tasks: work on tensor data that is done
+afterwards, all validators' tasks together in the order of the layers, by worker processes. It never
+imports the code that made the folder. The report says what was proved, what was only read and, as
+plainly, what was not looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
+from qconvert.checkpoint.family import discover
+from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
+from qconvert.core.errors import CheckpointError
+from qconvert.passes.stages import open_source
+from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
+from qconvert.validation.workers import AnyTask, Progress, run_tasks
+
+Level = Literal["headers", "sample", "full"]
+Need = Literal[
+    "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
+    "attribute", "model", "nvfp4", "prepared", "files",
+]  # fmt: skip
+Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
+
+_MISSING: Mapping[str, str] = {
+    "source": "give --against SRC",
+    "receipt": f"the folder has no {RECEIPT}",
+    "data": "give --level sample or full",
+    "full": "give --level full",
+    "pair": "give --pair GPU",
+    "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
+    "files": "the files beside the weights are not written yet",
+}
+_OPTIONS: Mapping[str, str] = {
+    "kernels": "Triton kernels against torch (give --kernels)",
+    "logits": "what transformers computes with both (give --logits N)",
+    "attribute": "where output errors come from (give --attribute)",
+}
+# Kinds of folders, not things to be given: a validator of another kind has nothing to say. A `model`
+# holds the layers of one, all or a stage's; `amx` folders hold experts for CPU kernels alone.
+_KINDS = ("amx", "gdn", "model", "nvfp4", "prepared")
+# Names that only such folders have.
+_NVFP4 = (".weight_scale_2", ".weight_global_scale")
+_PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
+_SAMPLE = 64
+
+RULES = (
+    Rule(
+        "QC001",
+        "the folder cannot be read as a checkpoint",
+        "An interrupted download or copy, a shard cut short, an index or manifest that another tool "
+        "wrote over, or JSON edited by hand.",
+        "Fetch or copy the named file again; where qconvert made the folder, run its command again.",
+    ),
+    Rule(
+        "QC002",
+        "a conversion is unfinished",
+        "A run was interrupted: its workroom `.qconvert/` is still there.",
+        "Run the same command again, it goes on where it stopped; or drop the work: qconvert clean.",
+    ),
+)
+T = TypeVar("T")
+
+
+class NotChecked(Exception):
+    """Raised by a validator, before its first finding, that cannot judge this folder on this machine;
+    its text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to look at. `level` headers reads no tensor data, sample a part of each kind, full all.
+    `layers` are those that real-repo kernels, logits and attribution look at (None: their own few).
+    `jobs` worker processes, None for as many as the machine has cores and the work fills; `memory`
+    bytes they may take together."""
+
+    level: Level = "headers"
+    layers: tuple[int, ...] | None = None
+    kernels: bool = False
+    logits: int = 0
+    attribute: bool = False
+    jobs: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A finished folder as validators see it: its checkpoint, its receipt's lines, the source it is
+    said to be made from, and the folder on the GPU side it is to be served with.
+
+    `planned` folders are not on a disk yet: there are headers and config, and no file to open. Who
+    opens files of a folder needs `files`."""
+
+    checkpoint: Checkpoint
+    source: Checkpoint | None = None
+    partner: Checkpoint | None = None
+    request: Request = Request()
+    planned: bool = False
+
+    def some(self, things: Sequence[T], most: int = _SAMPLE) -> Sequence[T]:
+        """All of them at level full, else at most so many, evenly spread, first and last among
+        them."""
+        if self.request.level == "full" or len(things) <= most:
+            return things
+        return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
+
+    @property
+    def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
+        """Receipt lines, None where there is none. Raises CheckpointError where it is broken."""
+        return None if self.receipt_text is None else self.receipt_text.lines
+
+    @cached_property
+    def receipt_text(self) -> ReceiptText | None:
+        """The receipt with its seal, None where there is none. Raises CheckpointError where it is
+        broken."""
+        if self.planned:
+            return None
+        data = self.checkpoint.read(RECEIPT, self.checkpoint.receipt_limit)
+        return None if data is None else parse_receipt(data, self.checkpoint.root / RECEIPT)
+
+
+class Validator(Protocol):
+    """`proves` is one phrase for the report; `needs` what must be at hand. May raise NotChecked."""
+
+    name: str
+    proves: str
+    needs: frozenset[Need]
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]: ...
+
+
+@dataclass
+class Report:
+    """What a validation found. `proved` was shown from content, `read` only read in what the folder
+    says of itself, `not_checked` not looked at. `about` says of what: `folder`, `against`, `model`,
+    `format`, `level`, in that order, as far as known."""
+
+    about: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    proved: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    @property
+    def errors(self) -> int:
+        return sum(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        return len(self.findings) - self.errors
+
+
+def validators() -> list[Validator]:
+    """Every validator, in file order. An import error is fatal and names the file."""
+    return [
+        module.VALIDATOR
+        for module in discover("qconvert.validators")
+        if hasattr(module, "VALIDATOR")
+    ]
+
+
+def rules() -> dict[str, Rule]:
+    """Every rule by id, in order. Raises CheckpointError where two modules claim one id."""
+    found: dict[str, Rule] = {}
+    for rule in (*RULES, *(r for m in discover("qconvert.validators") for r in _rules_of(m))):
+        if rule.id in found:
+            raise CheckpointError(f"rule {rule.id} is claimed twice in validators/")
+        found[rule.id] = rule
+    return dict(sorted(found.items()))
+
+
+def _rules_of(module: Any) -> tuple[Rule, ...]:
+    found: tuple[Rule, ...] = getattr(module, "RULES", ())
+    return found
+
+
+def validate_folder(
+    out: Path,
+    against: str | None = None,
+    *,
+    request: Request = Request(),
+    pair: str | None = None,
+    progress: Progress | None = None,
+    follow_links: bool = False,
+) -> Report:
+    """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
+    even be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be is the caller's
+    error and raises CheckpointError."""
+    if not out.exists():
+        raise CheckpointError(f"{out}: no such folder")
+    report = Report(about={"folder": str(out)})
+    if (out / WORK_DIR).is_dir():
+        report.findings.append(
+            Finding(
+                "QC002", "error", str(out), f"{WORK_DIR}/ is there: a conversion is unfinished; "
+                "run its command again, or qconvert clean",
+            )
+        )  # fmt: skip
+    opened = partial(open_source, follow_links=follow_links)
+    source = opened(against) if against is not None else None
+    partner = opened(pair) if pair is not None else None
+    if against is not None:
+        report.about["against"] = against
+    report.about["level"] = request.level
+    try:
+        here = Checkpoint.open(out, follow_links=follow_links)
+        folder = Folder(here, source, partner, request)
+        have = _at_hand(folder)
+        report.about["model"] = folder.checkpoint.model_line
+    except CheckpointError as error:
+        report.findings.append(Finding("QC001", "error", str(out), str(error)))
+        report.not_checked.append("everything else: the folder cannot be opened")
+        return report
+    if partner is not None and "amx" not in have:
+        raise CheckpointError(
+            f"{out}: --pair goes with the folder of the CPU's experts, and this is none; exchange them"
+        )
+    report.proved.append("headers, index and file sizes agree")
+    _run(folder, have, report, progress)
+    return report
+
+
+def judge_headers(folder: Folder) -> list[Finding]:
+    """What the header rules find in a folder, which may be a planned one; source and partner are looked
+    at where there are any. Nothing is read but headers and configs. Raises CheckpointError where what
+    the rules rest on is broken."""
+    report = Report()
+    _run(folder, _at_hand(folder), report, None)
+    return report.findings
+
+
+def validate_kernels() -> Report:
+    """The Triton kernels on random weights, without a folder."""
+    report = Report(about={"level": "kernels on random weights"})
+    ran = []
+    for validator in validators():
+        random = getattr(validator, "random", None)
+        if random is None:
+            continue
+        ran.append(_Run(validator))
+        _gather(random, ran[-1], report)
+    _conclude(ran, report)
+    return report
+
+
+def _at_hand(folder: Folder) -> set[Need]:
+    """What validators may need and have. Raises CheckpointError where what they rest on is broken."""
+    checkpoint, request = folder.checkpoint, folder.request
+    manifest, _ = checkpoint.manifest, checkpoint.quantization_configs
+    found: dict[Need, bool] = {
+        "source": folder.source is not None,
+        "receipt": folder.receipt is not None,
+        "data": request.level != "headers",
+        "full": request.level == "full",
+        "pair": folder.partner is not None,
+        "amx": "amx" in (manifest or {}),
+        "model": "amx" not in (manifest or {}),
+        "gdn": checkpoint.census.dims.gdn is not None and "amx" not in (manifest or {}),
+        "nvfp4": any(name.endswith(_NVFP4) for name in checkpoint),
+        "prepared": any(name.endswith(_PREPARED) for name in checkpoint),
+        "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
+        "kernels": request.kernels,
+        "logits": request.logits > 0,
+        "attribute": request.attribute,
+        "files": not folder.planned,
+    }
+    return {need for need, there in found.items() if there}
+
+
+@dataclass
+class _Run:
+    """One validator's run: what it found, what it says it proved (None: its own phrase), its tasks,
+    and why it stopped."""
+
+    validator: Validator
+    findings: list[Finding] = field(default_factory=list)
+    proved: list[str] = field(default_factory=list)
+    tasks: list[AnyTask] = field(default_factory=list)
+    stopped: str = ""
+
+    def keep(self, item: Yield, report: Report) -> None:
+        if isinstance(item, Finding):
+            self.findings.append(item)
+        elif isinstance(item, Proved):
+            self.proved.append(item.text)
+        elif isinstance(item, Measure):
+            report.measures.append(item)
+        elif isinstance(item, OnlyRead):
+            report.read.append(item.text)
+        elif isinstance(item, Skipped):
+            report.not_checked.append(item.text)
+        elif isinstance(item, Table):
+            report.tables.append(item)
+        else:
+            self.tasks.append(item)
+
+
+def _gather(call: Callable[[], Iterator[Yield]], run: _Run, report: Report) -> None:
+    try:
+        for item in call():
+            run.keep(item, report)
+    except NotChecked as reason:
+        run.stopped, run.tasks = str(reason), []
+
+
+def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
+    """All validators, then all their tasks; findings stand in the order of the validators."""
+    ran: list[_Run] = []
+    for validator in validators():
+        lacking = sorted(validator.needs - have)
+        if any(kind in lacking for kind in _KINDS):
+            continue
+        asked = [_OPTIONS[need] for need in lacking if need in _OPTIONS]
+        if asked:  # once for each option, however many validators wait for it
+            report.not_checked += [text for text in asked if text not in report.not_checked]
+            continue
+        if lacking:
+            why = ", ".join(_MISSING[need] for need in lacking)
+            report.not_checked.append(f"{validator.proves} ({why})")
+            continue
+        ran.append(_Run(validator))
+        _gather(partial(validator, folder), ran[-1], report)
+    tasks = [(number, task) for number, run in enumerate(ran) for task in run.tasks]
+    if tasks:
+        shards = folder.source.shards if folder.source is not None else ()
+        work = run_tasks(
+            tasks, (folder.checkpoint.shards, shards), jobs=folder.request.jobs,
+            memory=folder.request.memory, progress=progress,
+        )  # fmt: skip
+        for number, item in work:
+            ran[number].keep(item, report)
+    _conclude(ran, report, folder.request.level)
+
+
+def _conclude(ran: Sequence[_Run], report: Report, level: Level = "headers") -> None:
+    """What was proved: what found no error, and looked at something."""
+    for run in ran:
+        proves = run.validator.proves
+        report.findings += run.findings
+        reads = "data" in run.validator.needs
+        if run.stopped:
+            report.not_checked.append(f"{proves} ({run.stopped})")
+        elif run.findings:  # a warning too says that something is not as it should be
+            continue
+        elif reads and not run.tasks and not run.proved:
+            # A model without a tied head has none to speak of; one without weights to compare does.
+            if run.validator.needs & {"source", "receipt"}:
+                report.not_checked.append(f"{proves} (nothing to look at was found)")
+        else:
+            partly = " (in a sample)" if reads and level == "sample" else ""
+            report.proved += [f"{text}{partly}" for text in run.proved or [proves]]

@@ -1,0 +1,385 @@
+"""Validators' work on tensor data: cut into tasks, done in the order of the layers by worker
+processes, each with a bounded buffer.
+
+Tasks about one matrix are done together, whatever validators they are of, and a byte is read once for
+all of them: a task that only has to see every byte of a tensor in order (`Watch`) is shown what others
+read, and reads by itself only what nobody did.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.errors import RunError
+from qconvert.core.graph import Source
+from qconvert.core.names import natural_key, parse, split_parameter
+from qconvert.run.pool import undisturbed
+from qconvert.run.reader import Reader
+from qconvert.run.worker import die_with
+from qconvert.validation.findings import Finding, Measure, OnlyRead
+
+CHUNK = 1 << 20
+
+# What a worker takes beside its task: interpreter, numpy, and buffers for the task itself.
+_INTERPRETER = 48 << 20
+# Below this much to read, starting processes costs more than they save.
+_WORTH_A_WORKER = 64 << 20
+# Tasks are sent in batches: there may be 100,000 of them.
+_BATCH_BYTES, _BATCH_TASKS = 64 << 20, 512
+
+Shards = tuple[Sequence[Shard], Sequence[Shard]]
+Result = Finding | Measure | OnlyRead
+SideName = Literal["output", "source"]
+
+
+class Reads(Protocol):
+    """What fills memory with a tensor's bytes from `start` on, or raises RunError."""
+
+    def read(self, tensor: Source, start: int, into: memoryview, /) -> None: ...
+
+
+class Look(Protocol):
+    """What a Watch has seen so far."""
+
+    def take(self, at: int, data: memoryview) -> None:
+        """The next bytes, from byte `at` of the tensor on; good until the call ends, and not to be
+        written to."""
+        ...
+
+    def end(self, room: Room) -> Iterator[Result]:
+        """What there is to say once all was seen."""
+        ...
+
+
+class Side:
+    """One folder's tensors, read for the tasks at hand. Looks are shown what any of them reads."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._looking: dict[str, list[_Looking]] = {}
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self._shards)
+
+    def read(self, tensor: Source, start: int, into: memoryview) -> None:
+        """Fill `into` with the tensor's bytes from `start` on. Raises RunError where they cannot be
+        read."""
+        self._reader.read(tensor, start, into)
+        for looking in self._looking.get(tensor.name, ()):
+            looking.show(start, into)
+
+    def begin(self, looking: _Looking) -> None:
+        self._looking.setdefault(looking.watch.tensor.name, []).append(looking)
+
+    def forget(self) -> None:
+        """Whoever was looking is done."""
+        self._looking.clear()
+
+    def close(self) -> None:
+        if "_reader" in self.__dict__:
+            self._reader.close()
+
+
+class Room:
+    """What a task works with: both folders' tensors."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.output, self.source = map(Side, shards)
+        self._buffer: memoryview | None = None
+
+    def side(self, name: SideName) -> Side:
+        return self.output if name == "output" else self.source
+
+    def finish(self, looking: _Looking) -> None:
+        """Read what a look is still to be shown."""
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(CHUNK))
+        watch = looking.watch
+        while (left := looking.left) is not None:
+            start, stop = left
+            into = self._buffer[: min(CHUNK, stop - start)]
+            self.side(watch.side).read(watch.tensor, start, into)
+
+    def close(self) -> None:
+        self.output.close()
+        self.source.close()
+
+
+class Work(Protocol):
+    """A frozen dataclass that can be sent to another process. `where` is the tensor it is about, in
+    either folder; `nbytes` what it goes through; `scratch` bytes it holds at a time."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def scratch(self) -> int: ...
+
+
+class Task(Work, Protocol):
+    """Work that reads for itself; best a tensor's bytes once, in order, so that looks can follow."""
+
+    def run(self, room: Room) -> Iterator[Result]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch(ABC):
+    """Work that has to see bytes `spans` (ascending; None: all) of one tensor, once and in order.
+    `beside` is a tensor of the folder whose tasks read it as well, where it has another name."""
+
+    tensor: Source
+    side: SideName = "output"
+    spans: tuple[tuple[int, int], ...] | None = None
+    beside: str = ""
+
+    @property
+    def where(self) -> str:
+        return self.tensor.name
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return ((0, self.tensor.type.nbytes),) if self.spans is None else self.spans
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    @abstractmethod
+    def scratch(self) -> int:
+        """Bytes its look holds at a time, for CHUNK bytes that it is shown."""
+
+    @abstractmethod
+    def look(self) -> Look:
+        """Begin."""
+
+
+class _Looking:
+    """How far a look is."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.look = watch, watch.look()
+        self._ranges = deque(watch.ranges)
+        self._at = self._ranges[0][0] if self._ranges else 0
+
+    @property
+    def left(self) -> tuple[int, int] | None:
+        """What it has to be shown next, to the end of its range; None: nothing any more."""
+        while self._ranges and self._at == self._ranges[0][1]:
+            self._ranges.popleft()
+            self._at = self._ranges[0][0] if self._ranges else 0
+        return (self._at, self._ranges[0][1]) if self._ranges else None
+
+    def show(self, start: int, data: memoryview) -> None:
+        """Bytes of its tensor from `start` on; what is not next is passed over."""
+        while (left := self.left) is not None:
+            at, stop = left
+            if not start <= at < start + data.nbytes:
+                return
+            part = data[at - start : stop - start]
+            self.look.take(at, part.toreadonly())
+            self._at = at + part.nbytes
+
+
+AnyTask = Task | Watch
+Numbered = tuple[int, AnyTask]
+
+
+class Progress(Protocol):
+    """Told how far the tasks are, in bytes."""
+
+    def start(self, total: int, done: int) -> None: ...
+
+    def wrote(self, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tasks with the numbers of their results; those about one matrix together."""
+
+    groups: tuple[tuple[Numbered, ...], ...]
+    nbytes: int
+
+    @property
+    def where(self) -> str:
+        return self.groups[0][0][1].where
+
+
+def run_tasks(
+    tasks: Sequence[Numbered],
+    shards: Shards,
+    *,
+    jobs: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """Do all tasks, each with a number that its results carry; results come in the order of the
+    layers. Raises RunError where data cannot be read, a worker dies, or one task needs more than
+    `memory`."""
+    groups = _groups(tasks)
+    total = sum(task.nbytes for _, task in tasks)
+    workers = _workers(groups, total, jobs, memory)
+    if progress is not None:
+        progress.start(total, 0)
+    batches = list(_batches(groups, total // max(1, 4 * workers)))
+    if workers == 1:
+        room = Room(shards)
+        try:
+            for batch in batches:
+                yield from _do(batch, room)
+                if progress is not None:
+                    progress.wrote(batch.nbytes)
+        finally:
+            room.close()
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, (shards, os.getpid()))
+    running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]] = deque()
+    try:
+        for batch in batches:
+            with undisturbed():
+                running.append((batch, pool.submit(_work, batch)))
+            if len(running) >= 3 * workers:
+                yield from _finished(running, progress)
+        while running:
+            yield from _finished(running, progress)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _groups(tasks: Sequence[Numbered]) -> list[tuple[Numbered, ...]]:
+    """Tasks about one matrix, its scales included, in the order of the layers."""
+    found: dict[str, list[Numbered]] = {}
+    for numbered in tasks:
+        found.setdefault(_matrix(numbered[1]), []).append(numbered)
+    return [tuple(found[name]) for name in sorted(found, key=_place)]
+
+
+def _matrix(task: AnyTask) -> str:
+    """What a task's weights, scales and shapes are part of; one in shards for NUMA nodes is one."""
+    name = task.beside or task.where if isinstance(task, Watch) else task.where
+    return split_parameter(name)[0].partition(".numa.")[0]
+
+
+def _place(name: str) -> tuple[int, tuple[Any, ...]]:
+    """By layer first: CPU experts (`blk.3.`) and draft layers' names follow other customs."""
+    layer = parse(name).layer
+    return -1 if layer is None else layer, natural_key(name)
+
+
+def _workers(
+    groups: Sequence[Sequence[Numbered]], total: int, jobs: int | None, memory: int | None
+) -> int:
+    """How many processes. `memory` is for all of them, this one and what it holds included."""
+    work, where = max((_scratch(group), group[0][1].where) for group in groups)
+    count = jobs or max(1, min(len(os.sched_getaffinity(0)), total // _WORTH_A_WORKER))
+    if memory is None:
+        return int(count)
+    own = _resident()
+    if own + work > memory:
+        raise RunError(
+            f"{where!r}: looking at it takes {work >> 20} MiB beside the {own >> 20} MiB of "
+            f"names and headers, more than granted; give --memory {-(-(own + work) >> 20)}MiB"
+        )
+    # One worker is this process itself.
+    return int(max(1, min(count, (memory - own) // (_INTERPRETER + work))))
+
+
+def _resident() -> int:
+    """Bytes this process holds now; what it once held (a model, for logits) it can hold again."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def _scratch(group: Sequence[Numbered]) -> int:
+    """Bytes that tasks done together hold: one runs at a time, and shows one look what it read."""
+    looks = [task.scratch for _, task in group if isinstance(task, Watch)]
+    others = [task.scratch for _, task in group if not isinstance(task, Watch)]
+    return 2 * CHUNK + max(looks, default=0) + max(others, default=0)
+
+
+def _batches(groups: Sequence[tuple[Numbered, ...]], share: int) -> Iterator[_Batch]:
+    held: list[tuple[Numbered, ...]] = []
+    size = count = 0
+    for group in groups:
+        held.append(group)
+        size += sum(task.nbytes for _, task in group)
+        count += len(group)
+        if size >= min(_BATCH_BYTES, share) or count >= _BATCH_TASKS:
+            yield _Batch(tuple(held), size)
+            held, size, count = [], 0, 0
+    if held:
+        yield _Batch(tuple(held), size)
+
+
+def _finished(
+    running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]], progress: Progress | None
+) -> Iterator[tuple[int, Result]]:
+    batch, future = running.popleft()
+    try:
+        found = future.result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            f"a worker process died at or soon after {batch.where!r}, most likely for "
+            "want of memory; give fewer --jobs, or --memory"
+        ) from error
+    yield from found
+    if progress is not None:
+        progress.wrote(batch.nbytes)
+
+
+def _do(batch: _Batch, room: Room) -> Iterator[tuple[int, Result]]:
+    for group in batch.groups:
+        yield from _together(group, room)
+
+
+def _together(group: Sequence[Numbered], room: Room) -> Iterator[tuple[int, Result]]:
+    """Tasks that read, which looks follow; then what looks have not been shown."""
+    looks: list[tuple[int, _Looking]] = []
+    try:
+        for number, task in group:
+            if isinstance(task, Watch):
+                looks.append((number, _Looking(task)))
+                room.side(task.side).begin(looks[-1][1])
+        for number, task in group:
+            if not isinstance(task, Watch):
+                for item in task.run(room):
+                    yield number, item
+        for number, looking in looks:
+            room.finish(looking)
+            for item in looking.look.end(room):
+                yield number, item
+    finally:
+        room.output.forget()
+        room.source.forget()
+
+
+_room: Room | None = None
+
+
+def _enter(shards: Shards, parent: int) -> None:
+    """Set a worker up. It ends with the process that started it, however that ends."""
+    global _room
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
+    _room = Room(shards)
+
+
+def _work(batch: _Batch) -> list[tuple[int, Result]]:
+    assert _room is not None
+    return list(_do(batch, _room))

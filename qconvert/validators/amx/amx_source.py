@@ -1,0 +1,48 @@
+"""Experts for KTransformers' CPU kernels: the source must be one they can have been made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import MANIFEST
+from qconvert.core.errors import PlanError
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.amx.reading import mismatches, read_block, source_experts
+
+RULES = (
+    Rule(
+        "QC043",
+        "the experts cannot have been made from this source",
+        "The source's expert count, hidden size, intermediate size or layers with experts are not "
+        "those of qconvert.json.",
+        "Name the source that the folder was made from (--against), or convert this one.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AmxSource:
+    """The manifest against the source's config and headers."""
+
+    name: str = "amx_source"
+    proves: str = "experts, sizes and layers are the source's"
+    needs: frozenset[Need] = frozenset({"amx", "source"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        assert folder.source is not None
+        try:
+            block = read_block(folder.checkpoint)
+        except PlanError as error:
+            raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
+        try:
+            experts = source_experts(folder)
+        except PlanError as error:
+            yield Finding("QC043", "error", str(folder.source.root), str(error))
+            return
+        for text in mismatches(block, folder, experts):
+            yield Finding("QC043", "error", MANIFEST, text)
+
+
+VALIDATOR = AmxSource()

@@ -1,0 +1,245 @@
+"""Experts for KTransformers' CPU kernels: the weights they give must be the source's, rounded.
+
+At level sample up to four experts of each layer are looked at, evenly spread, all their matrices and
+NUMA shards whole. What is judged is rounding, so every element has to fit; which codes are best is not
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.core.graph import Source
+from qconvert.formats.amx.encode import STEP
+from qconvert.matrices.stored import Stored
+from qconvert.ops.transpose import Columns
+from qconvert.validation.findings import Finding, Measure, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validation.workers import Room, Task
+from qconvert.validators.amx.reading import (
+    KINDS,
+    Block,
+    Kind,
+    matching_source,
+    shard_name,
+    shard_weights,
+    sound_block,
+    source_weights,
+)
+from qconvert.validators.reading.decode import warm
+from qconvert.validators.weights.int_bounds import lost_row
+from qconvert.validators.weights.sums import Sums
+
+if TYPE_CHECKING:
+    from qconvert.validators.amx.reading import Floats
+
+RULES = (
+    Rule(
+        "QC042",
+        "an expert's weight is further from the source's than the format's rounding can bring it",
+        "The experts are another's, in another order, cut for another NUMA count, or were quantized "
+        "with wrong scales; or the source is not the one they were made from.",
+        "Compare with the source they were made from; if it is that one, convert again.",
+    ),
+)
+
+_SAMPLE = 4
+# Of the step that a row's largest weight leads to, the least that calibration tries.
+_LEAST_CLIP = 0.25
+_LARGEST = {"int4": 7, "int8": 127}
+# Half a step where codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
+# what that made a half of is rounded up.
+_BOUND = {("int4", "peer"): 8.5 / 16}
+# In steps: multiplying by the inverse of a step and back is exact to some 2^-22 of the largest code.
+_SLACK = 2.0**-12
+# float32 roundings of the largest weight times the inverse of the largest code.
+_STEP_SLACK = 2.0**-20
+# Rows so small that their step would be denormal become zeros: they are at most 127 * 2^-126.
+_FLUSHED = 2.0**-119
+
+
+@dataclass(frozen=True)
+class AmxWeights:
+    """A sample of matrices, as the consumer computes them, against the source decoded to BF16."""
+
+    name: str = "amx_weights"
+    proves: str = "the experts' weights are the source's within the format's rounding"
+    needs: frozenset[Need] = frozenset({"amx", "data", "source"})
+
+    def __call__(self, folder: Folder) -> Iterator[Task]:
+        block = sound_block(folder.checkpoint)
+        sources = matching_source(block, folder)
+        everything = folder.request.level == "full"
+        for layer in block.layers:
+            for expert in range(block.experts) if everything else sampled(block.experts):
+                for kind in KINDS:
+                    names = [shard_name(layer, kind, expert, n) for n in range(block.numa)]
+                    parts = [f"{name}.{part}" for name in names for part in ("weight", "scale")]
+                    tensors = {name: folder.checkpoint[name] for name in parts}
+                    stored = sources[layer, kind, expert]
+                    yield MatrixTask(block, layer, kind, expert, tensors, stored)
+
+
+def sampled(experts: int) -> list[int]:
+    """Up to four experts, evenly spread, the first and the last among them."""
+    count = min(_SAMPLE, experts)
+    return sorted({i * (experts - 1) // max(1, count - 1) for i in range(count)})
+
+
+@dataclass(frozen=True)
+class MatrixTask:
+    """One matrix: its tensors here, one weight and scale for each NUMA shard, and in the source."""
+
+    block: Block
+    layer: int
+    kind: Kind
+    expert: int
+    tensors: Mapping[str, Source]
+    source: Stored
+
+    @property
+    def where(self) -> str:
+        return next(iter(self.tensors))
+
+    @property
+    def nbytes(self) -> int:
+        ours = sum(tensor.type.nbytes for tensor in self.tensors.values())
+        return ours + sum(arg.type.nbytes for arg in self.source.args)
+
+    @property
+    def scratch(self) -> int:
+        """A stretch of rows in float32 from both sides, its difference, and what it takes to judge
+        it, beside what was read: some twelve times float32."""
+        return 48 * self._height * self.source.columns
+
+    @property
+    def _height(self) -> int:
+        """Rows looked at in one go: those that lie together here. Of a stack [E, inputs, outputs] rows
+        lie apart in the source, and all are read for any."""
+        whole = isinstance(self.source.decoder, Columns)
+        return self.source.rows if whole else STEP[self.block.method]
+
+    def run(self, room: Room) -> Iterator[Finding | Measure]:
+        warm()
+        sums = Sums()
+        for top in range(0, self.source.rows, self._height):
+            stored = self.source.cut(top, top + self._height)
+            expected = source_weights(room.source, stored)
+            for base, rows, columns, start in self._shards(top):
+                found, step = shard_weights(
+                    self.block, self.tensors, room.output, base, self.kind, start,
+                    start + rows.stop - rows.start,
+                )  # fmt: skip
+                wanted = expected[rows, columns]
+                sums.add(wanted, found)
+                at = _misfit(self.block, wanted, found, step)
+                if at is not None:
+                    row, column = top + rows.start + at[0], columns.start + at[1]
+                    yield self._finding(
+                        base,
+                        f"row {row}, column {column}: expected {wanted[at]:g}, as in the source, "
+                        f"within the rounding of a step of {step[at[0]]:g}; found {found[at]:g}",
+                    )
+                    return
+                lost = _lost_row(self.block, wanted, found, step)
+                if lost is not None:
+                    yield self._finding(base, f"row {top + rows.start + lost[0]}: {lost[1]}")
+                    return
+                odd = _odd_step(self.block, wanted, found, step)
+                if odd is not None:
+                    largest = float(abs(wanted[odd]).max())
+                    yield self._finding(
+                        base,
+                        f"row {top + rows.start + odd}: a step of {step[odd]:g} is not what its "
+                        f"largest weight, {largest:g}, leads to: expected about "
+                        f"{largest / _LARGEST[self.block.method]:g}",
+                    )
+                    return
+        yield sums.measure(
+            self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}"
+        )
+
+    def _finding(self, base: str, text: str) -> Finding:
+        return Finding("QC042", "error", f"{base}.weight", f"expert {self.expert}, {text}")
+
+    def _shards(self, top: int) -> Iterator[tuple[str, slice, slice, int]]:
+        """Shards that hold a part of the stretch from row `top` on: name, which rows and columns of
+        the stretch, and the row of the shard these begin at."""
+        rows, columns = self.block.shard_shape(self.kind)
+        for shard in range(self.block.numa):
+            base = shard_name(self.layer, self.kind, self.expert, shard)
+            if self.kind == "down":
+                across = slice(shard * columns, (shard + 1) * columns)
+                yield base, slice(0, self._height), across, top
+                continue
+            first, last = max(top, shard * rows), min(top + self._height, (shard + 1) * rows)
+            if first < last:
+                yield base, slice(first - top, last - top), slice(0, columns), first - shard * rows
+
+
+def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tuple[int, int] | None:
+    """Row and column of the first weight that is too far off. Where steps are searched for, the
+    largest code stands for all that lies beyond it too."""
+    import numpy as np
+
+    if block.rounding == "gptq":  # one weight's error is made up for by others: see _lost_row
+        return None
+    bound = _BOUND.get((block.method, block.rounding), 0.5)
+    with np.errstate(all="ignore"):
+        size = step[:, None]
+        fits = np.abs(expected - found) <= (bound + _SLACK) * size + _FLUSHED
+        if block.rounding == "search":
+            beyond = (_LARGEST[block.method] - 0.5) * size
+            outward = expected * np.sign(found) >= beyond - _SLACK * size
+            fits |= (np.abs(found) > beyond) & outward
+    if fits.all():
+        return None
+    row, column = divmod(int(np.argmin(fits)), expected.shape[1])
+    return row, column
+
+
+def _lost_row(
+    block: Block, expected: Floats, found: Floats, step: Floats
+) -> tuple[int, str] | None:
+    """Of codes that calibration found: the first row of them that has too little to do with the
+    source's weights, and how little."""
+    import numpy as np
+
+    if block.rounding != "gptq":
+        return None
+    with np.errstate(all="ignore"):
+        size, top = step[:, None], _LARGEST[block.method]
+        best = np.clip(np.rint(expected / size), -top, top) * size
+    return lost_row(expected, found, np.where(np.isfinite(best), best, np.float32(0)))
+
+
+def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> int | None:
+    """The first row whose step is not the one its largest weight leads to; or, where steps are searched
+    for, is so large that the largest code goes unused, or leaves a larger error than that one could;
+    or, where calibration chose it, is none of the parts of that one which it tries."""
+    import numpy as np
+
+    top = _LARGEST[block.method]
+    with np.errstate(all="ignore"):
+        largest = np.abs(expected).max(axis=1)
+        plain = largest / np.float32(top)
+        if block.rounding == "search":
+            # A row's error is what a search makes least, so it is below that of the plain step: half
+            # of it for each weight, or 8.5 / 16 where kt-kernel rounds twice.
+            half = np.float32(_BOUND.get((block.method, "peer"), 0.5) + _SLACK)
+            off = (expected - found) / plain[:, None]
+            wrong = (step > plain * (top / (top - 0.5) + _SLACK)) | (
+                (off**2).mean(axis=1) > half**2
+            )
+        elif block.rounding == "gptq":
+            wrong = step > plain * (1 + _STEP_SLACK)
+            wrong |= step < plain * (_LEAST_CLIP * (1 - _STEP_SLACK))
+        else:
+            wrong = np.abs(step - plain) > plain * _STEP_SLACK
+        wrong &= largest > _FLUSHED
+    return int(np.argmax(wrong)) if wrong.any() else None
+
+
+VALIDATOR = AmxWeights()

@@ -1,0 +1,281 @@
+"""A folder of experts for KTransformers' CPU kernels, as its validators see it: what its manifest
+leads to, its weights as the consumer computes them, and those of its source.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer, Output, Source
+from qconvert.formats.amx.encode import BITS, RUNTIME_NAME, Method, check_dims, inverse
+from qconvert.matrices.experts import Experts, routed_experts
+from qconvert.matrices.stored import Stored
+from qconvert.ops.buffers import array
+from qconvert.ops.fp8 import DequantFp8
+from qconvert.plan.plan import Plan
+from qconvert.validation.runner import Folder, NotChecked
+from qconvert.validation.workers import Reads
+from qconvert.validators.reading.decode import as_bf16, fp8_floats, fp8_results, scale_floats
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+Kind = Literal["gate", "up", "down"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_METHODS: Mapping[Any, Method] = {"AMXINT4": "int4", "AMXINT8": "int8"}
+# How a folder's codes were found: as kt-kernel's converter rounds, with steps searched for, or by
+# calibration.
+FoundBy = Literal["peer", "search", "gptq"]
+_ROUNDINGS: tuple[FoundBy, ...] = get_args(FoundBy)
+# Codes that a scale must stand for, that looking up what they come to is quicker than working it out.
+_WORTH = 1024
+_COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the manifest's `amx` says."""
+
+    method: Method
+    rounding: FoundBy
+    numa: int
+    hidden: int
+    intermediate: int
+    experts: int
+    layers: tuple[int, ...]
+
+    @property
+    def runtime_name(self) -> str:
+        return RUNTIME_NAME[self.method]
+
+    def shard_shape(self, kind: Kind) -> tuple[int, int]:
+        """Rows and columns of one NUMA shard: gate and up are cut by rows, down by columns."""
+        part = self.intermediate // self.numa
+        return (self.hidden, part) if kind == "down" else (part, self.hidden)
+
+    def tensors(self) -> Iterator[tuple[str, TensorType]]:
+        """Every tensor that should be there."""
+        for layer in self.layers:
+            for kind in KINDS:
+                rows, columns = self.shard_shape(kind)
+                weight = TensorType("I8", (rows * columns * BITS[self.method] // 8,))
+                scale = TensorType("F32", (rows,))
+                for expert in range(self.experts):
+                    for shard in range(self.numa):
+                        base = shard_name(layer, kind, expert, shard)
+                        yield f"{base}.weight", weight
+                        yield f"{base}.scale", scale
+
+
+def shard_name(layer: int, kind: Kind, expert: int, shard: int) -> str:
+    """What a matrix's weight and scale are called, without their last part."""
+    return f"blk.{layer}.ffn_{kind}_exps.{expert}.numa.{shard}"
+
+
+def read_block(checkpoint: Checkpoint) -> Block:
+    """The manifest's block. Raises PlanError where it cannot be meant: a key missing or of another
+    type, sizes that the kernels cannot hold."""
+    found = (checkpoint.manifest or {}).get("amx")
+    if not isinstance(found, dict):
+        raise PlanError(f"expected `amx` to be an object, found {found!r}")
+    method, rounding, layers = (found.get(key) for key in ("method", "rounding", "layers"))
+    if method not in list(_METHODS):
+        raise PlanError(f"expected a method {' or '.join(_METHODS)}, found {method!r}")
+    if rounding not in _ROUNDINGS:
+        known = ", ".join(_ROUNDINGS)
+        raise PlanError(f"expected a rounding of {known}, found {rounding!r}")
+    for key in _COUNTS:
+        if type(found.get(key)) is not int or found[key] < 1:
+            raise PlanError(f"expected {key} to be 1 or more, found {found.get(key)!r}")
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise PlanError(f"expected layers to be a list of numbers, found {layers!r}")
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+        raise PlanError(f"expected layers to be ascending numbers, found {layers}")
+    numa, hidden, intermediate, experts = (found[key] for key in _COUNTS)
+    check_dims(_METHODS[method], hidden, intermediate, numa)
+    how = _METHODS[method], _ROUNDINGS[_ROUNDINGS.index(rounding)]
+    return Block(*how, numa, hidden, intermediate, experts, tuple(layers))
+
+
+def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Tensors that are not what the manifest leads to, and what is wrong with each."""
+    wanted = dict(block.tensors())
+    for name, kind in wanted.items():
+        if name not in checkpoint:
+            yield name, f"missing: the manifest leads to it, as {kind}"
+        elif checkpoint[name].type != kind:
+            yield name, f"expected {kind}, found {checkpoint[name].type}"
+    for name, source in checkpoint.items():
+        if name not in wanted:
+            yield name, f"superfluous: the manifest does not lead to it; found {source.type}"
+
+
+def sound_block(checkpoint: Checkpoint) -> Block:
+    """The block of a folder whose tensors are those it leads to. Raises NotChecked for others."""
+    try:
+        block = read_block(checkpoint)
+    except PlanError as error:
+        raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
+    if any(True for _ in faults(block, checkpoint)):
+        raise NotChecked("QC040: its tensors are not those the manifest leads to")
+    return block
+
+
+def source_experts(folder: Folder) -> Experts:
+    """The source's routed experts. Raises PlanError where it has none that can be read."""
+    assert folder.source is not None
+    return routed_experts(Plan.identity(folder.source))
+
+
+def mismatches(block: Block, folder: Folder, experts: Experts) -> list[str]:
+    """What the manifest says and the source does not bear out. Draft layers are there all or not at
+    all."""
+    assert folder.source is not None
+    dims = folder.source.census.dims
+    found = [
+        f"{what} is {here} here and {there} in the source"
+        for what, here, there in (
+            ("the number of experts", block.experts, dims.num_experts),
+            ("the hidden size", block.hidden, dims.hidden_size),
+            ("the experts' intermediate size", block.intermediate, dims.moe_intermediate_size),
+        )
+        if here != there
+    ]
+    own = {p.layer for p in experts.projections if not p.draft}
+    drafts = {p.layer for p in experts.projections if p.draft}
+    if set(block.layers) not in (own, own | drafts):
+        there = _spell(own) + (f", draft layers {_spell(drafts)}" if drafts else "")
+        found.append(f"the layers with experts are {_spell(block.layers)} here; source: {there}")
+    return found
+
+
+def _spell(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(layers)))
+
+
+Sources = Mapping[tuple[int, Kind, int], Stored]
+
+
+def matching_source(block: Block, folder: Folder) -> Sources:
+    """The source's matrix of each layer, kind and expert. Raises NotChecked where the folder cannot
+    have been made from it."""
+    try:
+        experts = source_experts(folder)
+    except PlanError as error:
+        raise NotChecked(f"QC043: {error}") from error
+    wrong = mismatches(block, folder, experts)
+    if wrong:
+        raise NotChecked(f"QC043: {wrong[0]}")
+    kinds: dict[str, Kind] = {f"{kind}_proj": kind for kind in KINDS}
+    return {(p.layer, kinds[p.kind], p.expert): p.weight for p in experts.projections}
+
+
+def shard_weights(
+    block: Block, tensors: Mapping[str, Source], reader: Reads, base: str, kind: Kind,
+    start: int = 0, stop: int | None = None,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Rows [start, stop) of one NUMA shard (all): the weights [rows, columns] that the consumer
+    computes with, and the step [rows] between two codes. `start` and `stop` are multiples of
+    STEP[method], rows that lie together. Raises PlanError where its tensors do not fit the
+    manifest."""
+    import numpy as np
+
+    rows, columns = block.shard_shape(kind)
+    stop = rows if stop is None else stop
+    weight, scale = (_output(tensors, f"{base}.{part}") for part in ("weight", "scale"))
+    if scale.type != TensorType("F32", (rows,)):
+        raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
+    line = weight.type.nbytes // rows
+    packed = read_bytes(reader, weight, start * line, stop * line)
+    codes = array(packed, np.uint8, (packed.nbytes,))
+    scales = array(read_bytes(reader, scale, 4 * start, 4 * stop), np.float32, (stop - start,))
+    with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
+        values = inverse(block.method, codes, scales, columns)
+        return values, scales if block.method == "int8" else scales * np.float32(16)
+
+
+def weights(
+    block: Block, tensors: Mapping[str, Source], reader: Reads, layer: int, kind: Kind, expert: int
+) -> tuple[Floats, float]:
+    """A matrix put together over its NUMA shards, and what rounding evenly to its steps adds up to:
+    the expected sum of squared errors, a twelfth of a squared step for each weight."""
+    import numpy as np
+
+    names = [shard_name(layer, kind, expert, shard) for shard in range(block.numa)]
+    shards = [shard_weights(block, tensors, reader, name, kind) for name in names]
+    columns = block.shard_shape(kind)[1]
+    noise = sum(float(np.sum(step.astype(np.float64) ** 2)) for _, step in shards) * columns / 12
+    return np.concatenate([s[0] for s in shards], axis=1 if kind == "down" else 0), noise
+
+
+def source_weights(reader: Reads, stored: Stored) -> Floats:
+    """A matrix of the source, decoded to BF16, as float32 [rows, columns]."""
+    import numpy as np
+
+    if isinstance(stored.decoder, DequantFp8):
+        return _fp8_weights(reader, stored, stored.decoder.block)
+    ins = [Buffer(arg.type, read_bytes(reader, arg)) for arg in stored.args]
+    data = ins[0].data
+    if stored.decoder is not None:
+        types = [buffer.type for buffer in ins]
+        (kind,) = stored.decoder.infer(*types)
+        data = memoryview(bytearray(kind.nbytes))
+        scratch = memoryview(bytearray(stored.decoder.scratch(*types)))
+        stored.decoder.run(ins, [Buffer(kind, data)], scratch)
+    bits = array(data, np.uint16, (stored.rows, stored.columns)).astype(np.uint32)
+    return (bits << 16).view(np.float32)
+
+
+def _fp8_weights(reader: Reads, stored: Stored, block: tuple[int, int]) -> Floats:
+    """FP8 codes times their scales, rounded to bf16: looked up where scales stand for many codes."""
+    import numpy as np
+
+    codes, grid = stored.args
+    raw = np.frombuffer(read_bytes(reader, codes), np.uint8).reshape(stored.rows, stored.columns)
+    lines = scale_floats(np.frombuffer(read_bytes(reader, grid), np.uint8), grid.type.dtype)
+    lines = lines.reshape(grid.type.shape)
+    dtype = codes.type.dtype
+    out = np.empty(raw.shape, np.float32)
+    across = np.arange(stored.columns) // block[1]
+    for number, line in enumerate(lines):
+        rows = slice(number * block[0], (number + 1) * block[0])
+        if raw[rows].size < _WORTH * line.size:
+            with np.errstate(all="ignore"):
+                values = fp8_floats(raw[rows].reshape(-1), dtype).reshape(-1, stored.columns)
+                out[rows] = as_bf16(values * line[across])
+        else:
+            numbers = raw[rows] + (across * 256).astype(np.uint16 if line.size <= 256 else np.intp)
+            fp8_results(line, dtype).take(numbers, out=out[rows], mode="clip")
+    return out
+
+
+def _output(tensors: Mapping[str, Source], name: str) -> Output:
+    if name not in tensors:
+        raise PlanError(f"{name!r} is missing")
+    return tensors[name].output
+
+
+def read_bytes(
+    reader: Reads, output: Output, first: int = 0, last: int | None = None
+) -> memoryview:
+    """Bytes [first, last) of something that is computed from nothing: of ranges of tensors."""
+    last = output.type.nbytes if last is None else last
+    data = memoryview(bytearray(last - first))
+    at = 0  # where a piece begins
+    for origin, start, stop in output.pieces:
+        assert isinstance(origin, Source)
+        low, high = max(first, at), min(last, at + stop - start)
+        if low < high:
+            reader.read(origin, start + low - at, data[low - first : high - first])
+        at += stop - start
+    return data

@@ -1,0 +1,1 @@
+"""Rules that read headers and small files."""

@@ -1,0 +1,272 @@
+"""config.json must state what the source's does: a conversion changes weights, not the model.
+
+QC083 a setting of config.json is not the source's.
+QC084 FP8 weights are the source's, and what the quantization block says of them is not.
+
+Settings are compared key by key, in every nested block. Of another class of the same model (Qwen3.5's
+text model as Qwen3-Next, and back) the settings of the text model are, all in one: what one of the
+classes does not state is what that class always does. A rope is the same wherever its numbers stand:
+transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
+from qconvert.checkpoint.family import text_config
+from qconvert.core.names import scale_candidates, weight_candidates
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.model import FP8
+
+CONFIG = "config.json"
+
+RULES = (
+    Rule(
+        "QC083",
+        "a setting of config.json is not the source's",
+        "config.json is another release's, was edited, or was written anew by a tool that knows fewer "
+        "keys. A rope, a top-k or a head count that is off loads everywhere and answers wrongly. An "
+        "error where a setting that the source states is changed or missing; a warning for settings "
+        "that are new here (the source leaves them to its class, and what that does is not known), and "
+        "for those of training alone. Not compared: quantization blocks, dtype, the names of saver and "
+        "version, what only one of two classes states, an MTP count of 0 where no draft layer is left, "
+        "and an untied head that is stored.",
+        "Copy config.json from the source, or set the named key as it is there; a quantization block "
+        "of the folder's own stays.",
+    ),
+    Rule(
+        "QC084",
+        "the block on kept FP8 weights is not the source's",
+        "The quantization block was written from a template. How activations are quantized, how scales "
+        "are rounded and how large blocks are is read from it, and no tensor gives it away.",
+        "Set the named key of the block as the source has it, or take it out where the source has none.",
+    ),
+)
+
+# Who saved a config and as what: no setting of the model.
+_NOT_COMPARED = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
+)
+# Of training, and of what a call returns: no output depends on them.
+_OF_TRAINING = frozenset(
+    {
+        "attention_dropout", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "hidden_dropout",
+        "id2label", "initializer_range", "label2id", "output_attentions", "output_hidden_states",
+        "output_router_logits", "pretraining_tp", "resid_pdrop", "return_dict",
+        "router_aux_loss_coef", "seq_aux", "use_cache",
+    }
+)  # fmt: skip
+_TIED = "tie_word_embeddings"
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# What is of a class, or of a multi-modal config's root, and not of the text model.
+_OF_CLASS = frozenset(
+    {
+        "architectures", "model_type", "text_config", "vision_config", "image_token_id",
+        "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    }
+)  # fmt: skip
+_OF_IMAGES = frozenset({"rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"})
+_SAME_MODEL = frozenset({"qwen3_5", "qwen3_next"})
+_ROPE = ("rope_parameters", "rope_scaling")
+_OF_ROPE = ("rope_theta", "partial_rotary_factor")
+_LANGUAGE, _PLAIN = "model.language_model.", "model."
+# Of FP8 blocks: the keys, and what runtimes take where one is not stated.
+_FP8_KEYS = {
+    "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": None, "weight_block_size": None,
+}  # fmt: skip
+_INNER_KEYS = ("scale_fmt", "weight_block_size")
+_MOST = 20
+
+Settings = dict[str, Any]  # by dotted path
+
+
+@dataclass(frozen=True)
+class ConfigKept:
+    """The folder's config.json against the source's."""
+
+    name: str = "config_kept"
+    proves: str = "config.json states every setting of the source's as it is there"
+    needs: frozenset[Need] = frozenset({"source"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        here, source = folder.checkpoint, folder.source
+        assert source is not None
+        identity = (here.manifest or {}).get("identity", {})
+        if folder.receipt is not None and identity.get("source") != source.header_digest:
+            raise NotChecked("QC031: the source given is not what the folder was made from")
+        kind, theirs = here.config.get("model_type"), source.config.get("model_type")
+        families = {here.family.name, source.family.name}
+        if kind == theirs:
+            ours, wanted = settings(here.config), settings(source.config)
+        elif (len(families) == 1 and "generic" not in families) or families == _SAME_MODEL:
+            ours, wanted = _of_text(here), _of_text(source)
+        else:
+            message = f"model_type is {kind!r}, the source's is {theirs!r}: another model"
+            yield Finding("QC083", "error", CONFIG, message)
+            return
+        found = [*_tied(here, source), *_differences(here, source, ours, wanted)]
+        yield from found[:_MOST]
+        if len(found) > _MOST:
+            message = f"{len(found) - _MOST} more settings are not the source's"
+            yield Finding("QC083", "error", CONFIG, message)
+        yield from _fp8(here, source)
+
+
+def settings(config: Mapping[str, Any]) -> Settings:
+    """Every setting by its dotted path, quantization blocks apart. A rope is left in one
+    spelling: `rope_theta`, `partial_rotary_factor`, `rope_parameters.*`; what contradicts it stays."""
+    return _flat(without_quantization(config), "")
+
+
+def _flat(block: Mapping[str, Any], at: str) -> Settings:
+    found: Settings = {}
+    for key in _ROPE:  # the newer one first: it counts where both are there
+        rope = block.get(key)
+        for inner, value in _flat(rope, "").items() if isinstance(rope, Mapping) else ():
+            inner = "rope_type" if inner == "type" else inner
+            if (inner, value) == ("rope_type", "default"):
+                continue
+            name = at + (inner if inner in _OF_ROPE else f"rope_parameters.{inner}")
+            if found.setdefault(name, value) != value:
+                found[f"{at}{key}.{inner}"] = value
+    for key, value in block.items():
+        if key in _NOT_COMPARED or key == _TIED or key in _ROPE:
+            continue
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{at}{key}.")
+        elif found.setdefault(at + key, _plain_names(value)) != _plain_names(value):
+            found[f"{at}{key} beside rope_parameters"] = value
+    return found
+
+
+def _plain_names(value: Any) -> Any:
+    """Modules go by one name, whether a text-only class has renamed them or not."""
+    if isinstance(value, list):
+        return [_plain_names(inner) for inner in value]
+    if isinstance(value, str) and value.startswith(_LANGUAGE):
+        return _PLAIN + value.removeprefix(_LANGUAGE)
+    return value
+
+
+def _of_text(checkpoint: Checkpoint) -> Settings:
+    """The text model's settings, with what the classes of Qwen3.5 always do. Its Qwen3-Next twin states
+    it: top-k weights normalized, experts in all layers or in none."""
+    text = {k: v for k, v in text_config(checkpoint.config).items() if k not in _OF_CLASS}
+    found = {k: v for k, v in settings(text).items() if k not in _OF_IMAGES}
+    if checkpoint.family.name not in _SAME_MODEL:
+        return found
+    every = list(range(checkpoint.census.dims.num_layers))
+    if checkpoint.family.name == "qwen3_5":
+        dense = not found.get("num_experts")
+        found |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
+        found["mlp_only_layers"] = every if dense else []
+    else:
+        always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        found = {**always, **found}
+        if _has_drafts(checkpoint, checkpoint):
+            found.setdefault("mtp_num_hidden_layers", checkpoint.census.dims.mtp_layers)
+    if found["mlp_only_layers"] == every or not found.get("num_experts"):
+        found |= {"mlp_only_layers": every, "num_experts": 0}
+    return found
+
+
+def _differences(
+    here: Checkpoint, source: Checkpoint, ours: Settings, wanted: Settings
+) -> Iterator[Finding]:
+    for key, value in wanted.items():
+        name = key.rpartition(".")[2]
+        if key in ours and ours[key] == value:
+            continue
+        if name in _MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source):
+            continue
+        known = name not in _OF_TRAINING and (value is not None or key in ours)
+        found = f"is {ours[key]!r}" if key in ours else "is missing"
+        message = f"{key} {found}, the source's is {value!r}"
+        yield Finding("QC083", "error" if known else "warning", CONFIG, message)
+    new = [
+        f"{key} ({value!r})"
+        for key, value in ours.items()
+        if key not in wanted
+        if value is not None
+    ]
+    if new:
+        more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""
+        message = f"states what the source's does not: {', '.join(new[:_MOST])}{more}"
+        yield Finding("QC083", "warning", CONFIG, message)
+
+
+def _has_drafts(here: Checkpoint, source: Checkpoint) -> bool:
+    return any(source.family.is_mtp(name, source.census.dims) for name in here)
+
+
+def _tied(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
+    """A stage has a head of its own instead of the embeddings; a head of the source's own must stay."""
+    known = source.census.dims.tied or _states_tied(source)
+    if _states_tied(here) and not known:
+        message = f"{_TIED} is true, the source has a head of its own"
+        yield Finding("QC083", "error", CONFIG, message)
+    if source.census.dims.tied and not here.census.dims.tied and not _may_be_untied(here):
+        message = f"{_TIED} is not true as the source's is, and no head is stored"
+        yield Finding("QC083", "error", CONFIG, message)
+
+
+def _states_tied(checkpoint: Checkpoint) -> bool:
+    """Whether any block does: loaders do not agree on which one counts."""
+    blocks = [checkpoint.config, checkpoint.config.get("text_config")]
+    return any(isinstance(block, Mapping) and block.get(_TIED) is True for block in blocks)
+
+
+def _may_be_untied(here: Checkpoint) -> bool:
+    head = here.family.tied[0] if here.family.tied is not None else "lm_head"
+    return here.census.named(head) is not None or "stage" in (here.manifest or {})
+
+
+# --- FP8 -----------------------------------------------------------------------------------------
+
+
+def _fp8(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
+    """Where weights and scales are of the types the source has them in, as when they were only moved."""
+    kinds = _fp8_types(here)
+    if not kinds or not kinds <= _fp8_types(source):
+        return
+    theirs = [config.block for config in source.quantization_configs if config.method == "fp8"]
+    if not theirs:
+        return
+    for config in here.quantization_configs:
+        if config.method == "fp8":
+            yield from _block(config.where, config.block, theirs, tuple(_FP8_KEYS))
+            continue
+        inner = config.block.get("linear_fp8_config")
+        if isinstance(inner, Mapping):
+            yield from _block(f"{config.where}.linear_fp8_config", inner, theirs, _INNER_KEYS)
+
+
+def _block(
+    where: str, ours: Mapping[str, Any], theirs: list[Mapping[str, Any]], keys: tuple[str, ...]
+) -> Iterator[Finding]:
+    for key in keys:
+        silent = _FP8_KEYS[key]
+        wanted = [silent if block.get(key) is None else block[key] for block in theirs]
+        found = silent if ours.get(key) is None else ours[key]
+        if found not in wanted:
+            message = f"{where}: {key} is {found!r}, the source's is {wanted[0]!r}"
+            yield Finding("QC084", "error", where.partition(":")[0], message)
+
+
+def _fp8_types(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
+    """The types of FP8 weights, each with those of its scales."""
+    return {
+        (
+            tensor.type.dtype,
+            *(checkpoint[s].type.dtype for s in scale_candidates(name) if s in checkpoint),
+        )
+        for name, tensor in checkpoint.items()
+        if tensor.type.dtype in FP8 and not weight_candidates(name)
+    }
+
+
+VALIDATOR = ConfigKept()

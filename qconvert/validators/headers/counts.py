@@ -1,0 +1,148 @@
+"""Layers, experts, draft layers and the vision tower: what is there must be what the config counts.
+
+QC019 a tensor stands in a layer, or belongs to an expert, that the config does not count.
+QC023 the config counts draft (MTP) layers, and they are not there, or in part.
+QC024 a vision tower without its config, or the other way round.
+
+What the config counts and is missing of the model itself is QC013's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Census, Config, Role, first_int, text_config, vision_config
+from qconvert.core.errors import PlanError
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.model import EXPERTS, known_family, member_of, stage_of
+
+# Draft layers that may take these from the model itself.
+_SHARED = ("mtp.embed_tokens", "mtp.shared_head.head")
+_VISION = ("visual.", "vision_tower.", "mm_projector.", "vision_model.")
+
+RULES = (
+    Rule(
+        "QC019",
+        "a tensor is in a layer or an expert that the config does not count",
+        "config.json is another model's or was edited, or layers of another checkpoint were copied in. "
+        "Loaders skip such tensors and run a shorter model, or end in an error.",
+        "Take config.json and shards from one repo; of a cut-down model, set the counts to what is "
+        "there.",
+    ),
+    Rule(
+        "QC023",
+        "draft (MTP) layers that the config counts are missing, as a whole or in part",
+        "Tools that do not know draft layers leave them out and keep their count (transformers does on "
+        "saving). As a whole the model itself still runs, without drafts; half of them draft noise.",
+        "Convert again from the source; to leave them out, drop them by a rule and set "
+        "num_nextn_predict_layers or mtp_num_hidden_layers to 0.",
+    ),
+    Rule(
+        "QC024",
+        "the vision tower and its config are not both there",
+        "A text-only copy kept vision_config, so loaders make a tower of random weights; or the config "
+        "became text-only and the tower's tensors stayed, which only takes room.",
+        "Drop the tower's tensors and vision_config together, or keep both.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tensors against the config's numbers."""
+
+    name: str = "counts"
+    proves: str = "layers, their parts, drafts and vision tower are those the config counts"
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        vision = vision_config(checkpoint.config)
+        yield from _superfluous(checkpoint)
+        yield from _vision(checkpoint, vision)
+        try:
+            stage = stage_of(checkpoint)
+        except PlanError:
+            return  # QC054: which layers this stage must have cannot be said
+        if stage is None or stage.last:
+            yield from _drafts(checkpoint)
+        known_family(checkpoint)
+
+
+def _superfluous(checkpoint: Checkpoint) -> Iterator[Finding]:
+    census = checkpoint.census
+    experts = census.dims.num_experts
+    if census.family.name == "generic":
+        return  # configs count experts by many keys, some without those that have no weights
+    for name, place in census.places.items():
+        if place.expert is not None and place.expert >= experts:
+            message = f"expert {place.expert}, and the config counts {experts}"
+            yield Finding("QC019", "error", name, message)
+    for name in census.unknown:
+        roles, layer, _, _ = census.family.candidates(name)
+        groups = sorted({role.layers for role in roles if role.layers not in ("", "*")})
+        if groups and not _is_vision(name):
+            message = (
+                f"layer {layer} of {'/'.join(groups)} layers, and the config counts no such one"
+            )
+            yield Finding("QC019", "error", name, message)
+
+
+def _is_vision(name: str) -> bool:
+    return name.startswith(_VISION) or any(f".{part}" in name for part in _VISION)
+
+
+def _vision(checkpoint: Checkpoint, config: Config) -> Iterator[Finding]:
+    census = checkpoint.census
+    if not any(role.name.startswith("vision.") for role in census.family.roles):
+        return  # a family without a tower, or one nobody has described
+    tower = next((n for n, p in census.places.items() if p.role.name.startswith("vision.")), None)
+    tower = tower or next((name for name in census.unknown if _is_vision(name)), None)
+    if tower is not None and not config:
+        message = "belongs to a vision tower, and config.json has no vision_config"
+        yield Finding("QC024", "warning", tower, message)
+    if tower is None and config and not any(map(_is_vision, _dropped(checkpoint))):
+        message = "there is a vision_config, and no tensor of a vision tower"
+        yield Finding("QC024", "error", "config.json", message)
+
+
+def _dropped(checkpoint: Checkpoint) -> set[str]:
+    rules = (checkpoint.manifest or {}).get("dropped", {})
+    return {name for names in rules.values() for name in names if isinstance(name, str)}
+
+
+def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
+    census = checkpoint.census
+    family, dims = census.family, census.dims
+    roles = [role for role in family.roles if role.name.startswith("mtp.")]
+    if not roles or any(family.is_mtp(name, dims) for name in _dropped(checkpoint)):
+        return
+    if not any(role.name in census.present for role in roles):
+        text = text_config(checkpoint.config)
+        stated = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
+        if stated:
+            message = f"counts {stated} draft (MTP) layers, none is there and no rule dropped them"
+            yield Finding("QC023", "warning", "config.json", message)
+        return
+    for role in roles:
+        layers = dims.groups.get(role.layers, ()) if role.layers else (0,)
+        if layers and role.name not in census.present and _needed(role, census):
+            name = role.module.replace("{L}", str(layers[0]))
+            message = "is not there, and other tensors of the draft (MTP) layers are"
+            yield Finding("QC023", "error", f"{name}.weight", message)
+
+
+def _needed(role: Role, census: Census) -> bool:
+    """Whether draft layers without this role are half. Of what they share with the model's own layers
+    they have what those have; which form experts have is for QC018 to say."""
+    member = member_of(role.module)
+    if role.name in _SHARED or (member is not None and member.forms is EXPERTS):
+        return False
+    own = role.name.removeprefix("mtp.")
+    return own in census.present or not any(body.name == own for body in census.family.roles)
+
+
+VALIDATOR = Counts()

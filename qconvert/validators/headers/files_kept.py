@@ -1,0 +1,118 @@
+"""Files beside the weights must be the source's.
+
+QC085 a side file is not the source's.
+
+Compared byte by byte, and JSON by what it says: tools write it anew. What the source has and the folder
+lacks is QC032: asked here of folders without a receipt, as a warning, for another tool may have had its
+reasons. Files that conversions make themselves are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError
+from qconvert.core.json_text import parse_json
+from qconvert.validation.findings import Finding, Rule, Severity
+from qconvert.validation.runner import Folder, Need
+
+RULES = (
+    Rule(
+        "QC085",
+        "a side file is not the source's",
+        "A tokenizer, chat template or processor of another release lies beside these weights, or it "
+        "was edited. Token ids that mean something else load everywhere. An error for tokenizers, "
+        "templates, processors and code; a warning for generation_config.json and all others.",
+        "Copy the named file from the source, unless the change is meant.",
+    ),
+)
+
+_MADE = frozenset({"README.md", "hf_quant_config.json"})
+_STARTS = (
+    "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece",
+    "tekken", "chat_template", "preprocessor_config", "processor_config", "video_preprocessor_config",
+)  # fmt: skip
+_ENDS = (".tiktoken", "tiktoken.model", ".jinja", ".py")
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_GENERATION = "generation_config.json"
+_CHUNK = 1 << 20
+_MOST_JSON = 128 << 20  # tokenizer.json has up to 33 MB
+_A_FEW = 8
+
+
+@dataclass(frozen=True)
+class FilesKept:
+    """Reads what both folders have, and names what only the source has."""
+
+    name: str = "files_kept"
+    proves: str = "side files that both have are the source's"
+    needs: frozenset[Need] = frozenset({"files", "source"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        here, source = folder.checkpoint, folder.source
+        assert source is not None
+        ours = set(here.side_files)
+        wanted = [file for file in source.side_files if file not in _MADE]
+        for file in wanted:
+            message = _difference(here, source, file) if file in ours else ""
+            if message:
+                severity: Severity = "error" if is_loaded(file) else "warning"
+                yield Finding("QC085", severity, file, message)
+        if folder.receipt is None:
+            yield from _missing(here, source, [file for file in wanted if file not in ours])
+
+
+def is_loaded(file: str) -> bool:
+    """Whether runtimes read a file to make token ids, images or layers."""
+    name = file.rpartition("/")[2]
+    return name.startswith(_STARTS) or name.endswith(_ENDS)
+
+
+def _missing(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[Finding]:
+    rules = (here.manifest or {}).get("dropped_files", {})
+    no_tower = "vision_config" in source.config and "vision_config" not in here.config
+    gone = [f for f in gone if f not in rules and not (no_tower and f in _OF_IMAGES)]
+    loaded = [file for file in gone if is_loaded(file) or file == _GENERATION]
+    for file in loaded:
+        yield Finding("QC032", "warning", file, "a side file of the source is missing here")
+    others = [file for file in gone if file not in loaded]
+    if others:
+        more = f" and {len(others) - _A_FEW} more" if len(others) > _A_FEW else ""
+        message = f"side files of the source are missing here: {', '.join(others[:_A_FEW])}{more}"
+        yield Finding("QC032", "warning", others[0], message)
+
+
+def _difference(here: Checkpoint, source: Checkpoint, name: str) -> str:
+    """What to say of two files, "" where they say the same."""
+    try:
+        same = _same_bytes(here, source, name) or (
+            name.endswith(".json") and _same_json(here, source, name)
+        )
+    except CheckpointError as error:  # a link to nothing, above all
+        return f"cannot be compared with the source's: {error}"
+    return "" if same else "is not the source's file of this name"
+
+
+def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
+    with here.open_file(name) as ours, source.open_file(name) as theirs:
+        if os.fstat(ours.fileno()).st_size != os.fstat(theirs.fileno()).st_size:
+            return False
+        while chunk := ours.read(_CHUNK):
+            if chunk != theirs.read(_CHUNK):
+                return False
+    return True
+
+
+def _same_json(here: Checkpoint, source: Checkpoint, name: str) -> bool:
+    """Whether both say the same. Broken JSON says nothing, so its bytes alone count."""
+    ours, theirs = (of.read(name, _MOST_JSON) or b"" for of in (here, source))
+    try:
+        return bool(parse_json(ours, name) == parse_json(theirs, name))
+    except CheckpointError:
+        return False
+
+
+VALIDATOR = FilesKept()

@@ -1,0 +1,196 @@
+"""qconvert.json against the tensors and config beside it: what it says must be so.
+
+QC051 it says that linear attention is fused (or split) in an order that the tensors cannot be in.
+QC053 it says something else of the model than tensors or config do.
+QC054 what it says of a pipeline stage is not what lies in the folder.
+QC055 a tensor that it says was dropped is there.
+QC092, QC093, QC094: see _quantizing.
+
+Whether the model's class takes the form and order that is stated is QC052's, in projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
+from qconvert.core.errors import PlanError
+from qconvert.core.names import weight_candidates
+from qconvert.plan.plan import ELSEWHERE
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.conversions import quantizing_claims
+from qconvert.validators.reading.model import (
+    FP8,
+    LINEAR_ATTENTION,
+    Stage,
+    forms_in,
+    holds,
+    stage_of,
+)
+
+FACT = "gdn_groups"
+
+RULES = (
+    Rule(
+        "QC051",
+        "qconvert.json and the tensors disagree on whether linear attention is fused",
+        "Shards or manifest are of another conversion, or another tool fused or split the projections "
+        "afterwards. What is made from this folder next would take rows for others.",
+        "Convert again from the source; never copy a qconvert.json.",
+    ),
+    Rule(
+        "QC053",
+        "qconvert.json says something that tensors or config contradict",
+        "Tensors or config.json were changed after the conversion, or the manifest is another "
+        "folder's.",
+        "Convert again, or delete qconvert.json and its receipt where the folder is no longer ours.",
+    ),
+    Rule(
+        "QC054",
+        "a pipeline stage is not what qconvert.json says",
+        "Stages were renamed or mixed, or config.json's layer count changed. A runtime told another "
+        "partition looks for layers that another stage has.",
+        "Split again from the source, and set the variable that qconvert.json names.",
+    ),
+    Rule(
+        "QC055",
+        "a tensor that qconvert.json lists as dropped is there",
+        "Shards of the source lie beside or in place of converted ones.",
+        "Convert again, into an empty folder.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ManifestClaims:
+    """Each claim on its own."""
+
+    name: str = "manifest_claims"
+    proves: str = "qconvert.json says what tensors and config say"
+    needs: frozenset[Need] = frozenset()
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        manifest = checkpoint.manifest
+        if manifest is None:
+            raise NotChecked(f"the folder has no {MANIFEST}")
+        yield from _stage(checkpoint)
+        yield from _dropped(checkpoint, manifest)
+        yield from _other_claims(checkpoint, manifest)
+        yield from quantizing_claims(checkpoint, manifest)
+        if "amx" not in manifest:
+            yield from _fused_order(checkpoint, manifest)
+
+
+# --- Linear attention ----------------------------------------------------------------------------
+
+
+def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
+    gdn = checkpoint.census.dims.gdn
+    fused = split = None
+    for where, present in forms_in(checkpoint).items():
+        if where.forms is LINEAR_ATTENTION:
+            fused = fused or next(iter(present.fused.values()), None)
+            split = split or next(iter(present.split.values()), None)
+    groups = manifest.get(FACT)
+    if groups is None or gdn is None:
+        return
+    if type(groups) is not int or groups < 0 or (groups and (gdn[0] % groups or gdn[1] % groups)):
+        message = f"{FACT} is {groups!r}, which cuts {gdn[0]} key heads into no equal groups"
+        yield Finding("QC051", "error", MANIFEST, message)
+        return
+    if groups and split is not None and fused is None:
+        message = f"is split, and {MANIFEST} says fused in {groups} groups"
+        yield Finding("QC051", "error", split, message)
+    elif not groups and fused is not None and split is None:
+        yield Finding("QC051", "error", fused, f"is fused, and {MANIFEST} says split")
+
+
+# --- Stages --------------------------------------------------------------------------------------
+
+
+def _stage(checkpoint: Checkpoint) -> Iterator[Finding]:
+    try:
+        stage = stage_of(checkpoint)
+    except PlanError as error:
+        yield Finding("QC054", "error", MANIFEST, str(error))
+        return
+    if stage is None:
+        return
+    dims = checkpoint.census.dims
+    if sum(stage.partition) != dims.num_layers:
+        message = (
+            f"the partition {list(stage.partition)} adds up to {sum(stage.partition)} layers, "
+            f"config.json counts {dims.num_layers}"
+        )
+        yield Finding("QC054", "error", MANIFEST, message)
+    wanted = ",".join(map(str, stage.partition))
+    for variable, value in stage.environment.items():
+        if value != wanted:
+            message = f"{variable} is said to be {value!r}, the partition is {wanted}"
+            yield Finding("QC054", "error", MANIFEST, message)
+    yield from _strangers(checkpoint, stage)
+
+
+def _strangers(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
+    """Layers of the model that another stage owns. What has no layer may be in several stages."""
+    census = checkpoint.census
+    for name, place in census.places.items():
+        role = place.role
+        draft = role.name.startswith("mtp.")
+        if role.name.startswith("vision.") or (place.layer is None and not draft):
+            continue
+        if not holds(stage, place.layer, draft=draft):
+            span = f"{stage.layers.start} to {stage.layers.stop - 1}"
+            message = f"belongs to another stage than {stage.number}, which owns layers {span}"
+            yield Finding("QC054", "error", name, message)
+
+
+# --- The rest ------------------------------------------------------------------------------------
+
+
+def _dropped(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
+    for rule, names in manifest["dropped"].items():
+        if rule.startswith(ELSEWHERE):
+            continue  # a tensor of the same name was made anew
+        for name in names:
+            if isinstance(name, str) and name in checkpoint:
+                message = f"is there, and {MANIFEST} says it was dropped ({rule})"
+                yield Finding("QC055", "error", name, message)
+
+
+def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
+    dims = checkpoint.census.dims
+    layers = manifest.get("layers")
+    if type(layers) is int and layers != dims.num_layers:
+        message = f"config.json counts {dims.num_layers} layers, {MANIFEST} {layers}"
+        yield Finding("QC053", "error", "config.json", message)
+    if any(step.get("name") == "dequant" for step in manifest["passes"]):
+        for name, source in checkpoint.items():
+            if source.type.dtype in FP8 and not weight_candidates(name):
+                message = f"is {source.type}, and {MANIFEST} says it was dequantized"
+                yield Finding("QC053", "error", name, message)
+    pair = manifest.get("pair")
+    if pair is not None:
+        yield from _pair(checkpoint, manifest, pair)
+
+
+def _pair(checkpoint: Checkpoint, manifest: dict[str, Any], pair: Any) -> Iterator[Finding]:
+    side = pair.get("side") if isinstance(pair, dict) else None
+    if side not in ("cpu", "gpu"):
+        message = f"expected `pair` to say which side this is, cpu or gpu, found {pair!r}"
+        yield Finding("QC053", "error", MANIFEST, message)
+    elif (side == "cpu") != ("amx" in manifest):
+        message = f"says this is the {side} side, and the folder is the other"
+        yield Finding("QC053", "error", MANIFEST, message)
+    elif side == "gpu" and not any(
+        name.endswith((".weight_packed", ".qweight")) for name in checkpoint
+    ):
+        message = "says this is the gpu side, and no expert is packed"
+        yield Finding("QC053", "error", MANIFEST, message)
+
+
+VALIDATOR = ManifestClaims()

@@ -1,0 +1,143 @@
+"""What no runtime loads quantized, against what is stored so.
+
+QC095 an embedding, a norm, a router, the head, a convolution or a table of positions is quantized.
+
+Of a family that is known here its roles say which modules those are; of another one the names that
+transformers' classes (5.17) and older releases give them. A name is taken for what it says only where no
+linear layer that runtimes load quantized is called so: `gate` beside `experts` is a router, `gate_proj`
+and `gate_up_proj` never are; `embed_tokens` is an embedding, `embedding_projection` may be a linear.
+
+A head that the config says is quantized (`lm_head` in GPTQ's block, or a target that names it) is what
+some runtimes load. This file knows nothing of the passes, nor of their rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.names import parse, split_parameter, weight_candidates
+from qconvert.core.roles import Kind
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.model import readable_quantization
+from qconvert.validators.reading.quantization import named_targets
+
+RULES = (
+    Rule(
+        "QC095",
+        "an embedding, a norm, a router, the head, a convolution or a table of positions is quantized",
+        "A tool took every matrix for a linear layer. Runtimes build these modules without a "
+        "quantization config: they read codes as numbers, or have no place for scales and fail; where "
+        "they load, the model generates garbage.",
+        "Convert again from the source, with targets that are linear layers alone.",
+    ),
+)
+
+_CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4")
+_PACKED = ("weight_packed", "qweight")
+_WHAT = {
+    Kind.EMBEDDING: "an embedding", Kind.POSITION: "a table of positions", Kind.HEAD: "the head",
+    Kind.NORM: "a norm", Kind.BUFFER: "no matrix", Kind.CONV: "a convolution",
+    Kind.ROUTER: "a router", Kind.SHARED_WEIGHT: "the gate of a shared expert",
+}  # fmt: skip
+# Of the last component of a module's name. (`layer_norm1`, `q_norm`, `final_layernorm`, `ln_f`.)
+_NORM = re.compile(r"(.*(norm|layernorm|rmsnorm)\d*|ln_(\d+|f))$")
+_CONV = re.compile(r"((.*_)?conv([123]d)?)$")
+_POSITION = re.compile(
+    r"(wpe|(embed_positions?|position_embed(ding)?s?|pos(itional)?_(emb|embed|embedding)s?)(_table)?)$"
+)
+_EMBEDDING = re.compile(
+    r"(wte|embed_tokens(_per_layer)?|tok_embeddings?|(word|token|patch)_embeddings?|embed_in)$"
+)
+_HEADS = ("lm_head", "embed_out")
+
+
+@dataclass(frozen=True)
+class NeverQuantized:
+    """Headers and names."""
+
+    name: str = "never_quantized"
+    proves: str = "embeddings, norms, routers, heads and convolutions are not quantized"
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        readable_quantization(checkpoint)
+        holders = _holders_of_experts(checkpoint)
+        for name in checkpoint:
+            module = _quantized_module(checkpoint, name)
+            if module is None:
+                continue
+            kind = _kind(checkpoint, name, module, holders)
+            if kind is None or (kind is Kind.HEAD and _said(checkpoint, module)):
+                continue
+            found = checkpoint[name].type
+            message = (
+                f"{found} is quantized, and {module!r} is {_WHAT[kind]}: expected BF16, F16 or F32"
+            )
+            yield Finding("QC095", "error", name, message)
+
+
+def _quantized_module(checkpoint: Checkpoint, name: str) -> str | None:
+    """The module of a tensor of codes, None for a tensor of numbers and for what goes with codes."""
+    module, parameter = split_parameter(name)
+    if parameter in _PACKED:
+        return module
+    if weight_candidates(name) or checkpoint[name].type.dtype not in _CODES:
+        return None
+    return module if parameter == "weight" else None
+
+
+def _kind(checkpoint: Checkpoint, name: str, module: str, holders: frozenset[str]) -> Kind | None:
+    place = checkpoint.census.places.get(name)
+    kind = Kind.UNKNOWN if place is None else place.role.kind
+    if kind is Kind.UNKNOWN:
+        kind = _named(module, holders)
+    return kind if kind in _WHAT else None
+
+
+def _named(module: str, holders: frozenset[str]) -> Kind:
+    """What a module's name says, UNKNOWN where it says nothing. Its last component counts, numbers left
+    out."""
+    parts = [p for p in parse(module).template.split(".") if not p.startswith("{")]
+    last = parts[-1] if parts else ""
+    before = parts[-2] if len(parts) > 1 else ""
+    if _NORM.match(last):
+        return Kind.NORM
+    if last == "router" or before == "router":
+        return Kind.ROUTER
+    if last == "gate" and module.rpartition(".")[0] in holders:
+        return Kind.ROUTER
+    if last == "shared_expert_gate":
+        return Kind.SHARED_WEIGHT
+    if last in _HEADS or (last == "head" and before in ("", "shared_head")):
+        return Kind.HEAD
+    for pattern, kind in (
+        (_POSITION, Kind.POSITION), (_EMBEDDING, Kind.EMBEDDING), (_CONV, Kind.CONV),
+    ):  # fmt: skip
+        if pattern.match(last):
+            return kind
+    return Kind.UNKNOWN
+
+
+def _holders_of_experts(checkpoint: Checkpoint) -> frozenset[str]:
+    """Modules that hold routed experts (`model.layers.3.mlp`)."""
+    return frozenset(
+        before for name in checkpoint if (before := name.partition(".experts.")[0]) != name
+    )
+
+
+def _said(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether the config says itself that this head is quantized."""
+    for config in checkpoint.quantization_configs:
+        if config.block.get("lm_head") is True:
+            return True
+        if config.method == "compressed-tensors" and named_targets(config).names(module):
+            return True
+    return False
+
+
+VALIDATOR = NeverQuantized()

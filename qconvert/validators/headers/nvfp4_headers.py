@@ -1,0 +1,107 @@
+"""NVFP4 weights against the block that speaks of them, by their headers.
+
+QC101 the config says that activations are quantized, and input scales are missing.
+QC102 the config says weights only, and there are input scales.
+QC103 the config's dialect and the tensors' disagree (by names; by numbers in nvfp4_scales).
+QC104 an NVFP4 matrix lacks a part, or one has another type or shape than its codes lead to.
+
+Dialects as sglang 0.5.23 (`modelopt_quant.py`) and compressed-tensors 0.19 (`nvfp4-pack-quantized`)
+have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.nvfp4 import Parts, Stated, all_parts, fault, stated
+from qconvert.validators.reading.quantization import judged
+
+RULES = (
+    Rule(
+        "QC101",
+        "NVFP4 is said to quantize activations, and input scales are missing",
+        "Weights were quantized without a calibration, and the block of a calibrated model was written "
+        "beside them. Runtimes make a parameter for each input scale and never fill it.",
+        "Say weights only (quant_algo W4A16_NVFP4; in compressed-tensors no input_activations), or "
+        "quantize again with a calibration's statistics (--stats).",
+    ),
+    Rule(
+        "QC102",
+        "NVFP4 is said to be of weights only, and there are input scales",
+        "The block was written for weights alone, or replaced by such a one. Loaders drop the scales "
+        "or fail on tensors that they have no place for.",
+        "State that activations are quantized, or convert again with --weight-only.",
+    ),
+    Rule(
+        "QC103",
+        "NVFP4 tensors are of another dialect than the config says",
+        "modelopt's own scale multiplies (weight_scale_2), compressed-tensors' divides "
+        "(weight_global_scale). A tool renamed tensors, or copied the scale and did not invert it: "
+        "weights are off by its square.",
+        "Convert again with the dialect that the runtime's config names; never rename tensors.",
+    ),
+    Rule(
+        "QC104",
+        "an NVFP4 matrix lacks a part, or a part has another type or shape than its codes lead to",
+        "Codes U8 [N, K / 2] go with block scales E4M3 [N, K / 16] and one own scale in F32. A tool "
+        "padded or cut one of them, cast scales, or lost a tensor.",
+        "Convert again from the source.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Nvfp4Headers:
+    """Names, types and shapes; no numbers."""
+
+    name: str = "nvfp4_headers"
+    proves: str = "NVFP4 matrices are whole, of the config's dialect, with the scales it speaks of"
+    needs: frozenset[Need] = frozenset({"model", "nvfp4"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        found = list(all_parts(folder.checkpoint))
+        for parts in found:
+            wrong = fault(parts)
+            if wrong is not None:
+                yield Finding("QC104", "error", *wrong)
+        block = judged(folder.checkpoint.quantization_configs)
+        said = None if block is None else stated(block)
+        if said is None:
+            return  # QC012, QC037, or a form of config that is not read here
+        others = [parts for parts in found if parts.dialect is not said.dialect]
+        if others:
+            first = others[0]
+            message = (
+                f"{said.where} is of {said.dialect.name}, whose codes are *.{said.dialect.weight} with "
+                f"*.{said.dialect.own}; found those of {first.dialect.name} in {len(others)} of "
+                f"{len(found)} matrices"
+            )
+            yield Finding("QC103", "error", first.weight.name, message)
+            return
+        yield from _inputs(said, found)
+
+
+def _inputs(said: Stated, found: Sequence[Parts]) -> Iterator[Finding]:
+    """A finding for all matrices: what is wrong is the block."""
+    end = said.dialect.input
+    if said.inputs:
+        lacking = [parts for parts in found if parts.input is None]
+        if lacking:
+            message = (
+                f"{said.where} says that activations are quantized; {len(lacking)} of {len(found)} "
+                f"matrices have no {end}"
+            )
+            yield Finding("QC101", "error", lacking[0].weight.name, message)
+        return
+    given = [parts.input.name for parts in found if parts.input is not None]
+    if given:
+        message = (
+            f"{said.where} says weights only; {len(given)} of {len(found)} matrices have {end}"
+        )
+        yield Finding("QC102", "warning", given[0], message)
+
+
+VALIDATOR = Nvfp4Headers()

@@ -1,0 +1,223 @@
+"""Matrices that have two forms, fused and split: one of them, whole, and the same in every layer.
+
+QC016 both forms of one layer's matrices are there.
+QC017 one layer has them fused and another split.
+QC018 a layer has half a set: a gate without an up, experts in no form at all.
+QC052 linear attention is in a form or order that the model's class does not take.
+
+Orders have the same shape, so what qconvert.json states is all that headers tell of them: a wrong one
+loads in silence. Which order the rows really are in is told from the source, by content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
+from qconvert.checkpoint.family import Role
+from qconvert.core.errors import PlanError
+from qconvert.core.names import split_parameter
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.matrices import GROUPS_FACT, gdn_groups
+from qconvert.validators.reading.model import (
+    EXPERTS,
+    LINEAR_ATTENTION,
+    Present,
+    Side,
+    TwoForms,
+    Where,
+    forms_in,
+    holds,
+    known_family,
+    member_of,
+    stage_of,
+)
+from qconvert.validators.reading.prepared import prepared_tensors
+
+RULES = (
+    Rule(
+        "QC016",
+        "fused and split forms of the same matrices stand side by side",
+        "A conversion wrote the fused tensor and kept its parts, or shards of two conversions lie in "
+        "one folder. Loaders take whichever they read last, without a word.",
+        "Convert again from the source, into an empty folder.",
+    ),
+    Rule(
+        "QC017",
+        "the layers disagree on whether a projection is fused",
+        "A conversion matched a part of the layers, or was resumed with other options. No loader takes "
+        "both forms: the layers of the other form keep the weights they were made with.",
+        "Convert again from the source; of each projection all layers have the same form.",
+    ),
+    Rule(
+        "QC018",
+        "half a set of matrices: a gate without an up, or a layer without experts",
+        "A pattern dropped or renamed one kind of matrix in every layer, so no layer stands out.",
+        "Convert again from the source, and look at what the plan says it drops.",
+    ),
+    Rule(
+        "QC052",
+        "linear attention is in a form or order that the model's class does not take",
+        "The rows were fused for one class (interleaved for Qwen3-Next, contiguous for sglang's "
+        "Qwen3.5) and the config names the other; shapes are equal, so every loader takes it and the "
+        "model babbles. Or they were split and the config still names Qwen3-Next, whose loaders find "
+        "no such name (`unfuse` alone leaves such a folder: it is a step, not an end).",
+        "Convert again with `fuse: {consumer: ...}` for the runtime in use; or `unfuse`, and for "
+        "Qwen3-Next `as_class: {to: qwen3_5_text}` in the same run.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """One form, whole, in all layers."""
+
+    name: str = "projections"
+    proves: str = (
+        "projections are fused or split, not mixed, each set whole, as the class takes them"
+    )
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        found = forms_in(checkpoint)
+        yield from _side_by_side(found)
+        yield from _layers_disagree(checkpoint, found)
+        yield from _half_sets(checkpoint)
+        yield from _form_of_class(folder, found)
+        known_family(checkpoint)
+
+
+def _own(forms: TwoForms, side: Side) -> frozenset[str]:
+    """Members that a form shares with none: `down_proj` alone tells nothing of experts, whose names
+    differ in their number only."""
+    return forms.members(side) if forms is not EXPERTS else forms.members(side) - {"down_proj"}
+
+
+def _has(present: Present, forms: TwoForms, side: Side) -> bool:
+    return bool(present.side(side).keys() & _own(forms, side))
+
+
+def _side_by_side(found: dict[Where, Present]) -> Iterator[Finding]:
+    for where, present in found.items():
+        if present.fused and present.split:
+            fused, split = (next(iter(side.values())) for side in (present.fused, present.split))
+            message = f"stands beside {split!r}: {where.forms.what} both fused and split"
+            yield Finding("QC016", "error", fused, message)
+
+
+def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Iterator[Finding]:
+    """Of one projection in all layers; a layer with both forms is QC016's. Where no family says which
+    layers are alike (models with two kinds of attention have two forms by design), those are that have
+    the same modules beside the projection."""
+    forms: dict[tuple[TwoForms, bool, str], dict[Side, list[str]]] = {}
+    for where, present in found.items():
+        if present.fused and present.split:
+            continue
+        side: Side = "fused" if present.fused else "split"
+        if not _has(present, where.forms, side):
+            continue
+        layers = forms.setdefault((where.forms, where.draft, where.parent), {})
+        layers.setdefault(side, []).append(next(iter(present.side(side).values())))
+    for (form, _, _), sides in forms.items():
+        if len(sides) == 2:
+            rarer, usual = sorted(sides, key=lambda side: len(sides[side]))
+            alike = checkpoint.family.name != "generic" or (
+                _beside(checkpoint, form, sides[rarer][0])
+                == _beside(checkpoint, form, sides[usual][0])
+            )
+            for name in sides[rarer] if alike else ():
+                message = f"{form.what}: {rarer} here, {usual} in {len(sides[usual])} other layers"
+                yield Finding("QC017", "error", name, message)
+
+
+def _beside(checkpoint: Checkpoint, form: TwoForms, name: str) -> set[str]:
+    """What else stands under the module of a projection, but for the projection's own members."""
+    parent = split_parameter(name)[0].rpartition(".")[0] + "."
+    below = {split_parameter(n.removeprefix(parent))[0] for n in checkpoint if n.startswith(parent)}
+    return below - form.fused - form.split
+
+
+def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Roles of one form that no layer has, while layers must have it and have not the other form. A
+    role that some layers have is QC013's."""
+    census = checkpoint.census
+    try:
+        stage = stage_of(checkpoint)
+    except PlanError:
+        return  # QC054: which layers this stage must have cannot be said
+    sets: dict[tuple[TwoForms, str], dict[Side, dict[str, Role]]] = {}
+    for role in census.family.roles:
+        member = member_of(role.module)
+        if member is None or member.forms not in (EXPERTS, LINEAR_ATTENTION):
+            continue
+        layers = sets.setdefault((member.forms, role.layers), {})
+        layers.setdefault(member.side, {})[member.name] = role
+    for (forms, group), sides in sets.items():
+        draft = group.startswith("mtp")
+        if draft and not any(r.name in census.present for s in sides.values() for r in s.values()):
+            continue  # QC023: draft layers may be left out, as a whole
+        layers_of = [n for n in census.dims.groups.get(group, ()) if holds(stage, n, draft=draft)]
+        there = {
+            side: {n for n, role in roles.items() if role.name in census.present}
+            for side, roles in sides.items()
+        }
+        if forms is EXPERTS and prepared_tensors(checkpoint):
+            continue  # QC106: their layers are counted there
+        if not layers_of or any(there[side] == forms.members(side) for side in sides):
+            continue
+        side = max(sides, key=lambda side: len(there[side]))
+        lacking = sorted(forms.members(side) - there[side])
+        where = sides[side][lacking[0]].module.removeprefix("@").replace("{L}", str(layers_of[0]))
+        message = f"{forms.what}: {', '.join(lacking)} in none of {count(len(layers_of), 'layer')}"
+        have = ", ".join(sorted(there[side]))
+        yield Finding("QC018", "error", where, f"{message}, beside {have}" if have else message)
+
+
+def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Finding]:
+    """Loaders of sglang 0.5.23, vLLM 0.33, transformers 5.17: Qwen3-Next's take tensors fused and
+    interleaved by key head, Qwen3.5's split ones, and sglang's also those that are fused in one group.
+    What has both forms is QC016's."""
+    checkpoint = folder.checkpoint
+    family, gdn = checkpoint.family.name, checkpoint.census.dims.gdn
+    here = [present for where, present in found.items() if where.forms is LINEAR_ATTENTION]
+    fused = [next(iter(one.fused.values())) for one in here if one.fused and not one.split]
+    split = [next(iter(one.split.values())) for one in here if one.split and not one.fused]
+    if family == "qwen3_next" and split and not fused:
+        message = (
+            f"is split, as in {count(len(split), 'layer')}, and no loader of qwen3_next takes it: their "
+            "projections are in_proj_qkvz and in_proj_ba, interleaved by key head"
+        )
+        yield Finding("QC052", "error", split[0], message)
+    if family not in ("qwen3_5", "qwen3_next") or not fused:
+        return
+    groups = gdn_groups(checkpoint)
+    if family == "qwen3_5" and (checkpoint.manifest or {}).get(GROUPS_FACT) is None:
+        # With tensor data of the source, rows are compared. A mixture of forms is QC017's.
+        if not split and (folder.source is None or folder.request.level == "headers"):
+            message = (
+                f"is fused, and no {MANIFEST} states in which order: good for sglang's qwen3_5 "
+                "alone, and if contiguous; vLLM and transformers take split ones"
+            )
+            yield Finding("QC052", "warning", fused[0], message)
+    elif groups is not None and gdn is not None:
+        yield from _order_of_class(fused[0], groups, gdn[0], family)
+
+
+def _order_of_class(fused: str, groups: int, heads: int, family: str) -> Iterator[Finding]:
+    wanted = 1 if family == "qwen3_5" else heads
+    if groups == wanted:
+        return
+    names = {1: "contiguous", heads: f"interleaved by {heads} key heads"}
+    message = (
+        f"is fused in {groups} groups ({names.get(groups, 'an order of one rank size only')}), and "
+        f"the {family} class takes {wanted} ({names[wanted]})"
+    )
+    # Other orders are for files of single ranks, which are made on purpose.
+    yield Finding("QC052", "error" if groups in names else "warning", fused, message)
+
+
+VALIDATOR = Projections()

@@ -1,0 +1,247 @@
+"""Every quantization block against the actual tensors, in the names runtimes look for.
+
+QC034 a quantized module is listed as left out, or no target names it; or an entry cannot be read.
+QC035 an unquantized linear layer is not listed as left out, under a name that its runtime asks for.
+QC036 unquantized draft layers are listed by patterns that do not fit the draft model's names.
+QC037 quantization blocks contradict each other.
+QC039 one block has two lists of modules left out, and they differ.
+
+What is asked of names: a list must hold the module's own name (or a run of its dotted segments, or a
+pattern, as the method has it). Qwen3.5's linear attention is fused by some runtimes on loading and not
+by others, so its sets need the names of all parts and of the fused whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.core.names import weight_candidates
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.model import FP8, readable_quantization
+from qconvert.validators.reading.quantization import (
+    HF_QUANT_CONFIG,
+    LISTS,
+    Listed,
+    ignored,
+    judged,
+    named_targets,
+    scheme,
+    targets,
+)
+
+RULES = (
+    Rule(
+        "QC034",
+        "a quantized module is one that the config leaves out, or an entry of its lists cannot be read",
+        "The ignore list is another release's, or entries are shorter than meant and name more "
+        "modules. Runtimes make the layer unquantized and read codes as weights; of an entry behind "
+        "`re:` that is no regular expression, they fail.",
+        "Take the module's name out of the list (or let a target name it); correct the expression.",
+    ),
+    Rule(
+        "QC035",
+        "an unquantized linear layer is one that the config calls quantized",
+        "The ignore list has other names than the runtime uses (fused instead of split, or the other "
+        "way round), or was not updated with the weights. Nothing fails, and answers are garbage: "
+        "sglang#35797 fell from 95 to 27 on GSM8K.",
+        "List the module under all names of its set: in_proj_b, in_proj_a and in_proj_ba together.",
+    ),
+    Rule(
+        "QC036",
+        "unquantized draft layers are listed by patterns that do not fit the draft model's names",
+        "sglang's draft model goes by model.decoder.*, and puts that in place of model.layers.61 where "
+        "an entry spells it so: in a plain name, not in a pattern whose dots are escaped.",
+        r"List the modules' plain names and re:model\.decoder\..* beside them.",
+    ),
+    Rule(
+        "QC037",
+        "quantization blocks contradict each other",
+        "A conversion changed one block and left another: nested in text_config (it overrides the "
+        "root's in some runtimes), or hf_quant_config.json of an earlier quantization.",
+        "Remove the stale block; the weights' own must be the only one.",
+    ),
+    Rule(
+        "QC039",
+        "a block has two different lists of modules left out",
+        "Two tools each wrote the key they know. sglang reads ignored_layers and never looks at "
+        "modules_to_not_convert beside it; others read the other.",
+        "Keep one key, modules_to_not_convert, with all names.",
+    ),
+)
+
+# Sets that one runtime fuses and another does not.
+_SETS = (
+    ("in_proj_b", "in_proj_a", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+)
+_DRAFT = "model.decoder"
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Lists, targets and blocks against tensors."""
+
+    name: str = "quantization_config"
+    proves: str = "quantization blocks agree with one another and with what is quantized"
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        configs = checkpoint.quantization_configs
+        quantized = _quantized(checkpoint)
+        readable_quantization(checkpoint)
+        if not quantized:
+            return  # QC012: a block that no tensor has
+        contradictions = list(_contradictions(checkpoint))
+        yield from contradictions
+        for config in configs:
+            yield from _two_lists(config)
+        taken = judged(configs)
+        if any(found.severity == "error" for found in contradictions):
+            return  # which block is meant cannot be said
+        if taken is None and configs:
+            where, method = configs[0].where, configs[0].method
+            raise NotChecked(f"{where}: lists of quant_method {method!r} are not read here")
+        if taken is None:
+            return  # QC012
+        listed = ignored(taken)
+        yield from _broken(taken, listed)
+        yield from _left_out(taken, listed, quantized)
+        if checkpoint.census.family.name == "generic":
+            return  # which of its modules are linear layers is not known
+        named = None if _all_linear(taken) else targets(taken)
+        plain = [m for m in _plain_linears(checkpoint) if m not in quantized]
+        yield from _uncovered(checkpoint, listed, named, plain)
+        if taken.method == "compressed-tensors":
+            yield from _draft_names(checkpoint, listed, named, plain)
+
+
+def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
+    """Every module that is stored quantized, and its weight. A stack of experts is a module."""
+    found: dict[str, str] = {}
+    for name, source in checkpoint.items():
+        if name.endswith(".weight_packed"):
+            found[name.removesuffix(".weight_packed")] = name
+        elif source.type.dtype in FP8 and not weight_candidates(name):
+            found[name.removesuffix(".weight")] = name
+        elif name.endswith(".weight_scale_2") and f"{name.removesuffix('_scale_2')}" in checkpoint:
+            found[name.removesuffix(".weight_scale_2")] = name.removesuffix("_scale_2")
+    return found
+
+
+def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
+    """Modules with a matrix that runtimes build as a linear layer."""
+    for name, place in checkpoint.census.places.items():
+        if (
+            place.parameter == "weight"
+            and len(checkpoint[name].type.shape) == 2
+            and place.role.kind.linear
+        ):
+            yield name.removesuffix(".weight")
+
+
+def _all_linear(config: QuantConfig) -> bool:
+    """linear_fp8_config holds for all linear layers, without looking at targets."""
+    return isinstance(config.block.get("linear_fp8_config"), dict)
+
+
+def _broken(config: QuantConfig, listed: Listed) -> Iterator[Finding]:
+    for entry, why in (listed.broken | named_targets(config).broken).items():
+        message = f"expected a regular expression behind `re:`, found {entry!r}: {why}"
+        yield Finding("QC034", "error", config.where, message)
+
+
+def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) -> Iterator[Finding]:
+    named = targets(config)
+    linear = _all_linear(config)
+    for module, weight in quantized.items():
+        if listed.names(module):
+            message = f"is quantized, and {config.where} lists {module!r} as left out"
+            yield Finding("QC034", "error", weight, message)
+        elif (
+            named is not None
+            and not (linear and weight.endswith(".weight"))
+            and not named.names(module)
+        ):
+            message = f"is quantized, and no target of {config.where} names {module!r}"
+            yield Finding("QC034", "error", weight, message)
+
+
+def _uncovered(
+    checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
+) -> Iterator[Finding]:
+    """`named` are the modules that targets name, None for all linear layers."""
+    every_name = checkpoint.census.family.name == "qwen3_5"
+    for module in plain:
+        stem, _, last = module.rpartition(".")
+        asked = [module]
+        members = next((names for names in _SETS if last in names), ()) if every_name else ()
+        asked += [name for member in members if (name := f"{stem}.{member}") != module]
+        lacking = [
+            name
+            for name in asked
+            if not listed.names(name) and (named is None or named.names(name))
+        ]
+        if not lacking:
+            continue
+        # Who asks for the parts does not find them in a fused name. A fused name that is not listed
+        # beside its parts is asked for by some runtimes only.
+        whole = members[-1:] == (lacking[0].rpartition(".")[2],) and module not in lacking
+        message = "is not quantized, and the config does not list " + ", ".join(lacking)
+        yield Finding("QC035", "warning" if whole else "error", f"{module}.weight", message)
+
+
+def _draft_names(
+    checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
+) -> Iterator[Finding]:
+    """Draft layers that are numbered on from the model's own (DeepSeek, GLM)."""
+    census = checkpoint.census
+    for module in plain:
+        _, layers, rest = module.partition(".layers.")
+        if not layers or module.startswith(census.family.mtp or ("mtp.",)):
+            continue
+        if not census.family.is_mtp(f"{module}.weight", census.dims):
+            continue
+        draft = f"{_DRAFT}.{rest.partition('.')[2]}"
+        if named is not None and not named.names(draft):
+            continue
+        # QC035 speaks of those that no entry names.
+        if listed.names(module) and not (listed.literal(module) or listed.names(draft)):
+            message = f"of a draft layer, listed by a pattern that does not fit {draft!r}"
+            yield Finding("QC036", "warning", f"{module}.weight", message)
+
+
+def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    configs = checkpoint.quantization_configs
+    for config in configs[1:]:
+        first = configs[0]
+        if (scheme(config), set(ignored(config).entries)) == (
+            scheme(first),
+            set(ignored(first).entries),
+        ):
+            continue
+        # Runtimes read modelopt's file where config.json has no block.
+        stale = config.where == HF_QUANT_CONFIG
+        message = f"says something else than {first.where}: {_brief(config)}, there {_brief(first)}"
+        yield Finding("QC037", "warning" if stale else "error", config.where, message)
+
+
+def _brief(config: QuantConfig) -> str:
+    method, *rest = scheme(config)
+    said = ", ".join(str(one) for one in rest if one is not None)
+    return f"{method} ({said or 'no more'}; {len(ignored(config).entries)} modules left out)"
+
+
+def _two_lists(config: QuantConfig) -> Iterator[Finding]:
+    block = config.block
+    keys = LISTS["fp8"] if config.method in ("fp8", "fbgemm_fp8") else ()
+    lists = {key: block[key] for key in keys if isinstance(block.get(key), list)}
+    if len({frozenset(map(str, names)) for names in lists.values()}) > 1:
+        message = " and ".join(f"{key} ({len(names)} names)" for key, names in lists.items())
+        yield Finding("QC039", "error", config.where, f"{message} differ; runtimes read one")
+
+
+VALIDATOR = QuantizationConfig()

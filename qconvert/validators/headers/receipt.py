@@ -1,0 +1,88 @@
+"""The receipt must describe the folder it lies in.
+
+QC020 a tensor or file of the receipt is not in the folder, or the other way round.
+QC021 the receipt gives a tensor or file another type, place or size than it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+
+# Written to after a conversion: the model card by people and `upload`, the other by the Hub.
+EDITED = frozenset({"README.md", ".gitattributes"})
+
+RULES = (
+    Rule(
+        "QC020",
+        "receipt and folder hold different tensors or files",
+        "Files were added, removed or renamed after the conversion, or two outputs were mixed. "
+        "Runtimes glob for shards, so a stray one is an error; another stray file only a warning.",
+        "Put back what is missing, take away what was added, or convert again.",
+    ),
+    Rule(
+        "QC021",
+        "the receipt gives a tensor or file another type, place or size than it has",
+        "A shard or file was rewritten by another tool, cut short, or is from another conversion.",
+        "Copy the named file again from where it was made, or convert again.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ReceiptHolds:
+    """Receipt against headers and file sizes."""
+
+    name: str = "receipt"
+    proves: str = "the receipt describes these tensors and files"
+    needs: frozenset[Need] = frozenset({"receipt"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        lines = folder.receipt or ()
+        tensors = {line["name"]: line for line in lines if "name" in line}
+        for name in sorted(set(checkpoint) ^ set(tensors)):
+            where = "the receipt" if name in checkpoint else "the folder"
+            yield Finding("QC020", "error", name, f"is not in {where}")
+        for name in sorted(set(checkpoint) & set(tensors)):
+            source, line = checkpoint[name], tensors[name]
+            real = (
+                source.type.dtype,
+                list(source.type.shape),
+                checkpoint.shards[source.shard].path.name,
+                source.offset,
+            )
+            said = (line["dtype"], line["shape"], line["file"], line["offset"])
+            if real != said:
+                yield Finding("QC021", "error", name, f"receipt says {said}, header says {real}")
+        yield from _strays(checkpoint, {line["file"] for line in lines if "name" not in line})
+        for line in lines:
+            if "name" in line or line["file"] in EDITED:
+                continue
+            there = checkpoint.there(line["file"])
+            if there is None:
+                yield Finding("QC020", "error", line["file"], f"is in {RECEIPT} and missing here")
+            elif there.st_size != line["nbytes"]:
+                yield Finding(
+                    "QC021", "error", line["file"],
+                    f"has {there.st_size} bytes, the receipt says {line['nbytes']}",
+                )  # fmt: skip
+
+
+def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
+    """Files nobody has accounted for. Runtimes glob for shards, so a stray one is an error."""
+    for file in (*checkpoint.side_files, *checkpoint.denied_files):
+        if file in known or file in EDITED or file == RECEIPT or file.endswith("/"):
+            continue
+        severity: Literal["error", "warning"] = (
+            "error" if file.endswith(".safetensors") else "warning"
+        )
+        yield Finding("QC020", severity, file, f"is not in {RECEIPT}")
+
+
+VALIDATOR = ReceiptHolds()

@@ -1,0 +1,211 @@
+"""What lies beside the weights: enough to load and upload the folder, and nothing stale.
+
+QC028 no tokenizer file.
+QC029 a vision tower, and no processor file.
+QC056 weights that the index does not name: pickles, shards, another index.
+QC057 no shard's metadata says `format: pt`.
+QC058 config.json names code that is not there.
+QC059 README.md's front matter is broken.
+
+Of a folder with a receipt the first ones are not asked: QC020 and QC032 hold it against what was
+written and what its source has. generation_config.json is optional in every runtime, so only QC032 asks
+for it; a README.md without front matter, or none, is no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from reprlib import Repr
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
+from qconvert.checkpoint.family import vision_config
+from qconvert.core.errors import CheckpointError
+from qconvert.recipe.yaml_lines import load
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule
+from qconvert.validation.runner import Folder, Need
+
+README = "README.md"
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "spiece.model", "tekken.json", "sentencepiece.bpe.model",
+)  # fmt: skip
+_TIKTOKEN = (".tiktoken", "tiktoken.model")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_RELATIONS = ("adapter", "merge", "quantized", "finetune")
+_TEXTS = ("library_name", "license", "license_name", "pipeline_tag", "base_model_relation")
+_MOST_README = 1 << 20
+# Front matter may say one thing many times over, by aliases.
+_BRIEF = Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 120
+_BRIEF.maxlevel = 2
+
+RULES = (
+    Rule(
+        "QC028",
+        "there is no tokenizer",
+        "Weights were saved alone, or the upload left side files out. Nothing can be served from the "
+        "folder.",
+        "Copy tokenizer.json, tokenizer_config.json and what else the source has beside its weights.",
+    ),
+    Rule(
+        "QC029",
+        "there is a vision tower and no processor file",
+        "The conversion knew tokenizers and no processors; multi-modal runtimes end in an error.",
+        "Copy preprocessor_config.json (and video_preprocessor_config.json) from the source.",
+    ),
+    Rule(
+        "QC056",
+        "weights lie beside those that are loaded",
+        "A folder was written into twice, or pickles and an index of the source came along. Some "
+        "runtimes glob for shards, and uploads carry it all.",
+        "Delete the named file, after a look at whether the index should name it.",
+    ),
+    Rule(
+        "QC057",
+        "no shard says which framework its tensors are of",
+        "A tool wrote safetensors without metadata; transformers 4 refuses such files.",
+        'Write shards with __metadata__ {"format": "pt"}; qconvert copy does.',
+    ),
+    Rule(
+        "QC058",
+        "config.json names Python files that are not there",
+        "Remote code was not copied along; loading with trust_remote_code ends in an error.",
+        "Copy the named file from the source, or take auto_map out where runtimes know the class.",
+    ),
+    Rule(
+        "QC059",
+        "README.md's front matter is broken",
+        "It was written by hand or put together from texts. The Hub refuses YAML it cannot read, and "
+        "links a quantized model to its base by base_model alone.",
+        "Front matter is a YAML mapping between two lines of ---; base_model is a repo's id or a list "
+        "of ids, base_model_relation one of adapter, merge, quantized, finetune.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """Names of files, config.json's auto_map, and README.md's first lines."""
+
+    name: str = "side_files"
+    proves: str = "tokenizer, processor and code are there, and no stale weights"
+    needs: frozenset[Need] = frozenset({"files"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
+        checkpoint = folder.checkpoint
+        if not (checkpoint.root / RECEIPT).is_file():
+            yield from _missing(checkpoint)
+            yield from _stale(checkpoint)
+        elif any(_missing(checkpoint)):
+            # The source may never have had them: the receipt accounts for all that it had.
+            yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
+            yield Proved("shard metadata and README front matter are in order")
+        if checkpoint.metadata.get("format") is None:
+            name = checkpoint.shards[0].path.name
+            message = "its metadata, and any other shard's, lacks format: pt"
+            yield Finding("QC057", "warning", name, message)
+        yield from _readme(checkpoint)
+
+
+def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
+    files = set(checkpoint.side_files)
+    if not any(name in _TOKENIZERS or name.endswith(_TIKTOKEN) for name in files):
+        message = f"no tokenizer file ({', '.join(_TOKENIZERS[:3])}, ...)"
+        yield Finding("QC028", "warning", _TOKENIZERS[0], message)
+    tower = any(p.role.name.startswith("vision.") for p in checkpoint.census.places.values())
+    if vision_config(checkpoint.config) and tower and files.isdisjoint(_PROCESSORS):
+        message = f"missing, and there is a vision tower (or {_PROCESSORS[1]})"
+        yield Finding("QC029", "warning", _PROCESSORS[0], message)
+    for file, key in _code(checkpoint.config):
+        if file not in files:
+            yield Finding(
+                "QC058", "warning", file, f"missing: config.json's auto_map.{key} names it"
+            )
+
+
+def _code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Files of code, each with the key that names it first. `repo--file.Class` lies in another repo."""
+    found = config.get("auto_map")
+    seen: set[str] = set()
+    for key, value in found.items() if isinstance(found, Mapping) else ():
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, str) or "--" in one or "." not in one:
+                continue
+            file = one.rpartition(".")[0].replace(".", "/") + ".py"
+            if file not in seen:
+                seen.add(file)
+                yield file, str(key)
+
+
+def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Only at the root: folders below it are other forms of the model (original/, onnx/)."""
+    for file in checkpoint.denied_files:
+        if "/" in file:
+            continue
+        if file.endswith(".safetensors"):
+            message = "a shard that the index does not name; what is in it is not loaded by all"
+        elif file.lower().endswith(_PICKLES):
+            message = "a pickle beside safetensors"
+        elif file.endswith(".index.json"):
+            message = "an index of weights that are not loaded"
+        else:
+            continue
+        yield Finding("QC056", "warning", file, message)
+
+
+# --- README.md -----------------------------------------------------------------------------------
+
+
+def _readme(checkpoint: Checkpoint) -> Iterator[Finding]:
+    if checkpoint.there(README) is None:
+        return
+    with checkpoint.open_file(README) as stream:
+        text = stream.read(_MOST_README).decode("utf-8", "replace").removeprefix("\ufeff")
+    lines = text.splitlines()
+    if not lines or lines[0].rstrip() != "---":
+        return
+    end = next((n for n, line in enumerate(lines[1:], 1) if line.rstrip() == "---"), None)
+    if end is None:
+        yield Finding("QC059", "error", README, "its front matter is not closed by a line of ---")
+        return
+    try:
+        found = load("\n".join(lines[1:end]), "its front matter", error=CheckpointError)
+    except CheckpointError as error:
+        yield Finding("QC059", "error", README, str(error))
+        return
+    if found is None:
+        return
+    if not isinstance(found, dict):
+        message = f"its front matter is a {type(found).__name__}, expected a mapping"
+        yield Finding("QC059", "error", README, message)
+        return
+    quantized = bool(checkpoint.quantization_configs) or "amx" in (checkpoint.manifest or {})
+    for message in _front_matter(found, quantized=quantized):
+        yield Finding("QC059", "warning", README, message)
+
+
+def _front_matter(found: dict[Any, Any], *, quantized: bool) -> Iterator[str]:
+    for key in _TEXTS:
+        value = found.get(key)
+        if value is not None and not (isinstance(value, str) or (key == "license" and value)):
+            yield f"{key} is {_BRIEF.repr(value)}, expected a text"
+    base = found.get("base_model")
+    ids = base if isinstance(base, list) else [] if base is None else [base]
+    for one in ids:
+        if not isinstance(one, str) or one.count("/") != 1 or " " in one or one.startswith("http"):
+            yield f"base_model names {_BRIEF.repr(one)}, expected a repo's id (OWNER/NAME)"
+    relation = found.get("base_model_relation")
+    if relation is None:
+        return
+    if isinstance(relation, str) and relation not in _RELATIONS:
+        yield f"base_model_relation is {_BRIEF.repr(relation)}, expected one of {', '.join(_RELATIONS)}"
+    if not ids:
+        yield "base_model_relation without base_model: the Hub links it to nothing"
+    if relation == "quantized" and not quantized:
+        yield "base_model_relation is quantized, and config.json states no quantization"
+
+
+VALIDATOR = SideFiles()

@@ -1,0 +1,345 @@
+"""Names, dtypes and config must agree: what a header alone can tell.
+
+QC010 the index states another total_size than the tensors add up to.
+QC011 a scale without its weight, an FP8 or packed weight without what belongs to it.
+QC012 a quantization block is stated and no tensor is quantized (or FP8 and no block is).
+QC013 a tensor that the family requires is missing.
+QC014 embeddings are tied by the config and differ in type.
+QC015 a block-scale grid is not ceil(shape / block).
+QC044 config.json says of embeddings that they are tied, and that they are not.
+QC046 the model's tensors go by two prefixes.
+QC048 a text-only class's tensors go by the names of the multi-modal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
+from qconvert.checkpoint.family import undescribed
+from qconvert.checkpoint.quantization_config import grid_fault
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.model import (
+    FP8,
+    forms_in,
+    other,
+    stage_of,
+    unread_quantization,
+    where_of,
+)
+from qconvert.validators.reading.quantization import (
+    HF_QUANT_CONFIG,
+    KNOWN_METHODS,
+    fp8_block_of,
+    fp8_blocks,
+    judged,
+)
+
+# Dtypes or parameters only quantized checkpoints have.
+_PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
+_TIE = "tie_word_embeddings"
+# Parameters that say the same as one, or go with it: QC011 and QC088 speak of what lacks a part.
+_OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
+    "weight": ("weight_packed", "qweight"),
+    "weight_packed": ("weight", "qweight"),
+    "weight_shape": ("weight", "qweight"),
+    "weight_scale": ("weight", "qweight"),
+    "weight_zero_point": ("weight", "qweight", "weight_packed"),
+    "weight_g_idx": ("weight", "qweight", "weight_packed"),
+    "qweight": ("weight", "weight_packed"),
+    **dict.fromkeys(("qzeros", "scales", "g_idx"), ("weight", "weight_packed", "qweight")),
+}
+# Qwen3.5's: of what the multi-modal class has, a text-only one lacks a component in its names.
+_LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
+
+RULES = (
+    Rule(
+        "QC010",
+        "the index states another total_size than its tensors add up to",
+        "Another tool edited shards or index, or the index is the source's. Published indexes are "
+        "often off and no loader minds, so it is an error only where qconvert wrote the index.",
+        "Fetch or make the index again. In a repo of your own, set metadata.total_size to the sum.",
+    ),
+    Rule(
+        "QC011",
+        "a quantized weight and what belongs to it are not together",
+        "A conversion dropped or renamed scales, packed weights or their shapes, or a shard is from "
+        "another conversion. Loaders read codes as numbers, or keep a scale of 1. Block scales go by "
+        "weight_scale_inv for quant_method fp8, by weight_scale for compressed-tensors.",
+        "Convert again from the source; a weight and its scales leave or stay together.",
+    ),
+    Rule(
+        "QC012",
+        "config and tensors disagree on whether the model is quantized",
+        "Weights were dequantized and a quantization block was left (a nested one, or "
+        "hf_quant_config.json), or weights were quantized and config.json is the source's.",
+        "Remove the named block, or copy in the one that the weights were quantized with.",
+    ),
+    Rule(
+        "QC013",
+        "a tensor that the model requires is missing",
+        "An interrupted or resumed conversion indexed a part of its layers, a pattern dropped too "
+        "much, or config.json counts more layers or experts than there are. Loaders that do not "
+        "check leave such weights as they were made: the model babbles.",
+        "Convert again from the source, or set the config's counts to what is there.",
+    ),
+    Rule(
+        "QC014",
+        "tied embeddings differ in type",
+        "One of head and embeddings was converted or resized and the other was not.",
+        "Leave the head out, or untie the two in the config.",
+    ),
+    Rule(
+        "QC015",
+        "a grid of block scales does not fit its weight",
+        "The block size was inferred from shapes, which is wrong for ragged row counts (576 rows in "
+        "blocks of 128), or rows were cut or permuted and their scales were not.",
+        "Convert again with the block size that the config states: ceil(rows / block) scale rows.",
+    ),
+    Rule(
+        "QC044",
+        "config.json says both that embeddings are tied and that they are not",
+        "The root and text_config each have a flag, and a tool (or a class's default, on saving) set "
+        "one of them. transformers goes by the root's; runtimes that go by text_config's take the "
+        "embeddings for the head.",
+        "Set tie_word_embeddings in text_config to what the root says.",
+    ),
+    Rule(
+        "QC046",
+        "the model's tensors go by two prefixes",
+        "A renaming matched a part of the layers, or shards of a text-only and a multi-modal "
+        "conversion lie in one folder. Loaders map one prefix: layers of the other keep the weights "
+        "they were made with.",
+        "Convert again from the source, or rename the tensors that the finding names.",
+    ),
+    Rule(
+        "QC048",
+        "a text-only class's tensors go by the names of the multi-modal one",
+        "config.json was made text-only and the names stayed model.language_model.*. transformers "
+        "takes the part out on loading; sglang's text-only class drops such tensors with a warning.",
+        "Rename model.language_model.* to model.*, or keep the multi-modal config.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Header-level rules."""
+
+    name: str = "structure"
+    proves: str = "scales are paired, config and tensors agree, no required tensor is missing"
+    needs: frozenset[Need] = frozenset()
+
+    def __call__(self, folder: Folder) -> Iterator[Finding | Proved | Skipped]:
+        checkpoint = folder.checkpoint
+        yield from _total_size(checkpoint)
+        yield from _unpaired(checkpoint)
+        yield from _scale_names(checkpoint)
+        yield from _grids(checkpoint)
+        yield from _quantization(checkpoint)
+        yield from _missing(checkpoint)
+        yield from _tied(checkpoint)
+        yield from _tied_and_not(checkpoint)
+        yield from _prefixes(checkpoint)
+        yield from _proved(checkpoint)
+
+
+def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
+    """What was shown of a model of which the family, or how it is quantized, is not known."""
+    unread, unknown = unread_quantization(checkpoint), checkpoint.family.name == "generic"
+    if not unread and not unknown:
+        return
+    if unread and unknown:
+        raise NotChecked(f"{unread}, {undescribed(checkpoint.config)}")
+    if unread:
+        yield Proved("no required tensor is missing")
+        yield Skipped(f"whether scales are paired, and config and tensors agree ({unread})")
+    else:
+        yield Proved("scales are paired, quantization blocks and tensors agree")
+        yield Skipped(f"whether a required tensor is missing ({undescribed(checkpoint.config)})")
+
+
+def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for text in checkpoint.warnings:
+        if "total_size" in text:
+            ours = checkpoint.manifest is not None
+            yield Finding("QC010", "error" if ours else "warning", INDEX, text)
+
+
+def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for name, source in checkpoint.items():
+        weights = weight_candidates(name)
+        if weights and not any(weight in checkpoint for weight in weights):
+            yield Finding("QC011", "error", name, f"no weight beside it ({' or '.join(weights)})")
+        elif source.type.dtype in FP8 and not weights:
+            tried = scale_candidates(name)
+            if not any(scale in checkpoint for scale in tried):
+                yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(tried)})")
+        elif name.endswith(".weight_packed"):
+            parts = ["weight_scale", *(["weight_shape"] if source.type.dtype == "I32" else [])]
+            stem = name.removesuffix("weight_packed")
+            for part in parts:
+                if stem + part not in checkpoint:
+                    yield Finding("QC011", "error", name, f"packed without {stem}{part}")
+        elif name.endswith(".weight_shape"):
+            packed = f"{name.removesuffix('shape')}packed"
+            if packed not in checkpoint:
+                yield Finding("QC011", "error", name, f"the shape of no weight ({packed})")
+
+
+def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Scales under the other dialect's name. sglang 0.5.23 and vLLM 0.33 make a parameter of one name:
+    fp8.py's weight_scale_inv where blocks are stated, compressed-tensors' weight_scale."""
+    configs = checkpoint.quantization_configs
+    taken = judged(configs)
+    methods = {config.method for config in configs if config.where != HF_QUANT_CONFIG}
+    if taken is None or len(methods) > 1 or "linear_fp8_config" in taken.block:
+        return  # which linear layers are of which dialect is not said; QC037 for contradictions
+    if taken.method == "fp8" and fp8_blocks([taken]):
+        asked, found = ".weight_scale_inv", ".weight_scale"
+    elif taken.method == "compressed-tensors":
+        asked, found = ".weight_scale", ".weight_scale_inv"
+    else:
+        return
+    for name in checkpoint:
+        weight = checkpoint.sources.get(f"{name.removesuffix(found)}.weight")
+        if name.endswith(found) and weight is not None and weight.type.dtype in FP8:
+            message = f"runtimes of {taken.where} ({taken.method}) ask for *{asked}"
+            yield Finding("QC011", "error", name, message)
+
+
+def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
+    configs = checkpoint.quantization_configs
+    known = any(config.method in KNOWN_METHODS for config in configs)
+    for name, source in checkpoint.items():
+        if source.type.dtype not in FP8 or len(source.type.shape) < 2 or weight_candidates(name):
+            continue
+        scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
+        if scale is None:
+            continue
+        block = fp8_block_of(checkpoint, split_parameter(name)[0])
+        fault = _grid_fault(source.type, checkpoint[scale].type, scale, block)
+        if fault is not None and (block is not None or known):
+            yield Finding("QC015", "error", scale, fault)
+
+
+def _grid_fault(
+    weight: TensorType, scale: TensorType, name: str, block: tuple[int, int] | None
+) -> str | None:
+    if block is None:
+        # Without blocks a scale is one number, or one a row.
+        last = scale.shape[-1:] in ((), (1,))
+        if scale.numel == 1 or last or len(scale.shape) < len(weight.shape):
+            return None
+        return f"a grid {list(scale.shape)} of block scales, and the config states no block size"
+    fault = grid_fault(weight, scale, block)
+    if fault is None and scale.numel == 1 and name.endswith("_scale_inv"):
+        rows, columns = weight.shape[-2:]
+        if rows > block[0] or columns > block[1]:
+            return f"one scale for {weight}, and the config states blocks of {block[0]}x{block[1]}"
+    return fault
+
+
+def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
+    quantized = next(
+        (
+            name
+            for name, source in checkpoint.items()
+            if (source.type.dtype in (*FP8, "F4") and not weight_candidates(name))
+            or name.endswith(_PACKED)
+        ),
+        None,
+    )
+    blocks = checkpoint.quantization_configs
+    if blocks and quantized is None and not unread_quantization(checkpoint):
+        for block in blocks:
+            yield Finding("QC012", "error", block.where, "states a quantization no tensor has")
+    if quantized is not None and not blocks:
+        yield Finding("QC012", "error", quantized, "is quantized, but no config block says how")
+
+
+def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Required tensors, but for those that the layer has in another form: which of two forms is right
+    is for QC016 and QC017 to say, and what goes with a weight for QC011."""
+    try:
+        stage_of(checkpoint)
+    except PlanError:
+        return  # QC054: which tensors this stage must have cannot be said
+    absent = checkpoint.absent()
+    forms = forms_in(checkpoint) if absent else {}
+    family = checkpoint.census.family.name
+    stored = _modules(checkpoint) if absent and unread_quantization(checkpoint) else frozenset()
+    for name in absent:
+        if _is_otherwise_there(name, checkpoint) or split_parameter(name)[0] in stored:
+            continue
+        found = where_of(name)
+        if found is not None:
+            where, side = found
+            present = forms.get(where)
+            if present is not None and present.whole(where.forms, other(side)):
+                continue
+        yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
+
+
+def _modules(checkpoint: Checkpoint) -> frozenset[str]:
+    """Modules that have any parameter, whatever it is called."""
+    return frozenset(name.rpartition(".")[0] for name in checkpoint)
+
+
+def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a name is one of a format that other layers have: some releases leave some layers
+    unquantized, so theirs have no scales."""
+    if any(weight in checkpoint for weight in weight_candidates(name)):
+        return True
+    module, parameter = split_parameter(name)
+    return any(f"{module}.{one}" in checkpoint for one in _OTHER_FORMS.get(parameter, ()))
+
+
+def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
+    census = checkpoint.census
+    if census.dims.tied and census.family.tied is not None:
+        names = [n for role in census.family.tied if (n := census.named(role)) is not None]
+        if len({checkpoint[name].type for name in names}) > 1:
+            yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
+
+
+def _tied_and_not(checkpoint: Checkpoint) -> Iterator[Finding]:
+    root, nested = checkpoint.config, checkpoint.config.get("text_config")
+    flags = [root.get(_TIE), nested.get(_TIE) if isinstance(nested, Mapping) else None]
+    if None not in flags and bool(flags[0]) != bool(flags[1]):
+        message = f"{_TIE} is {flags[0]!r}, text_config's is {flags[1]!r}"
+        yield Finding("QC044", "warning", "config.json", message)
+
+
+def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Of tensors that may go by several; a finding for the first of each layer that stands out."""
+    census = checkpoint.census
+    longest = sorted(census.family.prefixes, key=len, reverse=True)
+    found: dict[str, list[tuple[int | None, str]]] = {}
+    for name, place in census.places.items():
+        if place.role.module.startswith("@"):
+            prefix = next(prefix for prefix in longest if name.startswith(prefix))
+            found.setdefault(prefix, []).append((place.layer, name))
+    if not found:
+        return
+    usual = max(found, key=lambda prefix: len(found[prefix]))
+    for prefix, named in found.items():
+        first = dict(reversed(named)) if prefix != usual else {}
+        for name in reversed(first.values()):
+            others = f"{count(len(found[usual]), 'other')} by {usual!r}"
+            yield Finding("QC046", "error", name, f"goes by the prefix {prefix!r}, {others}")
+    if usual == _LANGUAGE and checkpoint.config.get("model_type") in _TEXT_ONLY:
+        message = (
+            f"{checkpoint.config['model_type']} has its layers as model.layers.*; with this name "
+            "transformers loads it, and sglang drops it with a warning"
+        )
+        yield Finding("QC048", "warning", found[usual][0][1], message)
+
+
+VALIDATOR = Structure()

@@ -1,0 +1,182 @@
+"""Triton kernels that read what folders hold, each beside a reference in torch and cases that compare
+the two. Not validators themselves: discovery passes a subpackage by, so none of them is imported
+before `device()` has said where it shall run.
+
+On a machine without a GPU they run in Triton's interpreter, on which nothing here may rely for what
+it gets wrong (3.9): float32 to bf16 truncates, `tl.dot` of bf16 is garbage unless both operands are
+float32, and FP8 types have no NaN. So codes are decoded, and bf16 is rounded, on integers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, isnan, nan
+from typing import TYPE_CHECKING
+
+from qconvert.core.graph import Output
+from qconvert.core.names import parse
+from qconvert.validation.findings import Finding, Proved, Skipped, Table
+from qconvert.validators.amx.reading import read_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qconvert.run.reader import Reader
+
+if not __name__.startswith("qconvert."):
+    # Imported by its folder name it would be a second module whose classes equal none of ours.
+    raise ImportError("import qconvert.validators.kernels.device, not kernels")
+
+Said = Finding | Proved | Skipped | Table
+
+INTERPRETER = "Triton's interpreter"
+NO_DATA = "no tensor of the folder was looked at: give --level sample"
+
+_AT_MOST = 1 << 21  # elements of a matrix, in the interpreter
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison of a kernel with its reference. `bound` 0 means bitwise, and `difference` counts
+    elements that differ; else both are relative errors. A difference of nan never fits."""
+
+    name: str
+    difference: float
+    bound: float
+
+    @property
+    def fits(self) -> bool:
+        return self.difference <= self.bound
+
+    @property
+    def share(self) -> float:
+        """How much of its bound a case takes; of bitwise ones, the difference."""
+        if isnan(self.difference):
+            return inf
+        return self.difference / self.bound if self.bound else self.difference
+
+
+def device() -> str:
+    """`cuda` where there is a GPU, else `cpu`: Triton's interpreter, which has to be asked for before
+    Triton is imported. Raises NotChecked where Triton is missing, or was imported too early."""
+    from qconvert.validation.runner import NotChecked
+
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            raise NotChecked(f"{name} is not installed: pip install {name}")
+    asked = os.environ.get("TRITON_INTERPRET") == "1"
+    if not asked:
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+    if "triton" in sys.modules and not _interprets():
+        raise NotChecked(
+            "there is no GPU, and this process imported Triton without TRITON_INTERPRET=1: set it "
+            "in the environment and run the command again"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    return "cpu"
+
+
+def place(device: str) -> str:
+    """What a report calls a device: the GPU's name, or the interpreter."""
+    if device == "cpu":
+        return INTERPRETER
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def bitwise(name: str, found: Tensor, expected: Tensor) -> Case:
+    """How many elements of two tensors of one shape and dtype have other bits, nan where they are of
+    another kind. Of floats, any NaN equals any: its bits are the processor's own."""
+    import torch
+
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return Case(name, nan, 0.0)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    differ = found.view(bits) != expected.view(bits)
+    differ &= ~(found.isnan() & expected.isnan())
+    return Case(name, float(differ.sum().item()), 0.0)
+
+
+def chosen(names: Iterable[str], layers: tuple[int, ...] | None) -> list[str]:
+    """Of tensors of one kind, those of some layers, the first and the last layer where none are
+    asked for; in a layer, the first and last of those that differ in the expert alone."""
+    found: dict[int, dict[str, list[str]]] = {}
+    for name in names:
+        template, layer, _ = parse(name)
+        if layer is not None:
+            found.setdefault(layer, {}).setdefault(template, []).append(name)
+    wanted = {min(found), max(found)} if found and layers is None else set(layers or ())
+    picked: list[str] = []
+    for layer in sorted(wanted & set(found)):
+        for alike in found[layer].values():
+            picked += dict.fromkeys((alike[0], alike[-1]))
+    return picked
+
+
+def head(rows: int, columns: int, step: int, device: str) -> int:
+    """How many rows of a matrix to look at: all on a GPU; in the interpreter, which takes a second for
+    some four million elements, the first whole steps."""
+    return rows if device == "cuda" else min(rows, max(1, _AT_MOST // (step * columns)) * step)
+
+
+def read(reader: Reader, output: Output) -> Tensor:
+    """The bytes of what is computed from nothing, ranges of tensors, as uint8."""
+    import torch
+
+    return torch.frombuffer(read_bytes(reader, output), dtype=torch.uint8)
+
+
+def said(
+    kernel: str,
+    rule: str,
+    device: str,
+    random: Iterable[Case],
+    real: Iterable[tuple[str, Case]],
+    note: str,
+) -> Iterator[Said]:
+    """What a validator says of its cases: a finding for each that does not fit, and a table with the
+    worst of the random ones and all of real tensors, which stand beside their names."""
+    where = place(device)
+    tried = list(random)
+    worst = max(tried, key=lambda case: case.share)
+    first = f"random weights, the worst of {len(tried)}: {worst.name}"
+    rows = [(first, f"{worst.difference:g}", _spell(worst.bound), where)]
+    for case in tried:
+        if not case.fits:
+            yield Finding(rule, "error", f"kernel {kernel}", _complaint(case, where))
+    for tensor, case in real:
+        rows.append((case.name, f"{case.difference:g}", _spell(case.bound), where))
+        if not case.fits:
+            yield Finding(rule, "error", tensor, _complaint(case, where))
+    columns = ("case", "difference", "bound", "device")
+    yield Table(f"kernel {kernel}", columns, tuple(rows), note)
+    yield Proved(f"kernel {kernel} gives what its references give, on {where}")
+    if note:
+        yield Skipped(f"kernel {kernel} on this folder ({note})")
+
+
+def _spell(bound: float) -> str:
+    return f"{bound:g}" if bound else "bitwise"
+
+
+def _complaint(case: Case, where: str) -> str:
+    if isnan(case.difference):
+        return f"{case.name}: what it gives is not a number, or of another shape ({where})"
+    if not case.bound:
+        return f"{case.name}: expected equal bits, found {case.difference:g} that differ ({where})"
+    return f"{case.name}: expected at most {case.bound:g}, found {case.difference:g} ({where})"
+
+
+def _interprets() -> bool:
+    """Whether the Triton that this process has imported interprets: its own functions say so."""
+    import triton.language as tl
+
+    return type(tl.sigmoid).__name__ == "InterpretedFunction"

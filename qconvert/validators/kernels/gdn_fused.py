@@ -1,0 +1,177 @@
+"""Fused linear-attention projections compute what the separate ones do: our Triton kernels against
+torch, on random weights and on the layers of a real pair.
+
+Of a pair, the projections of one side are fused and the other's are in any order: random tokens go
+through both, and the results are compared segment by segment after a kernel has taken the fused ones
+apart in the order that qconvert.json states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import PlanError
+from qconvert.core.row_order import Layout
+from qconvert.matrices.stored import read_matrix
+from qconvert.plan.plan import Plan
+from qconvert.run.reader import Reader
+from qconvert.validation.findings import Rule
+from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.amx.reading import source_weights
+from qconvert.validators.kernels.device import NO_DATA, Said, device, said
+from qconvert.validators.reading.matrices import gdn_groups
+
+if TYPE_CHECKING:
+    import torch
+
+    from qconvert.validators.kernels.device import Case
+    from qconvert.validators.kernels.triton import gdn
+
+RULES = (
+    Rule(
+        "QC070",
+        "the fused projections compute something else than the separate ones",
+        "The fused rows are in another order than is stated, or the kernel is wrong on this GPU "
+        "(then the random cases fail too).",
+        "With random cases failing: report the GPU, the driver and the Triton version. Else convert "
+        "again; --level sample tells which order the rows are in.",
+    ),
+)
+
+_FUSED, _APART = (
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+# Enough to see strides: with one token, a kernel that ignores them is right.
+_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class GdnFused:
+    """Kernel cases; a finding for each that does not fit."""
+
+    name: str = "gdn_fused"
+    proves: str = "Triton's fused linear-attention projections compute what the separate ones do"
+    needs: frozenset[Need] = frozenset({"kernels"})
+
+    def random(self) -> Iterator[Said]:
+        """On random weights, without a folder."""
+        where = device()
+        from qconvert.validators.kernels.triton import gdn
+
+        yield from said(self.name, "QC070", where, gdn.random_cases(where), (), "")
+
+    def __call__(self, folder: Folder) -> Iterator[Said]:
+        where = device()
+        layers, note = _layers(folder)
+        from qconvert.validators.kernels.triton import gdn
+
+        real = ((at, case) for layer, at in layers.items() for case in _real(folder, layer, where))
+        yield from said(self.name, "QC070", where, gdn.random_cases(where), real, note)
+
+
+VALIDATOR = GdnFused()
+
+
+def _layers(folder: Folder) -> tuple[dict[int, str], str]:
+    """The fused weight of each layer to look at, which is there in any form in the source; or why
+    there is none."""
+    source, ours = folder.source, folder.checkpoint
+    if source is None:
+        return {}, "no layer of the folder was looked at: give --against SRC"
+    if ours.census.dims.gdn is None or source.census.dims.gdn is None:
+        return {}, "the model has no linear attention"
+    fused = _modules(ours, _FUSED[0])
+    both = sorted(fused.keys() & _modules(source, "").keys())
+    if not both:
+        return {}, "no linear attention is fused here"
+    if folder.request.level == "headers":
+        return {}, NO_DATA
+    asked = folder.request.layers
+    chosen = sorted({both[0], both[-1]}) if asked is None else [n for n in both if n in asked]
+    note = "" if chosen else "the layers asked for hold no fused linear attention"
+    return {layer: f"{fused[layer]}.{_FUSED[0]}.weight" for layer in chosen}, note
+
+
+def _modules(checkpoint: Checkpoint, part: str) -> dict[int, str]:
+    """`...linear_attn` of each layer that has the part, or (``) any of them."""
+    found: dict[int, str] = {}
+    for name, place in checkpoint.census.places.items():
+        if place.layer is None or not place.role.name.startswith("gdn."):
+            continue
+        at, _, _ = name.partition(".linear_attn.")
+        parts = (part,) if part else (_FUSED[0], _APART[0])
+        if any(name == f"{at}.linear_attn.{each}.weight" for each in parts):
+            found[place.layer] = f"{at}.linear_attn"
+    return found
+
+
+def _groups(checkpoint: Checkpoint) -> int:
+    """Raises NotChecked where nothing states the order."""
+    found = gdn_groups(checkpoint)
+    if found is None:
+        raise NotChecked(f"{checkpoint.root}: nothing states the order of its fused projections")
+    return found
+
+
+def _real(folder: Folder, layer: int, device: str) -> Iterator[Case]:
+    import torch
+
+    from qconvert.validators.kernels.triton import gdn
+
+    assert folder.source is not None
+    dims = folder.checkpoint.census.dims.gdn
+    assert dims is not None
+    heads = gdn.Heads(*dims)
+    ours = _weights(
+        folder.checkpoint, _modules(folder.checkpoint, _FUSED[0])[layer], _FUSED, device
+    )
+    theirs = _apart(folder.source, _modules(folder.source, "")[layer], heads, device)
+    random = torch.Generator().manual_seed(layer)
+    x = torch.randn(_TOKENS, ours[0].shape[1], generator=random).bfloat16().to(device)
+    pair = ours[0], ours[1]
+    name, groups = f"layer {layer}", _groups(folder.checkpoint)
+    yield from gdn.agree(name, x, theirs, pair, heads, groups, padding=8)
+
+
+def _weights(
+    checkpoint: Checkpoint, module: str, parts: tuple[str, ...], device: str
+) -> list[torch.Tensor]:
+    """Matrices as the consumer computes with them, bf16 [rows, hidden]. Raises NotChecked for a form
+    that is not read."""
+    import torch
+
+    plan, reader = Plan.identity(checkpoint), Reader(checkpoint.shards)
+    try:
+        stored = [read_matrix(plan, f"{module}.{part}")[0] for part in parts]
+        return [torch.from_numpy(source_weights(reader, s)).bfloat16().to(device) for s in stored]
+    except PlanError as error:
+        raise NotChecked(str(error)) from error
+    finally:
+        reader.close()
+
+
+def _apart(
+    checkpoint: Checkpoint, module: str, heads: gdn.Heads, device: str
+) -> list[torch.Tensor]:
+    """q, k, v, z, b and a, in whatever order the source has them."""
+    import torch
+
+    keys = heads.segments[0]
+    if f"{module}.{_FUSED[0]}.weight" not in checkpoint:
+        qkv, z, b, a = _weights(checkpoint, module, _APART, device)
+        return [qkv[:keys], qkv[keys : 2 * keys], qkv[2 * keys :], z, b, a]
+    groups = _groups(checkpoint)
+    found: list[torch.Tensor] = []
+    segments = (heads.segments, (heads.values, heads.values))
+    for fused, rows in zip(_weights(checkpoint, module, _FUSED, device), segments, strict=True):
+        runs: list[list[torch.Tensor]] = [[] for _ in rows]
+        at = 0
+        for segment, start, stop in Layout(rows, groups).runs():
+            runs[segment].append(fused[at : at + stop - start])
+            at += stop - start
+        found += [torch.cat(parts) for parts in runs]
+    return found

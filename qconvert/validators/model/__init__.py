@@ -1,0 +1,1 @@
+"""What transformers computes with both folders."""

@@ -1,0 +1,211 @@
+"""The tensors of a model as transformers' class for it takes them: experts a matrix each, linear
+attention in the class's own order, names without the multi-modal model around.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Source
+from qconvert.core.names import parse, split_parameter
+from qconvert.core.row_order import Layout
+from qconvert.matrices.experts import PROJECTIONS
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.validators.model.served import Format, Model, Weights, format_of
+from qconvert.validators.reading.decode import bf16_bits
+
+if TYPE_CHECKING:
+    from qconvert.validators.amx.reading import Floats
+
+# Names of the language model within multi-modal checkpoints, and what it is called alone.
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+# Text models that transformers knows by another name, with the same settings and tensors.
+_CLASSES = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+}
+# Lists with an entry a layer, and numbers of draft layers, which transformers has no class for.
+_BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+_DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+# Of multi-modal configs' roots; and what would make transformers ask for code from elsewhere.
+_NOT_TEXT = ("text_config", "vision_config", "auto_map", "architectures", "dtype", "torch_dtype")
+# Stored by some, computed by all.
+_COMPUTED = "rotary_emb.inv_freq"
+
+_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
+_QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+_GDN = frozenset({_QKVZ, _BA, _QKV, _Z, _B, _A})
+# Modules of the linear-attention projections with the segments that lie in each, fused and split.
+_FUSED: tuple[tuple[str, str], ...] = ((_QKVZ, "qkvz"), (_BA, "ba"))
+_SPLIT: tuple[tuple[str, str], ...] = ((_QKV, "qkv"), (_Z, "z"), (_B, "b"), (_A, "a"))
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor in the class's own form: its name and type there, and what it is made of: a `tensor`
+    as it is, an expert's matrix, or rows of modules' matrices (None: all), one after another."""
+
+    name: str
+    type: TensorType
+    format: Format
+    tensor: Source | None = None
+    expert: tuple[int, str, int] | None = None
+    rows: tuple[tuple[str, Spans | None], ...] = ()
+
+    def read(self, weights: Weights) -> Iterator[memoryview]:
+        """Its bytes, in order."""
+        if self.tensor is not None:
+            yield from weights.chunks(self.tensor)
+        elif self.expert is not None:
+            yield _as_bf16(weights.expert(*self.expert))
+        else:
+            held = {module: weights.matrix(module) for module, _ in self.rows}
+            for module, spans in self.rows:
+                for start, stop in spans or ((0, held[module].shape[0]),):
+                    yield _as_bf16(held[module][start:stop])
+
+
+def _as_bf16(values: Floats) -> memoryview:
+    """Float32 as bytes of BF16."""
+    import numpy as np
+
+    return memoryview((bf16_bits(values) >> np.uint32(16)).astype(np.uint16).tobytes())
+
+
+def nbytes(tensors: Sequence[Plain]) -> int:
+    """Bytes of all of them as the class holds them, in BF16."""
+    return sum(2 * prod(plain.type.shape) for plain in tensors)
+
+
+def plain_config(model: Model, layers: int) -> dict[str, Any]:
+    """The language model's settings for its class in transformers, cut to its first layers."""
+    found = without_quantization(model.config)
+    for key in _NOT_TEXT:
+        found.pop(key, None)
+    kind = found.get("model_type")
+    found["model_type"] = _CLASSES.get(str(kind), kind)
+    found["num_hidden_layers"] = layers
+    for key in _BY_LAYER:
+        if isinstance(found.get(key), list):
+            found[key] = found[key][:layers]
+    if isinstance(found.get("mlp_only_layers"), list):
+        found["mlp_only_layers"] = [n for n in found["mlp_only_layers"] if n < layers]
+    if isinstance(found.get("first_k_dense_replace"), int):
+        found["first_k_dense_replace"] = min(found["first_k_dense_replace"], layers)
+    for key in _DRAFTS:
+        if key in found:
+            found[key] = 0
+    return found
+
+
+def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
+    """Every tensor of the first layers, the embeddings, the last norm and the head, as the class takes
+    it. Names nobody knows go along: the class will say so. Raises PlanError for what cannot be read."""
+    plan = model.plan
+    seen: set[str] = set()
+    for name, output in plan.tensors.items():
+        place = plan.census.places.get(name)
+        if place is not None and place.role.name.startswith("vision."):
+            continue
+        layer = parse(name).layer
+        late = ".layers." in name and layer is not None and layer >= layers
+        if late or plan.family.is_mtp(name, plan.census.dims) or name.endswith(_COMPUTED):
+            continue
+        if ".experts." in name:
+            continue
+        module, parameter = split_parameter(name)
+        at, _, last = module.rpartition(".")
+        if last in _GDN and at.endswith(".linear_attn"):
+            if at not in seen:
+                seen.add(at)
+                yield from _linear_attention(model, at)
+        elif parameter in ("weight_packed", "qweight") or output.type.dtype in WEIGHT_DTYPES:
+            stored = model.matrix(module)
+            kind = TensorType("BF16", (stored.rows, stored.columns))
+            name = plain_name(f"{module}.weight")
+            yield Plain(name, kind, format_of(stored), rows=((module, None),))
+        elif parameter in ("", "weight", "bias"):  # others go with what is decoded above
+            yield Plain(plain_name(name), output.type, "bf16", tensor=plan.checkpoint[name])
+    for layer in (n for n in model.moe_layers if n < layers):
+        yield from _experts(model, layer)
+
+
+def plain_name(name: str) -> str:
+    """What a tensor of the language model is called without the model around it."""
+    for old, new in _PREFIXES:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _experts(model: Model, layer: int) -> Iterator[Plain]:
+    dims = model.plan.census.dims
+    if layer not in model.prefixes:
+        raise PlanError(f"layer {layer} is missing")
+    at, form = plain_name(model.prefixes[layer]), model.expert_format(layer)
+    size = (dims.moe_intermediate_size, dims.hidden_size)
+    for expert in range(dims.num_experts):
+        for kind in PROJECTIONS:
+            matrix = TensorType("BF16", size[::-1] if kind == "down_proj" else size)
+            name = f"{at}.mlp.experts.{expert}.{kind}.weight"
+            yield Plain(name, matrix, form, expert=(layer, kind, expert))
+
+
+def _linear_attention(model: Model, at: str) -> Iterator[Plain]:
+    """A layer's input projections in the order of its class: split (Qwen3.5), or interleaved by key
+    head (Qwen3-Next). Fused ones are read in the order that the class or the folder states: in
+    Qwen3-Next's own, for no loader of it takes another; under Qwen3.5 in the manifest's, and where
+    there is none in the contiguous one, which sglang takes."""
+    dims, plan = model.plan.census.dims, model.plan
+    if dims.gdn is None:
+        raise PlanError(f"{at}: the config has no linear-attention layers")
+    nk, nv, dk, dv = dims.gdn
+    sizes = dict(zip("qkvzba", (nk * dk, nk * dk, nv * dv, nv * dv, nv, nv), strict=True))
+    inside = plan.family.name == "qwen3_next"
+    fused = f"{at}.{_QKVZ}.weight" in plan.tensors
+    stated = nk if inside else int(plan.facts.get("gdn_groups") or 1)
+    places: dict[str, tuple[str, list[tuple[int, int]]]] = {}
+    for module, segments in _FUSED if fused else _SPLIT:
+        layout = Layout(tuple(sizes[s] for s in segments), stated if fused else 1)
+        rows = model.matrix(f"{at}.{module}").rows
+        if rows != layout.rows:
+            raise PlanError(f"{at}.{module}: expected {layout.rows} rows, found {rows}")
+        row = 0
+        for number, start, stop in layout.runs():
+            spans = places.setdefault(segments[number], (f"{at}.{module}", []))[1]
+            spans.append((row, row + stop - start))
+            row += stop - start
+    for module, segments in _FUSED if inside else _SPLIT:
+        layout = Layout(tuple(sizes[s] for s in segments), nk if inside else 1)
+        parts: list[tuple[str, Spans]] = []
+        for number, start, stop in layout.runs():
+            home, spans = places[segments[number]]
+            parts.append((home, tuple(_cut(spans, start, stop))))
+        stored = model.matrix(parts[0][0])
+        kind = TensorType("BF16", (layout.rows, stored.columns))
+        name = plain_name(f"{at}.{module}.weight")
+        yield Plain(name, kind, format_of(stored), rows=tuple(parts))
+
+
+def _cut(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Rows [start, stop) of what lies in these spans, one after another."""
+    at = 0
+    for first, last in spans:
+        low, high = max(start, at), min(stop, at + last - first)
+        if low < high:
+            yield first + low - at, first + high - at
+        at += last - first

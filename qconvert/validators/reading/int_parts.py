@@ -1,0 +1,213 @@
+"""Packed integers against what the config says of them, by headers alone.
+
+QC088 zero points or groups of columns (g_idx) are there and not stated, or stated and not there.
+QC089 what is stored of packed integers has a type or shape that bits and group size do not lead to.
+QC091 routed experts of one layer are stored in more than one way.
+QC087 (see zero_points) asymmetric weights are stated in GPTQ's first version.
+
+compressed-tensors 0.19 (`compressors/pack_quantized/`): weight_zero_point I32 [ceil(N / word), groups],
+weight_g_idx I32 [K]. GPTQ (AutoGPTQ 0.7, GPTQModel; read by sglang 0.5.23 and vLLM 0.33): qweight I32
+[K / word, N], qzeros I32 [groups, N / word], scales [groups, N], g_idx I32 [K].
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by; shapes asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.names import split_parameter
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validators.reading.quantization import PackedInts, gptq_block, gptq_ints, ints_of
+
+RULES = (
+    Rule(
+        "QC088",
+        "zero points or groups of columns (g_idx) are not what the config says there are",
+        "symmetric, actorder or desc_act in config.json are of another conversion, or tensors were left "
+        "out or brought along. Runtimes go by the config: they take every zero point for the middle of "
+        "the range, or groups for columns side by side.",
+        "State symmetric: false (GPTQ: sym) where there are zero points, actorder: group (GPTQ: "
+        "desc_act) where there is a g_idx that has an order; or convert again from the source.",
+    ),
+    Rule(
+        "QC089",
+        "packed integers of a type or shape that the config's bits and group size do not lead to",
+        "bits or group_size in config.json are another conversion's, or a tool cast, cut or turned a "
+        "tensor. Loaders that reshape take it, and use scales for columns of their neighbours.",
+        "Convert again from the source, or state the bits and group size that the tensors have.",
+    ),
+    Rule(
+        "QC091",
+        "routed experts of one layer are stored in more than one way",
+        "Some experts were left out of a quantization, or shards are of two conversions. Runtimes stack "
+        "a layer's experts and take the scheme of the first for all.",
+        "Convert again, all experts of a layer alike.",
+    ),
+)
+
+Shape = tuple[int, ...]
+
+_INT4_SCALES = ("BF16", "F16", "F32")
+
+
+def int_parts(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Finding]:
+    """Header rules on packed integers; `shapes` are those of weights by their roles, -1 for a size that
+    the config does not state."""
+    yield from _packed(checkpoint)
+    yield from _gptq(checkpoint, shapes)
+    yield from _experts(checkpoint)
+
+
+# --- compressed-tensors --------------------------------------------------------------------------
+
+
+def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for name, source in checkpoint.items():
+        module, parameter = split_parameter(name)
+        if parameter in ("weight_zero_point", "weight_g_idx"):
+            packed = f"{module}.weight_packed"
+            if packed not in checkpoint and f"{module}.weight" not in checkpoint:
+                yield Finding("QC088", "error", name, f"belongs to no weight ({packed})")
+        if parameter != "weight_packed" or source.type.dtype != "I32":
+            continue
+        stated = ints_of(checkpoint, module)
+        if stated is None or len(source.type.shape) != 2:
+            continue  # QC012, QC027
+        yield from _parts(checkpoint, module, source.type, stated)
+
+
+def _parts(
+    checkpoint: Checkpoint, module: str, packed: TensorType, stated: PackedInts
+) -> Iterator[Finding]:
+    word = 32 // stated.bits
+    rows, columns = packed.shape[0], packed.shape[1] * word
+    groups = ceil_div(columns, stated.group or columns)
+    for part, asked, shape, says in (
+        ("weight_zero_point", not stated.symmetric, (ceil_div(rows, word), groups), "symmetric"),
+        ("weight_g_idx", stated.ordered, (columns,), "actorder"),
+    ):
+        name = f"{module}.{part}"
+        found = checkpoint.get(name)
+        if asked and found is None:
+            message = f"has no {part}, and the config's {says} asks for one"
+            yield Finding("QC088", "error", f"{module}.weight_packed", message)
+        elif found is not None and not asked:
+            message = f"is there, and the config's {says} says there is none"
+            yield Finding("QC088", "error", name, message)
+        elif found is not None:
+            dtypes = ("I32",) if part == "weight_zero_point" else ("I32", "I64")
+            yield from _unlike(name, found.type, dtypes, shape, stated)
+
+
+# --- GPTQ's own form -----------------------------------------------------------------------------
+
+
+def _gptq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Finding]:
+    names = [name for name in checkpoint if name.endswith(".qweight")]
+    config = gptq_block(checkpoint.quantization_configs)
+    if not names or config is None:
+        return  # QC012
+    found = gptq_ints(checkpoint.quantization_configs)
+    if found is None:
+        keys = ("bits", "group_size", "checkpoint_format")
+        said = ", ".join(f"{key} {config.block.get(key)!r}" for key in keys)
+        message = (
+            f"expected bits 4 or 8, a group_size (-1: a row) and checkpoint_format gptq or gptq_v2, "
+            f"found {said}"
+        )
+        yield Finding("QC089", "error", config.where, message)
+        return
+    stated, version = found
+    if not stated.symmetric and version == 1:
+        message = (
+            "states asymmetric weights (sym: false) in checkpoint_format gptq, which cannot store a "
+            "zero point of 0: expected gptq_v2"
+        )
+        yield Finding("QC087", "error", config.where, message)
+    census = checkpoint.census
+    for name in names:
+        module = name.removesuffix(".qweight")
+        kind = checkpoint[name].type
+        place = census.places.get(name)
+        shape = None if place is None else shapes.get(place.role.name.removeprefix("mtp."))
+        if len(kind.shape) != 2 or kind.dtype != "I32":
+            yield Finding("QC089", "error", name, f"expected I32 [K / word, N], found {kind}")
+            continue
+        if shape is not None and len(shape) == 2 and min(shape) > 0:
+            turned = (shape[1] * stated.bits // 32, shape[0])
+            if kind.shape != turned:
+                yield from _unlike(name, kind, ("I32",), turned, stated)
+                continue
+        yield from _gptq_parts(checkpoint, module, kind, stated)
+
+
+def _gptq_parts(
+    checkpoint: Checkpoint, module: str, words: TensorType, stated: PackedInts
+) -> Iterator[Finding]:
+    word = 32 // stated.bits
+    columns, rows = words.shape[0] * word, words.shape[1]
+    groups = ceil_div(columns, stated.group or columns)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "qzeros": ((groups, ceil_div(rows, word)), ("I32",)),
+        "scales": ((groups, rows), _INT4_SCALES),
+        "g_idx": ((columns,), ("I32", "I64")),
+    }
+    for part, (shape, dtypes) in shapes.items():
+        name = f"{module}.{part}"
+        found = checkpoint.get(name)
+        if found is not None:
+            yield from _unlike(name, found.type, dtypes, shape, stated)
+        elif part != "g_idx" or stated.ordered:
+            message = f"has no {part} beside it, which every loader asks for"
+            yield Finding("QC088", "error", f"{module}.qweight", message)
+
+
+def _unlike(
+    name: str,
+    found: TensorType,
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+    stated: PackedInts,
+) -> Iterator[Finding]:
+    if found.dtype in dtypes and found.shape == shape:
+        return
+    how = f"groups of {stated.group}" if stated.group else "one scale a row"
+    message = (
+        f"the config states {stated.bits} bits and {how}: expected {' or '.join(dtypes)} "
+        f"{list(shape)}, found {found}"
+    )
+    yield Finding("QC089", "error", name, message)
+
+
+# --- Experts -------------------------------------------------------------------------------------
+
+
+_MATRICES = ("weight", "weight_packed", "qweight")
+
+
+def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Of layers with any packed expert: how each matrix is stored, and in which scheme by the config."""
+    layers: dict[tuple[bool, int | None], dict[tuple[object, ...], str]] = {}
+    for name, place in checkpoint.census.places.items():
+        role = place.role.name
+        base = role.removeprefix("mtp.")
+        if place.expert is None or not base.startswith("experts."):
+            continue
+        if place.parameter not in _MATRICES:
+            continue
+        module = split_parameter(name)[0]
+        packed = place.parameter == "weight_packed"
+        scheme = ints_of(checkpoint, module) if packed else None
+        form = place.parameter, checkpoint[name].type.dtype, scheme
+        layers.setdefault((role != base, place.layer), {}).setdefault(form, name)
+    for (draft, layer), forms in layers.items():
+        if len(forms) < 2 or all(form[0] == "weight" for form in forms):
+            continue
+        which = f"{'draft layer' if draft else 'layer'} {layer}"
+        first, *others = forms.values()
+        message = f"{which}: its experts are stored in {len(forms)} ways; {first} is in another"
+        for name in others:
+            yield Finding("QC091", "error", name, message)

@@ -1,0 +1,271 @@
+"""The matrices of a checkpoint as the model means them, however they are laid out: experts apart or in
+stacks, linear attention split or fused in any order, weights plain, FP8 or INT4, under any prefix. Two
+checkpoints of one model have the same keys.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Dims, Place
+from qconvert.core.names import scale_candidates, split_parameter
+from qconvert.validators.reading.decode import FP8
+from qconvert.validators.reading.forms import Form, Forms, Unread
+from qconvert.validators.reading.nvfp4 import parts_of
+
+Key = tuple[str, int | None, int | None, str]  # role (or module), layer, expert, parameter
+Runs = tuple[tuple[int, int], ...]
+
+QKVZ, BA = ("q", "k", "v", "z"), ("b", "a")
+# Linear attention's projections, and the segments of rows each holds.
+SEGMENTS: Mapping[str, tuple[str, ...]] = {
+    "in_proj_qkvz": QKVZ, "in_proj_ba": BA,
+    "in_proj_qkv": QKVZ[:3], "in_proj_z": QKVZ[3:], "in_proj_b": BA[:1], "in_proj_a": BA[1:],
+}  # fmt: skip
+FUSED = ("in_proj_qkvz", "in_proj_ba")
+GROUPS_FACT = "gdn_groups"  # of the manifest: 0 split, 1 contiguous, as key heads: interleaved
+
+_GDN, _STACKED, _EXPERTS = "gdn.", "stacked_experts.", "experts."
+# Prefixes of one and the same module in a multi-modal and a text-only checkpoint.
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+# Whose beginning says nothing that layer and expert do not say.
+_PLAIN_ROLES = ("attn.", "mlp.", "gdn.", "experts.")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows `runs` of a stored matrix, in this order. `tensor` is its name, `role` what it is in the
+    model. Where only its bytes can be read, `note` says why."""
+
+    key: Key
+    tensor: str
+    role: str
+    layer: int | None
+    expert: int | None
+    form: Form
+    runs: Runs
+    note: str = ""
+
+    @property
+    def format(self) -> str:
+        return self.form.format
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.form.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights, scales apart."""
+        return self.rows * self.form.row_nbytes
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Stored rows of rows [start, stop), in order."""
+        at = 0
+        for first, last in self.runs:
+            low, high = max(start, at), min(stop, at + last - first)
+            if low < high:
+                yield first + low - at, first + high - at
+            at += last - first
+
+
+@lru_cache(maxsize=2)  # several validators ask for those of a folder and of its source
+def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
+    """All of them, in the order of the shards. Scales belong to their matrices; what is known of no
+    matrix is there by its name, in numbers or as bytes."""
+    forms, groups = Forms(checkpoint), gdn_groups(checkpoint)
+    found: dict[str, list[Matrix]] = {}
+    spent: set[str] = set()
+    for name in checkpoint:
+        if checkpoint[name].type.numel == 0:
+            continue
+        try:
+            found[name] = list(_of_tensor(checkpoint, forms, name, groups))
+            spent |= _scales(checkpoint, name)
+        except Unread as why:
+            place = checkpoint.census.places.get(name)
+            made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
+            found[name] = [replace(made, note=str(why))]
+    by_key: dict[Key, Matrix] = {}
+    for name, made_of_it in found.items():
+        if name in spent:
+            continue
+        for matrix in made_of_it:
+            key = matrix.key
+            if key in by_key:  # the same thing twice, under two names
+                key = (matrix.tensor, None, None, key[3])
+            by_key[key] = replace(matrix, key=key)
+    return MappingProxyType(by_key)
+
+
+def gdn_groups(checkpoint: Checkpoint) -> int | None:
+    """In how many groups fused linear attention is, by the manifest or else the family's convention;
+    None where neither says or the number cannot be."""
+    dims = checkpoint.census.dims
+    if dims.gdn is None or dims.gdn[0] < 1:
+        return None
+    stated = (checkpoint.manifest or {}).get(GROUPS_FACT)
+    if not stated:  # 0: split, so nothing is fused
+        return dims.gdn[0] if checkpoint.family.name == "qwen3_next" else None
+    fits = type(stated) is int and stated > 0 and dims.gdn[0] % stated == 0
+    return stated if fits else None
+
+
+def segment_rows(dims: Dims) -> dict[str, int]:
+    """Rows of each segment of linear attention's projections. Raises Unread where the config does not
+    say how many heads there are, or how wide."""
+    if dims.gdn is None:
+        raise Unread("the config does not say how many heads linear attention has, or how wide")
+    nk, nv, dk, dv = dims.gdn
+    return {"q": nk * dk, "k": nk * dk, "v": nv * dv, "z": nv * dv, "b": nv, "a": nv}
+
+
+def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
+    """Where each segment's rows lie in a tensor that holds, group by group, every segment's share."""
+    share = sum(sizes) // groups
+    begins = [sum(sizes[:i]) // groups for i in range(len(sizes))]
+    if groups == 1:
+        return [((begin, begin + size),) for begin, size in zip(begins, sizes, strict=True)]
+    return [
+        tuple(
+            (group * share + begin, group * share + begin + size // groups)
+            for group in range(groups)
+        )
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
+
+
+def whole(checkpoint: Checkpoint, name: str) -> Matrix:
+    """A tensor's rows as they are stored. Raises Unread where its numbers cannot be told."""
+    place = checkpoint.census.places.get(name)
+    return _made((name, None, None, ""), name, place, Forms(checkpoint).of(name), ())
+
+
+def _of_tensor(
+    checkpoint: Checkpoint, forms: Forms, name: str, groups: int | None
+) -> Iterator[Matrix]:
+    """The matrices of one tensor: one, or those of all experts, or segments."""
+    place = checkpoint.census.places.get(name)
+    key = _key_of(checkpoint, name, place)
+    if place is None or checkpoint.family.name == "generic":
+        yield _made(key, name, place, forms.of(name), ())
+        return
+    role, parameter = place.role.name, _as_weight(place.parameter)
+    if _STACKED in role and parameter in ("", "weight"):
+        yield from _of_stack(checkpoint, forms, name, place)
+        return
+    segments = SEGMENTS.get(role.removeprefix(_GDN), ()) if role.startswith(_GDN) else ()
+    if segments and parameter == "weight":
+        yield from _of_gdn(checkpoint, forms.of(name), name, place, segments, groups)
+        return
+    yield _made(key, name, place, forms.of(name), ())
+
+
+def _key_of(checkpoint: Checkpoint, name: str, place: Place | None) -> Key:
+    """The key of a tensor that is one matrix."""
+    if place is None or checkpoint.family.name == "generic":
+        module, parameter = split_parameter(name)
+        return _plain_name(module), None, None, _as_weight(parameter)
+    return place.role.name, place.layer, place.expert, _as_weight(place.parameter)
+
+
+def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> Iterator[Matrix]:
+    dims, kind = checkpoint.census.dims, checkpoint[name].type
+    if len(kind.shape) != 3 or kind.shape[0] != dims.num_experts:
+        raise Unread(f"expected a stack of {dims.num_experts} experts, found {kind}")
+    base, _, projection = place.role.name.replace(_STACKED, _EXPERTS).rpartition(".")
+    turned = _is_turned(checkpoint, kind.shape, both=projection == "gate_up_proj")
+    for expert, form in enumerate(forms.of_stack(name, turned=turned)):
+        half = form.rows // 2
+        parts: dict[str, Runs] = {projection: ()}
+        if projection == "gate_up_proj":
+            parts = {"gate_proj": ((0, half),), "up_proj": ((half, form.rows),)}
+        for part, runs in parts.items():
+            role = f"{base}.{part}"
+            made = _made((role, place.layer, expert, "weight"), name, place, form, runs)
+            yield replace(made, role=_label(role), expert=expert)
+
+
+def _is_turned(checkpoint: Checkpoint, shape: tuple[int, ...], *, both: bool) -> bool:
+    """Whether a stack holds columns before rows. Families that publish it so are also saved the other
+    way round, and only shapes tell."""
+    hidden = checkpoint.census.dims.hidden_size
+    # gate_up is [E, H, 2I] if turned and else [E, 2I, H]; down is [E, I, H] and [E, H, I].
+    of_hidden = shape[1] if both else shape[2]
+    return checkpoint.family.stacked_transposed and of_hidden == hidden
+
+
+def _of_gdn(
+    checkpoint: Checkpoint,
+    form: Form,
+    name: str,
+    place: Place,
+    segments: tuple[str, ...],
+    groups: int | None,
+) -> Iterator[Matrix]:
+    rows = segment_rows(checkpoint.census.dims)
+    sizes = [rows[segment] for segment in segments]
+    if place.role.name.removeprefix(_GDN) not in FUSED:
+        groups = 1
+    if groups is None:
+        raise Unread("nothing says in which order its rows are fused")
+    if sum(sizes) != form.rows:
+        raise Unread(f"it has {form.rows} rows, the config leads to {sum(sizes)}")
+    for segment, runs in zip(segments, segment_runs(sizes, groups), strict=True):
+        made = _made((f"gdn.{segment}", place.layer, None, "weight"), name, place, form, runs)
+        yield replace(made, role=f"in_proj_{segment}")
+
+
+def _made(key: Key, name: str, place: Place | None, form: Form, runs: Runs) -> Matrix:
+    runs = runs or ((0, form.rows),)
+    if place is None:
+        return Matrix(
+            key, name, split_parameter(name)[0].rpartition(".")[2], None, None, form, runs
+        )
+    return Matrix(key, name, _label(place.role.name), place.layer, place.expert, form, runs)
+
+
+def _label(role: str) -> str:
+    for plain in _PLAIN_ROLES:
+        if role.startswith(plain):
+            return role.removeprefix(plain)
+    return role
+
+
+def _as_weight(parameter: str) -> str:
+    """A weight is one however it is stored."""
+    return "weight" if parameter in ("weight_packed", "qweight") else parameter
+
+
+def _plain_name(name: str) -> str:
+    for prefix, plain in _PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
+    """Tensors that are part of how a weight is stored."""
+    nvfp4 = parts_of(checkpoint, name)
+    if nvfp4 is not None:
+        return {part.name for part in (nvfp4.scale, nvfp4.own) if part is not None}
+    if name.endswith(".weight_packed"):
+        module = name.removesuffix(".weight_packed")
+        parts = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        return {f"{module}.{part}" for part in parts}
+    if name.endswith(".qweight"):
+        module = name.removesuffix(".qweight")
+        return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
+    if checkpoint[name].type.dtype in FP8:
+        return {scale for scale in scale_candidates(name) if scale in checkpoint}
+    return set()

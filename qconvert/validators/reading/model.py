@@ -1,0 +1,238 @@
+"""A folder that holds a model, as header rules see it: which layers of it a pipeline stage has, and in
+which of two forms a layer stores the same matrices.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import undescribed
+from qconvert.core.errors import PlanError
+from qconvert.core.names import parse, split_parameter
+from qconvert.validation.runner import NotChecked
+from qconvert.validators.reading.quantization import READ_METHODS
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+# Parameters that are a matrix itself, not what goes with one.
+_MATRICES = ("", "weight", "weight_packed", "qweight")
+
+
+def known_family(checkpoint: Checkpoint) -> None:
+    """Raises NotChecked for a model that no family describes: of it only what every model has in common
+    was looked at."""
+    if checkpoint.family.name == "generic":
+        raise NotChecked(undescribed(checkpoint.config))
+
+
+def unread_quantization(checkpoint: Checkpoint) -> str:
+    """Why what a quantization block says of the weights is not understood, "" where it is."""
+    for config in checkpoint.quantization_configs:
+        if config.method not in READ_METHODS:
+            return f"{config.where}: quant_method {config.method!r} is not read here"
+    return ""
+
+
+def readable_quantization(checkpoint: Checkpoint) -> None:
+    """Raises NotChecked for a model with a quantization block of a method that is not read here."""
+    why = unread_quantization(checkpoint)
+    if why:
+        raise NotChecked(why)
+
+
+# --- Pipeline stages -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What the manifest's `stage` says: the stage's number, how many layers each stage has, and the
+    runtime variables it names."""
+
+    number: int
+    partition: tuple[int, ...]
+    layers: range
+    environment: dict[str, str]
+
+    @property
+    def last(self) -> bool:
+        return self.number == len(self.partition) - 1
+
+
+def stage_of(checkpoint: Checkpoint) -> Stage | None:
+    """None for a folder that is no stage. Raises PlanError where the manifest's `stage` is broken or
+    contradicts itself."""
+    found = (checkpoint.manifest or {}).get("stage")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise PlanError(f"expected `stage` to be an object, found {found!r}")
+    number, of = (_count(found, key) for key in ("number", "of"))
+    partition, layers = (_counts(found, key) for key in ("partition", "layers"))
+    environment = found.get("environment", {})
+    if not isinstance(environment, dict):
+        raise PlanError(f"expected `environment` to be an object, found {environment!r}")
+    if len(partition) != of or number >= of:
+        raise PlanError(f"stage {number} of {of} does not fit a partition into {len(partition)}")
+    start = sum(partition[:number])
+    if layers != (start, start + partition[number]):
+        raise PlanError(
+            f"stage {number} of {_spell(partition)} owns layers [{start}, "
+            f"{start + partition[number]}), but `layers` is {list(layers)}"
+        )
+    return Stage(number, partition, range(*layers), environment)
+
+
+def _count(found: dict[str, Any], key: str) -> int:
+    value = found.get(key)
+    if type(value) is not int or value < 0:
+        raise PlanError(f"expected `{key}` to be a number, found {value!r}")
+    return value
+
+
+def _counts(found: dict[str, Any], key: str) -> tuple[int, ...]:
+    value = found.get(key)
+    if not isinstance(value, list) or any(type(one) is not int or one < 0 for one in value):
+        raise PlanError(f"expected `{key}` to be a list of numbers, found {value!r}")
+    return tuple(value)
+
+
+def _spell(partition: tuple[int, ...]) -> str:
+    return ",".join(map(str, partition))
+
+
+def holds(stage: Stage | None, layer: int | None, *, draft: bool) -> bool:
+    """Whether a folder has to hold a layer's tensors: a stage its own, the last one draft layers."""
+    if stage is None:
+        return True
+    return stage.last if draft else layer is None or layer in stage.layers
+
+
+# --- Two forms of the same matrices --------------------------------------------------------------
+
+Side = Literal["fused", "split"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TwoForms:
+    """The last components of the modules that hold the same rows: fused, and split."""
+
+    what: str
+    fused: frozenset[str]
+    split: frozenset[str]
+
+    def members(self, side: Side) -> frozenset[str]:
+        return self.fused if side == "fused" else self.split
+
+
+LINEAR_ATTENTION = TwoForms(
+    "linear-attention projections",
+    frozenset({"in_proj_qkvz", "in_proj_ba"}),
+    frozenset({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}),
+)
+EXPERTS = TwoForms(
+    "routed experts",
+    frozenset({"gate_up_proj", "down_proj"}),
+    frozenset({"gate_proj", "up_proj", "down_proj"}),
+)
+GATE_UP = TwoForms("gate and up", frozenset({"gate_up_proj"}), frozenset({"gate_proj", "up_proj"}))
+QKV = TwoForms(
+    "attention's qkv", frozenset({"qkv_proj"}), frozenset({"q_proj", "k_proj", "v_proj"})
+)
+
+
+class Where(NamedTuple):
+    """A module that has two forms: where it stands below its layer (`.mlp.experts`), whether in a
+    draft layer that goes by the name of `mtp`, and the layer."""
+
+    forms: TwoForms
+    draft: bool
+    parent: str
+    layer: int | None
+
+
+@dataclass
+class Present:
+    """Of one module, the members that are there, each with the first tensor of it."""
+
+    fused: dict[str, str] = field(default_factory=dict)
+    split: dict[str, str] = field(default_factory=dict)
+
+    def side(self, side: Side) -> dict[str, str]:
+        return self.fused if side == "fused" else self.split
+
+    def whole(self, forms: TwoForms, side: Side) -> bool:
+        return self.side(side).keys() == forms.members(side)
+
+
+class Member(NamedTuple):
+    """What a module's name template says: of which forms, on which side it is a member."""
+
+    forms: TwoForms
+    draft: bool
+    parent: str
+    side: Side
+    name: str
+
+
+@lru_cache(maxsize=4096)
+def member_of(module: str) -> Member | None:
+    """The member that a module template is (`model.layers.{L}.mlp.experts.{E}.up_proj`), None where its
+    matrices have one form only."""
+    before, _, below = module.rpartition("layers.{L}")
+    parent, _, last = below.rpartition(".")
+    draft = before.endswith("mtp.")
+    if parent.endswith(("experts.{E}", ".experts")):
+        side: Side = "split" if parent.endswith(".{E}") else "fused"
+        if last not in EXPERTS.members(side):
+            return None
+        return Member(EXPERTS, draft, parent.removesuffix(".{E}"), side, last)
+    for forms in (LINEAR_ATTENTION, GATE_UP, QKV):
+        for one in ("fused", "split"):
+            if last in forms.members(one):
+                return Member(forms, draft, parent, one, last)
+    return None
+
+
+def forms_in(checkpoint: Checkpoint) -> dict[Where, Present]:
+    """Every module of every layer that has two forms, in the order of the tensors."""
+    found: dict[Where, Present] = {}
+    for name, module, layer in _matrices(checkpoint):
+        member = member_of(module)
+        if member is not None:
+            where = Where(member.forms, member.draft, member.parent, layer)
+            present = found.get(where)
+            if present is None:
+                present = found[where] = Present()
+            present.side(member.side).setdefault(member.name, name)
+    return found
+
+
+def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int | None]]:
+    """Name, module template and layer of every matrix."""
+    census = checkpoint.census
+    for name, place in census.places.items():
+        if place.parameter in _MATRICES:
+            yield name, place.role.module, place.layer
+    for name in census.unknown:
+        template, layer, _ = parse(name)
+        module, parameter = split_parameter(template)
+        if parameter in _MATRICES:
+            yield name, module, layer
+
+
+def where_of(name: str) -> tuple[Where, Side] | None:
+    """As `forms_in` has it, of a tensor's name."""
+    template, layer, _ = parse(name)
+    member = member_of(split_parameter(template)[0])
+    if member is None:
+        return None
+    return Where(member.forms, member.draft, member.parent, layer), member.side
+
+
+def other(side: Side) -> Side:
+    return "split" if side == "fused" else "fused"

@@ -1,0 +1,245 @@
+"""What NVFP4 means, from its definition: E2M1 codes, two a byte, the even column in the low half; an
+E4M3 scale for 16 columns; one float32 scale a matrix. Nothing here is shared with what makes it.
+
+Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors 0.19 (`nvfp4-pack-quantized`:
+its own scale is a divisor); nvidia-modelopt 0.47 (a multiplier). Not a validator itself: it has no
+`VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Source
+from qconvert.validation.workers import Reads
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+NVFP4 = "nvfp4"
+BLOCK = 16
+MOST = 6.0 * 448.0  # the largest code under the largest block scale
+# Of a code's three lower bits: two of exponent, one of mantissa, bias 1; 0 and 1 are denormal.
+_SIZES = tuple(
+    (c & 1) / 2 if c < 2 else (1 + (c & 1) / 2) * 2.0 ** ((c >> 1) - 1) for c in range(8)
+)
+_LEAST_NORMAL = 2.0**-6  # of E4M3
+# A block's largest weight in units of its scale: 6, and 1/16 beyond where the scale was rounded down,
+# and what rounding to bf16 adds; a denormal scale may be rounded down by a third.
+_REACH, _REACH_DENORMAL = 6.5, 9.1
+_SLACK = 1 + 1e-5
+_COARSE = 1.5  # a scale this much above what its block needs was made for another
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a matrix's tensors are called, and whether its own scale divides."""
+
+    name: str
+    weight: str
+    own: str
+    input: str
+    divisor: bool
+
+
+MODELOPT = Dialect("modelopt", "weight", "weight_scale_2", "input_scale", False)
+PACKED = Dialect(
+    "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", True
+)
+DIALECTS = (MODELOPT, PACKED)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A matrix's own scale, F32 of one number."""
+
+    scale: Source
+    divisor: bool
+
+    def unit(self, reader: Reads) -> float:
+        """What block scales are multiplied with."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            value = self.value(reader)
+            return float(np.float64(1) / value) if self.divisor else float(value)
+
+    def value(self, reader: Reads) -> np.float32:
+        """The number that is stored."""
+        import numpy as np
+
+        data = np.empty(1, "<f4")
+        reader.read(self.scale, 0, data.view(np.uint8).data)
+        return np.float32(data[0])
+
+    def applied(self, reader: Reads, blocks: Floats) -> Floats:
+        """Block scales with the own one, as consumers compute it: once, in float32."""
+        import numpy as np
+
+        value = self.value(reader)
+        with np.errstate(all="ignore"):
+            found: Floats = blocks / value if self.divisor else blocks * value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One matrix's tensors; what is None is not there."""
+
+    module: str
+    dialect: Dialect
+    weight: Source
+    scale: Source | None
+    own: Source | None
+    input: Source | None
+
+
+def parts_of(tensors: Mapping[str, Source], name: str) -> Parts | None:
+    """The matrix that a tensor is the codes of; None where it is no NVFP4 weight: U8, with an own scale
+    or block scales in E4M3."""
+    module, _, parameter = name.rpartition(".")
+    dialect = next((d for d in DIALECTS if d.weight == parameter), None)
+    weight = tensors[name]
+    if dialect is None or weight.type.dtype != "U8":
+        return None
+    scale, own, given = (
+        tensors.get(f"{module}.{part}") for part in ("weight_scale", dialect.own, dialect.input)
+    )
+    if own is None and (scale is None or scale.type.dtype != "F8_E4M3"):
+        return None
+    return Parts(module, dialect, weight, scale, own, given)
+
+
+def all_parts(tensors: Mapping[str, Source]) -> Iterator[Parts]:
+    for name in tensors:
+        if name.endswith((".weight", ".weight_packed")):
+            parts = parts_of(tensors, name)
+            if parts is not None:
+                yield parts
+
+
+def fault(parts: Parts) -> tuple[str, str] | None:
+    """The first tensor that is missing or has another type than its codes lead to, and what is wrong."""
+    kind, module = parts.weight.type, parts.module
+    if len(kind.shape) != 2:
+        return parts.weight.name, f"NVFP4 codes are a matrix [N, K / 2], found {kind}"
+    rows, columns = kind.shape[0], 2 * kind.shape[1]
+    if columns % BLOCK:
+        return parts.weight.name, f"expected columns in whole blocks of {BLOCK}, found {columns}"
+    if parts.scale is None:
+        return parts.weight.name, f"NVFP4 without its block scales, {module}.weight_scale"
+    wanted = TensorType("F8_E4M3", (rows, columns // BLOCK))
+    if parts.scale.type != wanted:
+        return parts.scale.name, f"expected {wanted} for codes {kind}, found {parts.scale.type}"
+    if parts.own is None:
+        return parts.weight.name, f"NVFP4 without its own scale, {module}.{parts.dialect.own}"
+    for one in (parts.own, parts.input):
+        if one is not None and (one.type.dtype != "F32" or one.type.numel != 1):
+            return one.name, f"expected one number in F32, found {one.type}"
+    return None
+
+
+def is_part(tensors: Mapping[str, Source], name: str) -> bool:
+    """Whether a tensor is the input scale of an NVFP4 matrix."""
+    module, _, parameter = name.rpartition(".")
+    return any(
+        parameter == d.input
+        and f"{module}.{d.own}" in tensors
+        and f"{module}.{d.weight}" in tensors
+        for d in DIALECTS
+    )
+
+
+# --- What the config says ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A dialect's block: where it stands, and whether activations are quantized too."""
+
+    where: str
+    dialect: Dialect
+    inputs: bool
+
+
+def stated(config: QuantConfig) -> Stated | None:
+    """What a block says of NVFP4, None where it says nothing or several things (sglang 0.5.23
+    `layers/quantization/modelopt_quant.py`; compressed-tensors 0.19 `quant_scheme.py`)."""
+    if config.method == "compressed-tensors":
+        inputs = set(_group_inputs(config.block.get("config_groups")))
+        return Stated(config.where, PACKED, inputs.pop()) if len(inputs) == 1 else None
+    for key in ("moe_quant_algo", "quant_algo"):
+        algorithm = str(config.block.get(key, ""))
+        if "NVFP4" in algorithm:
+            return Stated(config.where, MODELOPT, not algorithm.startswith("W4A16"))
+    return None
+
+
+def _group_inputs(groups: Any) -> Iterator[bool]:
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            continue
+        kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+        if kind == ("float", 4, "tensor_group"):
+            yield group.get("input_activations") is not None
+
+
+# --- Numbers -------------------------------------------------------------------------------------
+
+
+@cache
+def _pairs() -> np.ndarray[Any, Any]:
+    """Two numbers (one complex64) for every byte, low half first."""
+    import numpy as np
+
+    both = np.arange(256)[:, None] >> np.array([0, 4])
+    sizes = np.array(_SIZES, np.float32)[both & 7]
+    found = np.copysign(sizes, np.where(both & 8, -1, 1)).astype(np.float32)
+    pairs: np.ndarray[Any, Any] = found.view(np.complex64).reshape(-1)
+    return pairs
+
+
+def fp4_floats(packed: Bytes) -> Floats:
+    """Packed codes, bytes [n] -> float32 [2n]."""
+    import numpy as np
+
+    out = np.empty(2 * packed.size, np.float32)
+    np.take(_pairs(), packed.astype(np.intp), out=out.view(np.complex64), mode="clip")
+    return out
+
+
+def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tuple[Bools, str]:
+    """Which weights [n, K] are within half a step of what they should be, and what is wrong with block
+    scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales with the own
+    one, `unit` is that. Half a step is a quarter, a half or one of a factor; beyond 6 there is only what
+    a block scale that was rounded down leaves."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        step = np.repeat(np.abs(factor).astype(np.float64), BLOCK, axis=1)
+        size = np.abs(expected) / step
+        half = np.where(size < 2, 0.25, np.where(size < 4, 0.5, np.maximum(size - 6, 1.0)))
+        error = np.abs(expected.astype(np.float64) - found)
+        normal = step >= _LEAST_NORMAL * unit / _SLACK
+        fits = (error <= half * step * _SLACK) & (size <= np.where(normal, _REACH, _REACH_DENORMAL))
+        fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
+        largest = np.abs(expected).reshape(*factor.shape, BLOCK).max(axis=-1).astype(np.float64)
+        needed = largest / 6 / unit
+        coarse = (needed >= _LEAST_NORMAL) & (np.abs(factor) > _COARSE * needed * unit)
+    if not coarse.any():
+        return fits, ""
+    row, block = divmod(int(np.argmax(coarse)), coarse.shape[1])
+    return fits, (
+        f"row {row}, block {block}: its scale is {factor[row, block] / unit:.4g}, and its weights need "
+        f"{needed[row, block]:.4g}"
+    )

@@ -1,0 +1,297 @@
+"""What a folder's quantization blocks say, as runtimes read them: formats, block and group sizes, and
+which modules they leave out. It judges nothing; broken blocks say nothing.
+
+Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
+`modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
+full names, class names), modelopt's `hf_quant_config.json` (shell patterns).
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from typing import Any, TypeVar
+
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.checkpoint.quantization_config import groups_of
+from qconvert.core.errors import PlanError
+from qconvert.core.patterns import compiled
+
+T = TypeVar("T")
+
+_FP8_METHODS = ("fp8", "fbgemm_fp8")
+KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
+# Those that some rules read: GPTQ's own form and prepared folders by rules of their own.
+READ_METHODS = (*KNOWN_METHODS, "gptq", "qconvert-trtllm-gen")
+HF_QUANT_CONFIG = "hf_quant_config.json"
+# Keys of lists of modules that stay as they are, by method; the first that is there counts.
+LISTS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("ignored_layers", "modules_to_not_convert"),
+    "fbgemm_fp8": ("ignored_layers", "modules_to_not_convert"),
+    "compressed-tensors": ("ignore",),
+    "modelopt": ("exclude_modules", "ignore"),
+}
+
+
+def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
+    """What compressed-tensors' config_groups say of weights."""
+    groups = config.block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield weights
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    return None
+
+
+def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
+    """Every block of FP8 scales that is stated, and where first."""
+    found: dict[tuple[int, int], str] = {}
+    for config in configs:
+        linear = config.block.get("linear_fp8_config")
+        sizes = [
+            config.block.get("weight_block_size"),
+            linear.get("weight_block_size") if isinstance(linear, Mapping) else None,
+            *(g.get("block_structure") for g in weight_groups(config) if g.get("type") == "float"),
+        ]
+        for size in sizes:
+            block = _pair(size)
+            if block is not None:
+                found.setdefault(block, config.where)
+    return found
+
+
+def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
+    """Whether U8 scales are said to be exponents."""
+    for config in configs:
+        linear = config.block.get("linear_fp8_config")
+        inner = linear.get("scale_fmt") if isinstance(linear, Mapping) else None
+        if "ue8m0" in (config.block.get("scale_fmt"), inner):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Ints:
+    """Packed whole numbers of `bits`, a scale for each `group` columns (None: for a row)."""
+
+    bits: int
+    group: int | None
+
+
+def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
+    """The form of packed weights that compressed-tensors blocks state of a module: that of the group
+    which speaks of it, else the one that all have. None for none or several."""
+    return _stated_for(checkpoint, module, _ints)
+
+
+def _ints(g: Mapping[str, Any]) -> Ints | None:
+    size, by_row = g.get("group_size"), g.get("strategy") == "channel"
+    if g.get("type") != "int" or g.get("num_bits") not in (2, 4, 8):
+        return None
+    if not by_row and (type(size) is not int or size < 1):
+        return None
+    return Ints(g["num_bits"], size if g.get("strategy") == "group" else None)
+
+
+def _stated_for(
+    checkpoint: Checkpoint, module: str, read: Callable[[Mapping[str, Any]], T | None]
+) -> T | None:
+    """What `read` makes of the group that speaks of a module; where none does, of all groups, if that is
+    one thing. Blocks that cannot be read say nothing."""
+    own: set[T] = set()
+    every: set[T] = set()
+    try:
+        by_block = {id(groups.config): groups for groups in groups_of(checkpoint)}
+    except PlanError:
+        by_block = {}
+    for config in checkpoint.quantization_configs:
+        stated = {one for g in weight_groups(config) if (one := read(g)) is not None}
+        groups = by_block.get(id(config))
+        weights = groups.weights(module) if groups is not None and len(stated) > 1 else None
+        mine = None if weights is None else read(weights)
+        if mine is not None:
+            own.add(mine)
+        else:
+            every |= stated
+    found = own or every
+    return found.pop() if len(found) == 1 else None
+
+
+def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
+    """The block of a module's FP8 scales: of several that of the compressed-tensors group which speaks
+    of the module, else the first that is stated; None where none is."""
+    blocks = fp8_blocks(checkpoint.quantization_configs)
+    own = _stated_for(checkpoint, module, _float_block) if len(blocks) > 1 else None
+    return own or next(iter(blocks), None)
+
+
+def _float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
+    return _pair(g.get("block_structure")) if g.get("type") == "float" else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInts:
+    """How packed integers are stored, by a config: `bits` 4 or 8, a scale for each `group` columns
+    (None: for a row), zero points unless `symmetric`; `ordered`: which group a column is of is stored
+    beside (g_idx)."""
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    ordered: bool
+
+
+def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
+    """What compressed-tensors blocks (0.19) say of a packed module, as `packed_ints`."""
+    return _stated_for(checkpoint, module, _packed)
+
+
+def _packed(weights: Mapping[str, Any]) -> PackedInts | None:
+    size, bits = weights.get("group_size"), weights.get("num_bits")
+    by_row = weights.get("strategy") == "channel"
+    if weights.get("type") != "int" or bits not in (4, 8):
+        return None
+    if not by_row and (type(size) is not int or size < 1):
+        return None
+    symmetric = weights.get("symmetric", True) is not False
+    ordered = weights.get("actorder") == "group"
+    return PackedInts(bits, None if by_row else size, symmetric, ordered)
+
+
+def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
+    """The block of GPTQ's own form."""
+    return next((config for config in configs if config.method == "gptq"), None)
+
+
+def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
+    """What a block of GPTQ's own form says (AutoGPTQ 0.7, GPTQModel), and its version: 1 stores zero
+    points less one. None where there is none, or one that cannot be meant."""
+    config = gptq_block(configs)
+    if config is None:
+        return None
+    block = config.block
+    bits, size = block.get("bits"), block.get("group_size")
+    version = {"gptq": 1, "gptq_v2": 2}.get(block.get("checkpoint_format", "gptq"))
+    if bits not in (4, 8) or type(size) is not int or (size < 1 and size != -1) or version is None:
+        return None
+    group = None if size == -1 else size
+    ordered = bool(block.get("desc_act"))
+    return PackedInts(bits, group, block.get("sym", True) is not False, ordered), version
+
+
+def scheme(config: QuantConfig) -> tuple[Any, ...]:
+    """What a block says of the format, comparable with another's."""
+    block = config.block
+    if config.method == "compressed-tensors":
+        keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
+        return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
+    algorithm = block.get("quant_algo") if config.method == "modelopt" else None
+    return config.method, _pair(block.get("weight_block_size")), algorithm
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Entries that name modules, as one method matches them."""
+
+    method: str
+    entries: tuple[str, ...]
+
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(entry.rpartition(".")[2] for entry in self._plain)
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str] | None, dict[str, str]]:
+        """All patterns as one, and those that are none, with what is wrong with each."""
+        good: list[str] = []
+        broken: dict[str, str] = {}
+        for entry in self.entries:
+            is_shell = self.method == "modelopt"
+            if entry.startswith("re:") == is_shell:
+                continue
+            part = translate(entry) if is_shell else entry[3:]
+            try:
+                re.compile(part) if is_shell else compiled(part)
+                good.append(part)
+            except re.error as error:
+                broken[entry] = str(error)
+        whole = re.compile("|".join(f"(?:{part})" for part in good)) if good else None
+        return whole, broken
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Entries that are no regular expressions, and why. They name nothing here; loaders fail."""
+        return self._patterns[1]
+
+    def pattern_names(self, module: str) -> bool:
+        """Whether a pattern fits."""
+        pattern = self._patterns[0]
+        return pattern is not None and pattern.match(module) is not None
+
+    def literal(self, module: str) -> bool:
+        """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
+        run of its dotted segments."""
+        if module in self._plain:
+            return True
+        if self.method == "compressed-tensors":
+            return False
+        parts = module.split(".")
+        if self._ends.isdisjoint(parts):
+            return False
+        for stop, part in enumerate(parts, 1):
+            if part in self._ends and any(
+                ".".join(parts[start:stop]) in self._plain for start in range(stop)
+            ):
+                return True
+        return False
+
+    def names(self, module: str) -> bool:
+        return self.literal(module) or self.pattern_names(module)
+
+
+def ignored(config: QuantConfig) -> Listed:
+    """The modules a block leaves out; an empty list where it has none."""
+    for key in LISTS.get(config.method, ()):
+        value = config.block.get(key)
+        if isinstance(value, list) and value:
+            return Listed(config.method, tuple(entry for entry in value if isinstance(entry, str)))
+    return Listed(config.method, ())
+
+
+def named_targets(config: QuantConfig) -> Listed:
+    """All that compressed-tensors' groups name, modules and classes; nothing of other methods."""
+    found: list[str] = []
+    groups = config.block.get("config_groups") if config.method == "compressed-tensors" else None
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        named = group.get("targets") if isinstance(group, Mapping) else None
+        found += [n for n in named if isinstance(n, str)] if isinstance(named, list) else []
+    return Listed(config.method, tuple(found))
+
+
+def targets(config: QuantConfig) -> Listed | None:
+    """The modules that compressed-tensors' groups name, None where every linear layer is one (or the
+    method has no targets)."""
+    listed = named_targets(config)
+    every = config.method != "compressed-tensors" or "Linear" in listed.entries
+    return None if every else listed
+
+
+def judged(configs: Sequence[QuantConfig]) -> QuantConfig | None:
+    """The block that runtimes take: config.json's first, else modelopt's file. None where it is of a
+    method not known here."""
+    ordered = sorted(configs, key=lambda config: config.where == HF_QUANT_CONFIG)
+    return ordered[0] if ordered and ordered[0].method in KNOWN_METHODS else None

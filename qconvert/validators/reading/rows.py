@@ -1,0 +1,232 @@
+"""Rows of a matrix, read as its consumer computes with them. Not a validator itself: it has no
+`VALIDATOR`, so discovery passes it by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import DTYPE_BITS
+from qconvert.core.graph import Source
+from qconvert.validation.workers import Reads
+from qconvert.validators.reading.decode import code_floats, floats, fp8_floats, scale_floats, warm
+from qconvert.validators.reading.forms import Codes, Form, Grid
+from qconvert.validators.reading.matrices import Matrix
+from qconvert.validators.reading.nvfp4 import NVFP4, fp4_floats
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+    Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+# Elements worked on at a time: a few copies of them stay near a core.
+TILE = 1 << 17
+# Of what is stored turned every row takes a read for each column, so as many rows as may be.
+_TURNED_TILE = 1 << 20
+# Bytes an element takes while two matrices are compared: float32 copies, what numpy makes of them.
+_EACH = 40
+_TABLES = 2 << 20
+
+
+def tile_rows(matrix: Matrix) -> int:
+    """Rows to look at in one go."""
+    tile = _TURNED_TILE if matrix.form.turned else TILE
+    return max(1, min(matrix.rows, tile // matrix.form.columns))
+
+
+def scratch(matrix: Matrix) -> int:
+    """Bytes it takes to compare a tile of a matrix with another's."""
+    return _TABLES + _EACH * tile_rows(matrix) * matrix.form.columns
+
+
+def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Rows [start, stop) as they are stored, scales apart: uint8 [rows * bytes of a row]."""
+    import numpy as np
+
+    warm()
+    form = matrix.form
+    if form.turned:
+        return _turned_bytes(reader, matrix, start, stop)
+    size = form.row_nbytes
+    data = np.empty((stop - start) * size, np.uint8)
+    view, at = data.data, 0
+    for first, last in matrix.spans(start, stop):
+        part = view[at : at + (last - first) * size]
+        reader.read(form.weight, form.at + first * size, part)
+        at += part.nbytes
+    return data
+
+
+def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Columns of what is stored: a short read for each stored row. Words of packed integers come out as
+    those of a matrix that is stored by rows."""
+    import numpy as np
+
+    form = matrix.form
+    width = DTYPE_BITS[form.weight.type.dtype] // 8
+    lines = form.row_nbytes // width
+    parts = []
+    for first, last in matrix.spans(start, stop):
+        block = np.empty((lines, (last - first) * width), np.uint8)
+        for line in range(lines):
+            at = form.at + (line * form.rows + first) * width
+            reader.read(form.weight, at, block[line].data)
+        cells = block.reshape(lines, last - first, width)
+        parts.append(np.ascontiguousarray(cells.transpose(1, 0, 2)).reshape(-1))
+    return np.concatenate(parts)
+
+
+def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
+    """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, not rounded."""
+    import numpy as np
+
+    form = matrix.form
+    data = row_bytes(reader, matrix, start, stop)
+    dtype = form.weight.type.dtype
+    if form.codes is not None:
+        values = code_floats(data, form.codes.bits)
+    elif form.format == "fp8":
+        values = fp8_floats(data, dtype)
+    elif form.format == NVFP4:
+        values = fp4_floats(data)
+    else:
+        values = floats(data, dtype)
+    values = values.reshape(stop - start, form.columns)
+    if form.codes is not None and form.codes.zeros is not None:
+        with np.errstate(all="ignore"):
+            values -= spread(reader, zero_points(reader, matrix, start, stop), form)
+    if form.codes is not None and form.codes.order is not None:
+        with np.errstate(all="ignore"):
+            values *= spread(reader, scales(reader, matrix, start, stop), form)
+    elif form.grid is not None:
+        at = 0
+        with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic makes of it
+            for first, last in matrix.spans(start, stop):
+                _scale(reader, form.grid, values[at : at + last - first], first)
+                at += last - first
+    return values
+
+
+def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
+    """The scales of rows [start, stop), float32 [rows, columns of the grid]."""
+    import numpy as np
+
+    grid = matrix.form.grid
+    assert grid is not None
+    parts = []
+    for first, last in matrix.spans(start, stop):
+        lines = grid_lines(reader, grid, first // grid.block[0], -(-last // grid.block[0]))
+        at = np.arange(first, last) // grid.block[0] - first // grid.block[0]
+        parts.append(lines[at])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def zero_points(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
+    """Zero points of rows [start, stop) less the middle of their range, float32 [rows, groups]; 0 where
+    none are stored."""
+    import numpy as np
+
+    form = matrix.form
+    assert form.codes is not None
+    assert form.grid is not None
+    if form.codes.zeros is None:
+        return np.zeros((stop - start, form.grid.columns), np.float32)
+    parts = [
+        _zeros(reader, form.codes, form.codes.zeros, form.grid, first, last)
+        for first, last in matrix.spans(start, stop)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, last: int) -> Floats:
+    """Those of stored rows [first, last)."""
+    import numpy as np
+
+    low, high = first // codes.word, -(-last // codes.word)
+    groups = grid.columns
+    if grid.turned:
+        words = np.empty((groups, high - low), "<u4")
+        line = zeros.type.shape[1]
+        for group in range(groups):
+            reader.read(zeros, 4 * (group * line + low), words[group].view(np.uint8).data)
+    else:
+        raw = np.empty((high - low) * groups, "<u4")
+        reader.read(zeros, 4 * low * groups, raw.view(np.uint8).data)
+        words = raw.reshape(high - low, groups).T
+    shifts = np.arange(codes.word, dtype=np.uint32) * np.uint32(codes.bits)
+    each = words[:, :, None] >> shifts & np.uint32((1 << codes.bits) - 1)
+    skip = first - low * codes.word
+    lines = each.reshape(groups, -1)[:, skip : skip + last - first].T
+    middle = (1 << (codes.bits - 1)) - codes.less
+    found: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
+    return found
+
+
+def group_of(reader: Reads, form: Form) -> Numbers | None:
+    """The group of each column [columns], -1 for one that is none; None where they lie side by side."""
+    import numpy as np
+
+    if form.codes is None or form.codes.order is None:
+        return None
+    assert form.grid is not None
+    kind = form.codes.order.type
+    raw = np.empty(kind.nbytes, np.uint8)
+    reader.read(form.codes.order, 0, raw.data)
+    found = raw.view("<i4" if kind.dtype == "I32" else "<i8").astype(np.int64)
+    return np.where((found >= 0) & (found < form.grid.columns), found, -1)
+
+
+def spread(reader: Reads, scale: Floats, form: Form) -> Floats:
+    """Scales [rows, columns of the grid] over the columns they stand for: [rows, columns]; NaN for a
+    column of no group."""
+    import numpy as np
+
+    assert form.grid is not None
+    wide = form.grid.block[1]
+    groups = group_of(reader, form)
+    if groups is not None:
+        return np.where(groups >= 0, scale[:, groups], np.float32(np.nan))
+    if wide >= form.columns:
+        return np.broadcast_to(scale, (scale.shape[0], form.columns))
+    return np.repeat(scale, wide, axis=1)[:, : form.columns]
+
+
+def _scale(reader: Reads, grid: Grid, values: Floats, first: int) -> None:
+    """Multiply stored rows from `first` on by their scales."""
+    import numpy as np
+
+    high, wide = grid.block
+    count, columns = values.shape
+    begin = first // high
+    lines = grid_lines(reader, grid, begin, -(-(first + count) // high))
+    if high == 1:
+        if columns % wide == 0:
+            shaped = values.reshape(count, columns // wide, wide)
+            np.multiply(shaped, lines[:, :, None], out=shaped)
+        else:
+            np.multiply(values, np.repeat(lines, wide, axis=1)[:, :columns], out=values)
+        return
+    over = np.repeat(lines, min(wide, columns), axis=1)[:, :columns]
+    for number in range(lines.shape[0]):
+        low = max(0, (begin + number) * high - first)
+        part = values[low : (begin + number + 1) * high - first]
+        np.multiply(part, over[number], out=part)
+
+
+def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
+    """Rows [first, last) of a grid of scales, float32."""
+    import numpy as np
+
+    kind = grid.scale.type
+    width = DTYPE_BITS[kind.dtype] // 8
+    if grid.turned:
+        block = np.empty((grid.columns, (last - first) * width), np.uint8)
+        for column in range(grid.columns):
+            reader.read(grid.scale, (column * grid.rows + first) * width, block[column].data)
+        lines = scale_floats(block.reshape(-1), kind.dtype).reshape(grid.columns, last - first)
+        return np.ascontiguousarray(lines.T)
+    data = np.empty((last - first) * grid.columns * width, np.uint8)
+    reader.read(grid.scale, (grid.first + first * grid.columns) * width, data.data)
+    lines = scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
+    return lines if grid.own is None else grid.own.applied(reader, lines)

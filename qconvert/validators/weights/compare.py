@@ -1,0 +1,295 @@
+"""One matrix against the source's: how close it has to be, and how close it is. Not a validator itself:
+it has no `VALIDATOR`, so discovery passes it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.validation.findings import Finding, Measure
+from qconvert.validation.workers import Room
+from qconvert.validators.reading.decode import alike, as_bf16, is_rounded, rounded
+from qconvert.validators.reading.forms import RAW
+from qconvert.validators.reading.matrices import Matrix
+from qconvert.validators.reading.nvfp4 import NVFP4, halfway
+from qconvert.validators.reading.results import Results, is_worth
+from qconvert.validators.reading.rows import (
+    group_of,
+    row_bytes,
+    rows,
+    scales,
+    scratch,
+    spread,
+    tile_rows,
+    zero_points,
+)
+from qconvert.validators.weights.int_bounds import Kept, Tile, coarse, nearest_fits
+from qconvert.validators.weights.sums import Sums
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+# How a matrix must be the source's: the same numbers; rounded to its own floats once; the nearest code
+# of its scales; or codes that calibration found.
+How = Literal["equal", "rounded", "nearest", "calibrated"]
+
+_STRETCHES = 8  # of a long matrix, at level sample
+_FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
+_FP8_SLACK = 1 + 2.0**-7
+# A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
+_FP8_RMS = 2.0**-4
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """One matrix against the source's, a tile at a time."""
+
+    mine: Matrix
+    yours: Matrix
+    how: How
+    whole: bool
+
+    @property
+    def where(self) -> str:
+        return self.mine.tensor
+
+    @property
+    def nbytes(self) -> int:
+        line = self.mine.form.row_nbytes + self.yours.form.row_nbytes
+        if self.whole:
+            return self.mine.rows * line
+        return sum((stop - start) * line for start, stop in self._tiles())
+
+    @property
+    def scratch(self) -> int:
+        return max(scratch(self.mine), scratch(self.yours))
+
+    def run(self, room: Room) -> Iterator[Finding | Measure]:
+        tiles = list(self._tiles())
+        zero = self._is_zero(room, tiles) if self._is_exact else None
+        if zero is not None:
+            if self.mine.format != RAW:
+                yield self._equal(tiles, zero)
+            return
+        if self.mine.format == RAW:
+            yield self._first_byte(room, tiles)
+            return
+        sums, kept, misfit = Sums(), Kept(), ""
+        for start, stop in tiles:
+            found = rows(room.output, self.mine, start, stop)
+            source = rows(room.source, self.yours, start, stop)
+            expected = as_bf16(source) if self._from_codes else source
+            if not misfit:
+                misfit = self._misfit(room, (start, stop), expected, found, kept)
+            sums.add(*_finite(expected, found))
+        measure = self._measure(sums)
+        yield measure
+        misfit = misfit or kept.end()
+        if not misfit and self._is_fp8_anew and measure.rms > _FP8_RMS:
+            misfit = (
+                f"off by {measure.rms:.3g} of its norm, expected at most {_FP8_RMS}: its scales "
+            )
+            misfit += "are coarser than its weights need"
+        if misfit:
+            message = described(self.mine, misfit + self._kind())
+            yield Finding("QC060", "error", self.mine.tensor, message)
+
+    @property
+    def _from_codes(self) -> bool:
+        """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
+        coded = self.yours.format in ("fp8", NVFP4) or self.yours.form.codes is not None
+        return self.how != "equal" and coded
+
+    @property
+    def _is_fp8_anew(self) -> bool:
+        return self.how == "nearest" and self.mine.format == "fp8"
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.how == "equal" or (self._from_codes and self.mine.format == "bf16")
+
+    def _tiles(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows: all, or some stretches, first and last among them."""
+        height = min(tile_rows(self.mine), tile_rows(self.yours))
+        count = -(-self.mine.rows // height)
+        chosen = range(count)
+        if not self.whole and count > _STRETCHES:
+            chosen = [i * (count - 1) // (_STRETCHES - 1) for i in range(_STRETCHES)]  # type: ignore[assignment]
+        for number in chosen:
+            yield number * height, min((number + 1) * height, self.mine.rows)
+
+    def _is_zero(self, room: Room, tiles: list[tuple[int, int]]) -> bool | None:
+        """Of rows that are just what they must be, whether all their bytes are zero; None of others."""
+        zero = True
+        results = None
+        if self.how != "equal" and is_worth(self.yours):
+            results = Results(room.source, self.yours)
+        for start, stop in tiles:
+            mine = row_bytes(room.output, self.mine, start, stop)
+            if self.how == "equal":
+                same = self._same_bytes(room, mine, start, stop)
+            elif results is not None:
+                same = results.same(mine, start, stop)
+            else:
+                same = is_rounded(rows(room.source, self.yours, start, stop).reshape(-1), mine)
+            if not same:
+                return None
+            zero = zero and not mine.any()
+        return zero
+
+    def _same_bytes(self, room: Room, mine: Bytes, start: int, stop: int) -> bool:
+        """Whether codes and scales are the same, so that nothing has to be decoded."""
+        import numpy as np
+
+        if self.mine.form.weight.type.dtype != self.yours.form.weight.type.dtype:
+            return False
+        if not alike(mine, row_bytes(room.source, self.yours, start, stop)):
+            return False
+        if not self._same_codes(room, start, stop):
+            return False
+        grids = self.mine.form.grid, self.yours.form.grid
+        if grids[0] is None or grids[1] is None:
+            return grids[0] is grids[1]
+        if grids[0].block[1] != grids[1].block[1]:
+            return False
+        here, there = (
+            scales(reader, matrix, start, stop)
+            for reader, matrix in ((room.output, self.mine), (room.source, self.yours))
+        )
+        return np.array_equal(here, there, equal_nan=True)
+
+    def _same_codes(self, room: Room, start: int, stop: int) -> bool:
+        """Whether what the same words mean is the same, scales apart."""
+        import numpy as np
+
+        mine, yours = self.mine.form.codes, self.yours.form.codes
+        if mine is None or yours is None:
+            return mine is yours
+        sides = (room.output, self.mine), (room.source, self.yours)
+        here, there = (zero_points(reader, matrix, start, stop) for reader, matrix in sides)
+        groups = [group_of(reader, matrix.form) for reader, matrix in sides]
+        if (groups[0] is None) != (groups[1] is None) or mine.bits != yours.bits:
+            return False
+        same = groups[0] is None or np.array_equal(groups[0], groups[1])  # type: ignore[arg-type]
+        return bool(same and np.array_equal(here, there))
+
+    def _equal(self, tiles: list[tuple[int, int]], zero: bool) -> Measure:
+        """The measure of what is the same, whose sums nobody needs to add up."""
+        count = sum(stop - start for start, stop in tiles) * self.mine.form.columns
+        cosine = float("nan") if zero else 1.0
+        m = self.mine
+        return Measure(m.tensor, m.role, m.layer, m.expert, m.format, count, 0.0, 0.0, cosine)
+
+    def _measure(self, sums: Sums) -> Measure:
+        m = self.mine
+        return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format)
+
+    def _misfit(
+        self, room: Room, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
+    ) -> str:
+        """What is wrong with some rows."""
+        grid = self.mine.form.grid
+        if self.how == "nearest" and grid is not None and grid.own is not None:
+            factor = scales(room.output, self.mine, *tile)
+            fit, why = halfway(expected, found, factor, grid.own.unit(room.output))
+            return why if fit.all() else _say(fit, tile[0], expected, found)
+        if self.how in ("equal", "rounded") or self.mine.form.codes is None:
+            fits = self._fits(room, tile, expected, found)
+            return "" if fits is None else _say(fits, tile[0], expected, found)
+        import numpy as np
+
+        step = np.abs(scales(room.output, self.mine, *tile))
+        zero = zero_points(room.output, self.mine, *tile)
+        groups = group_of(room.output, self.mine.form)
+        packed = Tile(self.mine.form, expected, found, step, zero, groups)
+        if self.how == "calibrated":
+            return kept.add(packed, tile[0])
+        near = nearest_fits(packed)
+        if not near.all():
+            near |= np.isnan(expected) & np.isnan(found)
+        return _say(near, tile[0], expected, found) if not near.all() else coarse(packed, tile[0])
+
+    def _fits(
+        self,
+        room: Room,
+        tile: tuple[int, int],
+        expected: Floats,
+        found: Floats,
+    ) -> Bools | None:
+        """Which weights are right; None: all."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            if self.how == "rounded":
+                expected = rounded(expected, self.mine.form.weight.type.dtype)
+            if self.how != "nearest":
+                fits = expected.view(np.uint32) == found.view(np.uint32)
+            else:
+                step = spread(
+                    room.output, np.abs(scales(room.output, self.mine, *tile)), self.mine.form
+                )
+                half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
+                allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
+                fits = np.abs(expected - found) <= allowed
+            if fits.all():
+                return None
+            fits |= np.isnan(expected) & np.isnan(found)
+        return None if fits.all() else fits
+
+    def _kind(self) -> str:
+        """How close it had to be."""
+        if self.how == "equal":
+            return ""
+        what = {
+            "rounded": "rounded once", "nearest": "within half a step of its scale",
+            "calibrated": "by calibration",
+        }[self.how]  # fmt: skip
+        return f" ({self.yours.format} of the source as {self.mine.format}, {what})"
+
+    def _first_byte(self, room: Room, tiles: list[tuple[int, int]]) -> Finding:
+        """Of tensors that are compared as bytes."""
+        import numpy as np
+
+        for start, stop in tiles:
+            mine = row_bytes(room.output, self.mine, start, stop)
+            yours = row_bytes(room.source, self.yours, start, stop)
+            if not np.array_equal(mine, yours):
+                at = int(np.argmax(mine != yours))
+                message = (
+                    f"byte {start + at}: expected {yours[at]} as in the source, found {mine[at]}"
+                )
+                return Finding("QC060", "error", self.mine.tensor, message)
+        raise AssertionError("bytes differ where none does")
+
+
+def _say(fits: Bools, start: int, expected: Floats, found: Floats) -> str:
+    import numpy as np
+
+    row, column = divmod(int(np.argmin(fits)), fits.shape[1])
+    wrong = fits.size - int(np.count_nonzero(fits))
+    return (
+        f"row {start + row}, column {column}: expected {expected[row, column]:.9g} as in the source, "
+        f"found {found[row, column]:.9g}; {wrong} of {fits.size} weights looked at there are wrong"
+    )
+
+
+def _finite(expected: Floats, found: Floats) -> tuple[Floats, Floats]:
+    """Without what is no number on either side: it would swallow all sums."""
+    import numpy as np
+
+    ok = np.isfinite(expected) & np.isfinite(found)
+    if ok.all():
+        return expected, found
+    zero = np.float32(0)
+    return np.where(ok, expected, zero), np.where(ok, found, zero)
+
+
+def described(matrix: Matrix, message: str) -> str:
+    """A message about a matrix that is part of a tensor says which."""
+    part = matrix.role if matrix.expert is None else f"expert {matrix.expert}, {matrix.role}"
+    return f"{part}: {message}" if matrix.rows < matrix.form.rows or matrix.form.at else message

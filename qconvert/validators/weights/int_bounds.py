@@ -1,0 +1,280 @@
+"""How far packed integers may be from the source's weights: where they are rounded to nearest, and where
+calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+
+Rounding is compressed-tensors' (0.19, `calculate_qparams` and `_quantize`): scale = amax / half the
+range, or (max - min) / the range with 0 in it, rounded to the scale's dtype, a scale of 0 replaced by
+that dtype's epsilon; code = weight / scale + zero point, to nearest. With BF16 scales each step of it
+is rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.validators.reading.decode import as_bf16, rounded
+from qconvert.validators.reading.forms import Form
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators.reading.decode import Floats
+    from qconvert.validators.reading.rows import Numbers
+
+    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+# Half the smallest number above 0, and what takes the place of a scale that rounds to 0.
+_TINY = {"BF16": 2.0**-134, "F16": 2.0**-25, "F32": 2.0**-150}
+_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
+_COARSER = 1 + 2.0**-7  # a scale rounded to bf16, and some
+_DIVIDED = 2.0**-22  # GPUs multiply by an inverse where CPUs divide: a float32's last bit, or two
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Some rows of a packed matrix: the source's weights `expected` and the folder's `found` [n, K],
+    steps (the scales' sizes) and zero points [n, groups], and the group of each column (None: side by
+    side; -1 for a column of none)."""
+
+    form: Form
+    expected: Floats
+    found: Floats
+    step: Floats
+    zero: Floats
+    groups: Numbers | None
+
+    def over(self, values: Floats) -> Floats:
+        """[n, groups] over the columns they stand for, NaN for a column of no group."""
+        import numpy as np
+
+        if self.groups is None:
+            return np.repeat(values, self.expected.shape[1] // values.shape[1], axis=1)
+        return np.where(self.groups >= 0, values[:, self.groups], np.float32(np.nan))
+
+    def cut(self, values: Floats) -> Floats | None:
+        """[n, K] as [n, groups, K / groups]; None where groups are not alike."""
+        import numpy as np
+
+        count = self.step.shape[1]
+        width = values.shape[1] // count
+        if self.groups is not None:
+            order = np.argsort(self.groups, kind="stable")
+            if not np.array_equal(self.groups[order], np.repeat(np.arange(count), width)):
+                return None
+            values = values[:, order]
+        return values.reshape(values.shape[0], count, width)
+
+
+def _range(form: Form) -> tuple[int, bool, str]:
+    """How many steps there are between the first code and the last, whether zero is in the middle, and
+    the dtype of the scales."""
+    assert form.codes is not None
+    assert form.grid is not None
+    codes = form.codes
+    return (1 << codes.bits) - 1, codes.symmetric, form.grid.scale.type.dtype
+
+
+def nearest_fits(tile: Tile) -> Bools:
+    """Which weights are within rounding to nearest of the source's."""
+    import numpy as np
+
+    steps, symmetric, dtype = _range(tile.form)
+    half, part = 0.5, 0.0
+    if symmetric and steps == 15:
+        # The largest weight of a group is 7.5 steps before its scale is rounded to bf16, which takes
+        # 2^-8 of it at most, and the largest code is 7. Rounding weight / scale to bf16 before it
+        # becomes a code adds less (2^-6: bf16 has steps of 2^-5 from 4 to 8).
+        half += 7.5 * 2.0**-8
+    elif symmetric:
+        part = 2.0**-8  # the same two, each of the weight's own size
+    elif dtype == "BF16":
+        # The zero point is rounded to a whole number, so the last code is up to half a step short of
+        # the largest weight. Beside that, each rounded to bf16: the range and the scale (2^-9 of the
+        # range each), the smallest weight in steps (2^-9 of it), code and zero point (2^-9 of half
+        # the range each).
+        half += steps * 2.0**-8 + steps * 2.0**-9 + (steps + 1) * 2.0**-9
+    else:
+        half += steps * 2.0**-10  # the scale alone is rounded
+    largest = np.finfo(np.float32).max
+    step = tile.over(tile.step)
+    with np.errstate(all="ignore"):
+        off = np.abs(tile.expected - np.clip(tile.found, -largest, largest))
+        allowed = np.float32(half) * step + np.float32(_TINY[dtype] * (steps + 1))
+        if part:
+            allowed += np.float32(part) * np.abs(tile.expected)
+        fits: Bools = (off <= allowed) & (step <= largest)
+    return fits
+
+
+def coarse(tile: Tile, first: int) -> str:
+    """What is wrong with a group's step: weights within half of it say little where it is larger than
+    the group's weights ask for. `first` is the tile's first row."""
+    import numpy as np
+
+    steps, symmetric, dtype = _range(tile.form)
+    cut = tile.cut(tile.expected)
+    if cut is None:
+        return "its groups of columns are not alike in size"
+    with np.errstate(all="ignore"):
+        size = _span(cut, symmetric=symmetric)
+        # Symmetric ones of other tools may have their largest weight at the largest code.
+        most = size * np.float32(_COARSER / (steps // 2 if symmetric else steps))
+        most += np.float32(_TINY[dtype] * (steps + 1))
+        unseen = (tile.step == _EPS[dtype]) & (size <= np.float32(_TINY[dtype] * (steps + 1)))
+        wrong = (tile.step > most) & (size > 0) & ~unseen
+    if not wrong.any():
+        return ""
+    row, group = divmod(int(np.argmax(wrong)), wrong.shape[1])
+    return (
+        f"row {first + row}, {_columns(tile, group)}: expected a step of at most "
+        f"{most[row, group]:.6g}, as the largest weight there leads to, found "
+        f"{tile.step[row, group]:.6g}"
+    )
+
+
+def _span(cut: Floats, *, symmetric: bool) -> Floats:
+    """What a group's range of codes has to hold, [n, groups]: the largest weight, or from the smallest
+    to the largest with 0 between them."""
+    import numpy as np
+
+    found: Floats = np.abs(cut).max(axis=2)
+    if not symmetric:
+        found = np.maximum(cut.max(axis=2), 0) - np.minimum(cut.min(axis=2), 0)
+    return found
+
+
+def _columns(tile: Tile, group: int) -> str:
+    if tile.groups is not None:
+        return f"group {group}"
+    return f"columns from {group * (tile.expected.shape[1] // tile.step.shape[1])}"
+
+
+# Of codes found by calibration: what a column loses by its rounding is made up for by those after it, so
+# a single weight may be a dozen steps off. What stays is the direction. Cosines with the source of rows,
+# and of groups of columns over all rows, were 0.69 or more (0.82 without AMX's searched steps) of what
+# rounding to nearest under the same scales gives, on heavy-tailed models, and those of another
+# expert's, another row's or another group's codes are near 0 for nearly all.
+_KEPT = 0.5
+
+
+class Kept:
+    """How much of the source's weights calibrated codes keep, a tile after another. Scales have to be
+    the source's groups' own, bit for bit; columns that are 0 in all rows of a tile were never
+    multiplied with anything, and are not judged."""
+
+    def __init__(self) -> None:
+        self._sums: Floats64 | None = None  # [5, columns]: see _products
+        self._groups: Numbers | None = None
+        self._count = 0
+
+    def add(self, tile: Tile, first: int) -> str:
+        """What is wrong with a tile's scales or rows, "" where nothing is. `first` is its first row."""
+        wrong = _other_scale(tile, first)
+        if wrong:
+            return wrong
+        found = tile.found
+        expected, best = _alive(found, tile.expected, _rounded(tile))
+        sums = _products(expected, found, best, 0)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._groups, self._count = tile.groups, tile.step.shape[1]
+        at = _lost(_products(expected, found, best, 1))
+        return "" if at is None else f"row {first + at[0]}: {at[1]}"
+
+    def end(self) -> str:
+        """What is wrong with a group of columns, over all rows seen."""
+        import numpy as np
+
+        if self._sums is None:
+            return ""
+        columns = self._sums.shape[1]
+        groups = self._groups
+        if groups is None:
+            groups = np.arange(columns) * self._count // columns
+        each = [np.bincount(groups, line, self._count) for line in self._sums]
+        at = _lost(np.stack(each).astype(np.float64))
+        return "" if at is None else f"group {at[0]} of columns: {at[1]}"
+
+
+def lost_row(expected: Floats, found: Floats, best: Floats) -> tuple[int, str] | None:
+    """The first row [n, K] of calibrated weights that has too little to do with the source's, and how
+    little; `best` is the source rounded to nearest under the same steps. Columns that are 0 in all
+    rows are not judged."""
+    expected, best = _alive(found, expected, best)
+    return _lost(_products(expected, found, best, 1))
+
+
+def _alive(found: Floats, *parts: Floats) -> list[Floats]:
+    """These with 0 in columns where calibration left 0 alone."""
+    import numpy as np
+
+    dead = ~found.any(axis=0)
+    return [np.where(dead, np.float32(0), part) for part in parts] if dead.any() else [*parts]
+
+
+def _products(expected: Floats, found: Floats, best: Floats, axis: int) -> Floats64:
+    """Sums along an axis: source by found, source by rounded, and the squares of the three."""
+    import numpy as np
+
+    pairs = (expected, found), (expected, best), (expected, expected), (found, found), (best, best)
+    along = "ij,ij->j" if axis == 0 else "ij,ij->i"
+    with np.errstate(all="ignore"):
+        return np.stack([np.einsum(along, a, b, dtype=np.float64) for a, b in pairs])
+
+
+def _lost(sums: Floats64) -> tuple[int, str] | None:
+    """The first place whose found weights have too little to do with the source's, and how little.
+    Where rounding keeps nothing, nothing is asked."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        kept = sums[0] / np.sqrt(sums[2] * sums[3])
+        usual = sums[1] / np.sqrt(sums[2] * sums[4])
+        wrong = ~(kept >= _KEPT * usual) & (usual > 0)
+    if not wrong.any():
+        return None
+    at = int(np.argmax(wrong))
+    return at, (
+        f"expected codes that calibration found for the source's weights, of a cosine of at least "
+        f"{_KEPT * usual[at]:.3g} with them, found {kept[at]:.3g}"
+    )
+
+
+def _rounded(tile: Tile) -> Floats:
+    """The source's weights rounded to nearest under the tile's scales and zero points."""
+    import numpy as np
+
+    codes = tile.form.codes
+    assert codes is not None
+    high = (1 << (codes.bits - 1)) - 1
+    step, zero = tile.over(tile.step), tile.over(tile.zero)
+    with np.errstate(all="ignore"):
+        codes_of = np.clip(np.rint(tile.expected / step + zero), -high - 1, high)
+        found: Floats = (codes_of - zero) * step
+    return found
+
+
+def _other_scale(tile: Tile, first: int) -> str:
+    """A scale that is not the one its group's weights lead to, bit for bit."""
+    import numpy as np
+
+    steps, symmetric, dtype = _range(tile.form)
+    cut = tile.cut(as_bf16(np.ascontiguousarray(tile.expected)))
+    if cut is None:
+        return "its groups of columns are not alike in size"
+    with np.errstate(all="ignore"):
+        size = _span(cut, symmetric=symmetric)
+        if not symmetric and dtype == "BF16":
+            size = as_bf16(size)
+        exact = size / np.float32(steps / 2 if symmetric else steps)
+        low, high = (rounded(exact * np.float32(1 + sign * _DIVIDED), dtype) for sign in (-1, 1))
+        eps = np.float32(_EPS[dtype])
+        low, high = (np.where(bound > 0, bound, eps) for bound in (low, high))
+        bad = ~((tile.step >= np.minimum(low, high)) & (tile.step <= np.maximum(low, high)))
+    if not bad.any():
+        return ""
+    row, group = divmod(int(np.argmax(bad)), bad.shape[1])
+    return (
+        f"row {first + row}, {_columns(tile, group)}: expected a scale of {high[row, group]:.6g}, as "
+        f"the source's weights there lead to, found {tile.step[row, group]:.6g}"
+    )

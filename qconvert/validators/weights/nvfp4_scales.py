@@ -1,0 +1,89 @@
+"""The float32 scales of NVFP4 matrices: numbers above 0, of the convention that their names state.
+
+QC100 an own scale or an input scale is not a finite number above 0.
+QC103 an own scale leads to weights beyond any model's: a divisor under a multiplier's name, or the
+      other way round.
+
+Whether those of gate and up, or of q, k and v, are one is QC069's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+from qconvert.core.graph import Source
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validation.workers import Room
+from qconvert.validators.reading.nvfp4 import MOST, Own, Parts, all_parts, fault
+
+RULES = (
+    Rule(
+        "QC100",
+        "an NVFP4 scale is not a finite number above 0",
+        "A matrix of zeros was divided by its largest weight, a calibration saw no token of an expert, "
+        "or a file is broken.",
+        "Quantize again; an expert that saw no token takes the largest input of its layer.",
+    ),
+)
+
+_ABSURD = 2.0**15  # no weight of a trained model is as large
+_BATCH = 256  # matrices a task
+
+
+@dataclass(frozen=True)
+class Nvfp4Scales:
+    """Some bytes a matrix, but many of them."""
+
+    name: str = "nvfp4_scales"
+    proves: str = "own and input scales of NVFP4 matrices are numbers that can be meant"
+    needs: frozenset[Need] = frozenset({"model", "data", "nvfp4"})
+
+    def __call__(self, folder: Folder) -> Iterator[ReadScales]:
+        sound = [parts for parts in all_parts(folder.checkpoint) if fault(parts) is None]
+        for start in range(0, len(sound), _BATCH):
+            yield ReadScales(tuple(sound[start : start + _BATCH]))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadScales:
+    """The scales of some matrices, one after another."""
+
+    matrices: tuple[Parts, ...]
+
+    @property
+    def where(self) -> str:
+        return self.matrices[0].weight.name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(scale.type.nbytes for parts in self.matrices for scale in _scales(parts))
+
+    @property
+    def scratch(self) -> int:
+        return 0
+
+    def run(self, room: Room) -> Iterator[Finding]:
+        for parts in self.matrices:
+            for scale in _scales(parts):
+                own = Own(scale, parts.dialect.divisor)
+                value = float(own.value(room.output))
+                if not (isfinite(value) and value > 0):
+                    message = f"expected a finite number above 0, found {value:g}"
+                    yield Finding("QC100", "error", scale.name, message)
+                elif scale is parts.own and MOST * own.unit(room.output) > _ABSURD:
+                    other = "multiplier" if parts.dialect.divisor else "divisor"
+                    message = (
+                        f"{value:.9g} leads to weights of up to {MOST * own.unit(room.output):.3g}; "
+                        f"as a {other}, which is the other dialect's, it would not"
+                    )
+                    yield Finding("QC103", "error", scale.name, message)
+
+
+def _scales(parts: Parts) -> list[Source]:
+    return [scale for scale in (parts.own, parts.input) if scale is not None]
+
+
+VALIDATOR = Nvfp4Scales()

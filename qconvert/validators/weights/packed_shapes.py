@@ -1,0 +1,101 @@
+"""What packed weights say of their own shape.
+
+QC086 a weight_shape is not the shape of its packed weight.
+
+compressed-tensors (0.19, `pack_quantized`) stores a weight [N, K] as words [N, ceil(K * bits / 32)], and
+beside it `weight_shape`, two integers: N and K. Loaders unpack into what it says.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.graph import Source
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validation.workers import Room
+from qconvert.validators.reading.quantization import packed_ints
+
+RULES = (
+    Rule(
+        "QC086",
+        "a weight_shape is not the shape of its packed weight",
+        "It was left from another matrix, written as [K, N], or never written. Loaders that unpack by "
+        "it cut the weight short or end in an error.",
+        "Write [N, K]: N the packed weight's rows, K its columns times the codes in a word.",
+    ),
+)
+
+_INTEGERS = {"I64": "<2q", "I32": "<2i"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShape:
+    """Reads one shape of two integers. It fits if it says `rows` and from `fewest` to `most` columns."""
+
+    shape: Source
+    rows: int
+    fewest: int
+    most: int
+
+    @property
+    def where(self) -> str:
+        return self.shape.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.type.nbytes
+
+    @property
+    def scratch(self) -> int:
+        return 0
+
+    def run(self, room: Room) -> Iterator[Finding]:
+        data = bytearray(self.nbytes)
+        room.output.read(self.shape, 0, memoryview(data))
+        rows, columns = struct.unpack(_INTEGERS[self.shape.type.dtype], data)
+        if rows != self.rows or not self.fewest <= columns <= self.most:
+            message = f"expected [{self.rows}, {self.most}] as is packed, found [{rows}, {columns}]"
+            yield Finding("QC086", "error", self.shape.name, message)
+
+
+@dataclass(frozen=True)
+class PackedShapes:
+    """A task a shape: 16 bytes."""
+
+    name: str = "packed_shapes"
+    proves: str = "what is packed has the shape that is stored beside it"
+    needs: frozenset[Need] = frozenset({"model", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[ReadShape]:
+        yield from folder.some(list(_tasks(folder.checkpoint)))
+
+
+def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
+    """Of what is packed as the config says; headers that do not fit have rules of their own."""
+    for name, packed in checkpoint.items():
+        stem, _, parameter = name.rpartition(".")
+        shape = checkpoint.get(f"{stem}.weight_shape")
+        if parameter != "weight_packed" or shape is None or packed.type.dtype != "I32":
+            continue
+        if len(packed.type.shape) != 2 or shape.type.shape != (2,):
+            continue
+        if shape.type.dtype not in _INTEGERS:
+            continue
+        ints = packed_ints(checkpoint, stem)
+        if ints is None:
+            continue
+        codes = 32 // ints.bits
+        rows, most = packed.type.shape[0], packed.type.shape[1] * codes
+        fewest = most - codes + 1
+        scale = checkpoint.get(f"{stem}.weight_scale")
+        # Whole groups leave no doubt of the columns; else the last word may be part full.
+        if ints.group and scale is not None and most % ints.group == 0:
+            fewest = most if scale.type.shape == (rows, most // ints.group) else fewest
+        yield ReadShape(shape, rows, fewest, most)
+
+
+VALIDATOR = PackedShapes()

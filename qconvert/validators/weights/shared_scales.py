@@ -1,0 +1,128 @@
+"""Global scales of weights that a runtime fuses at load: it keeps one for all.
+
+QC069 the global scales of a fused group differ.
+
+In two-level formats (NVFP4: block scales in FP8 under one global scale a tensor) the block scales are
+counted in units of the global one, and vLLM 0.33 and sglang 0.5.23 take the largest for all, or the
+first: the others' weights are wrong by the ratio. Of single-level FP8 runtimes requantize with the
+largest, and for activations the largest is harmless, so those are warnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.graph import Source
+from qconvert.core.names import split_parameter
+from qconvert.core.roles import Kind, joined_with
+from qconvert.validation.findings import Finding, Rule, Severity
+from qconvert.validation.runner import Folder, Need
+from qconvert.validation.workers import Room
+from qconvert.validators.reading.decode import SCALES, scale_floats
+from qconvert.validators.reading.forms import Forms
+
+RULES = (
+    Rule(
+        "QC069",
+        "global scales of weights that are fused at load differ",
+        "gate and up (or q, k and v) were quantized one by one; each got a global scale of its own.",
+        "Quantize again with one global scale for each fused group; recent llm-compressor and modelopt "
+        "do so.",
+    ),
+)
+
+_TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
+_ACTIVATIONS = ("input_scale", "input_global_scale")
+_BATCH = 256  # groups a task
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One scale for each of the modules that become one."""
+
+    severity: Severity
+    scales: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class SharedScales:
+    """Scalars only: few bytes, but many of them."""
+
+    name: str = "shared_scales"
+    proves: str = "weights that are fused at load have one global scale, where they have any"
+    needs: frozenset[Need] = frozenset({"model", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[Scalars]:
+        groups = list(_groups(folder.checkpoint))
+        for start in range(0, len(groups), _BATCH):
+            yield Scalars(tuple(groups[start : start + _BATCH]))
+
+
+def _groups(checkpoint: Checkpoint) -> Iterator[Group]:
+    """Every set of global scales of one kind that belong to a fused group."""
+    blocks = bool(Forms(checkpoint).fp8_blocks)
+    sets: dict[tuple[str, tuple[Kind, ...], str], dict[Kind, Source]] = {}
+    for name, source in checkpoint.items():
+        module, parameter = split_parameter(name)
+        if parameter == "weight_scale" and blocks:
+            continue  # the only block of a small matrix
+        if parameter not in (*_TWO_LEVEL, *_ACTIVATIONS, "weight_scale"):
+            continue
+        kind = checkpoint.census.kind(name)
+        joined = joined_with(kind)
+        if len(joined) > 1:
+            at = module.rpartition(".")[0], joined, parameter
+            sets.setdefault(at, {})[kind] = source
+    for (_, joined, parameter), members in sets.items():
+        found = tuple(members[kind] for kind in joined if kind in members)
+        if len(found) > 1 and all(_is_number(scale) for scale in found):
+            yield Group("error" if parameter in _TWO_LEVEL else "warning", found)
+
+
+def _is_number(scale: Source) -> bool:
+    return scale.type.numel == 1 and scale.type.dtype in SCALES[:3]
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Some groups, read one number after the other."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def where(self) -> str:
+        return self.groups[0].scales[0].name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(scale.type.nbytes for group in self.groups for scale in group.scales)
+
+    @property
+    def scratch(self) -> int:
+        return 0
+
+    def run(self, room: Room) -> Iterator[Finding]:
+        for group in self.groups:
+            values = [_read(room, scale) for scale in group.scales]
+            if len(set(values)) > 1:
+                spelled = ", ".join(
+                    f"{split_parameter(scale.name)[0].rpartition('.')[2]} {value:.9g}"
+                    for scale, value in zip(group.scales, values, strict=True)
+                )
+                message = f"expected one scale for what is fused at load, found {spelled}"
+                if group.severity == "warning":
+                    message += "; runtimes take the largest"
+                yield Finding("QC069", group.severity, group.scales[0].name, message)
+
+
+def _read(room: Room, scale: Source) -> float:
+    import numpy as np
+
+    data = np.empty(scale.type.nbytes, np.uint8)
+    room.output.read(scale, 0, data.data)
+    return float(scale_floats(data, scale.type.dtype)[0])
+
+
+VALIDATOR = SharedScales()

@@ -1,0 +1,48 @@
+"""The source, read again, must be what was read when the output was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from qconvert.validation.findings import Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.weights.hashes import HashTask
+
+RULES = (
+    Rule(
+        "QC033",
+        "the source's bytes are not those the output was made from",
+        "The source changed after the conversion (another revision was fetched, a file was damaged), "
+        "in places that its headers do not show.",
+        "Fetch the source again and compare; if it is right now, convert again.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SourceHashes:
+    """Reads every source range the receipt names, once, and compares xxh3-128."""
+
+    name: str = "sources"
+    proves: str = "the source's bytes are those the output was made from"
+    needs: frozenset[Need] = frozenset({"source", "receipt", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[HashTask]:
+        source = folder.source
+        assert source is not None
+        ranges = {
+            (part["name"], part["start"], part["stop"]): (part["xxh3"], line["name"])
+            for line in folder.receipt or ()
+            for part in line.get("sources", ())
+        }
+        for (name, start, stop), (expected, made) in folder.some(list(ranges.items())):
+            # A tensor that is gone or smaller: QC031 and QC030 speak of it.
+            if name in source and stop <= source[name].type.nbytes:
+                yield HashTask(
+                    tensor=source[name], side="source", spans=((start, stop),), beside=made,
+                    rule="QC033", expected=expected,
+                )  # fmt: skip
+
+
+VALIDATOR = SourceHashes()

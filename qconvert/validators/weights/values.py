@@ -1,0 +1,356 @@
+"""Numbers that no trained model holds, told from the bits of every tensor.
+
+QC066 NaN or infinity in a tensor of floats, NaN among FP8 codes.
+QC067 a whole matrix of weights is zero.
+QC068 a scale is NaN, infinite, negative, zero beside codes that are not, or absurdly large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
+from qconvert.validators.reading.forms import Grid
+from qconvert.validators.reading.matrices import Matrix, matrices
+from qconvert.validators.reading.nvfp4 import NVFP4, is_part
+from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
+
+if TYPE_CHECKING:
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+RULES = (
+    Rule(
+        "QC066",
+        "a tensor holds NaN or infinity",
+        "A broken download, a tensor written while it was being computed, an overflow in fp16, or "
+        "FP8 codes of another dialect (fnuz) read as E4M3. A warning for infinities where qconvert.json "
+        "says that dequant was allowed to write them.",
+        "Check the source for the same tensor; if it is sound there, convert again.",
+    ),
+    Rule(
+        "QC067",
+        "a whole matrix of weights is zero",
+        "A file that was reserved and never written, or a tensor that a tool could not find.",
+        "Check the source for the same tensor. Some models do hold unused, zero experts.",
+    ),
+    Rule(
+        "QC068",
+        "a scale cannot be right",
+        "Exponents (E8M0 in U8) stored or multiplied as numbers, a scale and its inverse mixed up, a "
+        "broken file.",
+        "Check the source's scale and its scale_fmt; convert again, or start from another release.",
+    ),
+)
+
+# Per kind of float: bytes, all bits but the sign, the smallest that is no finite number.
+_BITS: Mapping[str, tuple[int, int, int]] = {
+    "BF16": (2, 0x7FFF, 0x7F80),
+    "F16": (2, 0x7FFF, 0x7C00),
+    "F32": (4, 0x7FFFFFFF, 0x7F800000),
+    "F64": (8, (1 << 63) - 1, 0x7FF << 52),
+    "F8_E4M3": (1, 0x7F, 0x7F),
+    "F8_E5M2": (1, 0x7F, 0x7C),
+}
+_A_FEW = 8  # at level sample: tensors of each kind
+_STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
+# No weight of a trained model is as large, and these are the largest codes.
+_ABSURD = 2.0**15
+_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, NVFP4: 6.0}
+_EXPONENTS = (64, 190)  # numbers that scales are when they are exponents: 2^-63 to 2^63
+
+
+@dataclass(frozen=True)
+class Values:
+    """A task a tensor, and one more for the scales of a quantized matrix."""
+
+    name: str = "values"
+    proves: str = "no tensor holds NaN, infinity or an impossible scale"
+    needs: frozenset[Need] = frozenset({"model", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        checkpoint = folder.checkpoint
+        full = folder.request.level == "full"
+        kinds: dict[tuple[str, str], list[Numbers | ScalesOf]] = {}
+        stacks: dict[str, set[tuple[int, int]]] = {}
+        graded: set[str] = set()
+        blanks: dict[str, int] = {}
+        allowed = _allows_infinity(checkpoint)
+        for matrix in matrices(checkpoint).values():
+            grid = matrix.form.grid
+            # Rows of a matrix that is stored turned lie all over it: of those, experts are told apart.
+            begin = 0 if matrix.form.turned else matrix.runs[0][0]
+            stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
+            codes = matrix.form.codes
+            if codes is not None and codes.symmetric:
+                blanks[matrix.tensor] = _BLANK[codes.bits]
+            if grid is not None:
+                graded.add(grid.scale.name)
+                graded |= set() if grid.own is None else {grid.own.scale.name}  # QC100
+                kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
+        for name, source in checkpoint.items():
+            place = checkpoint.census.places.get(name)
+            kind = (place.role.name if place else "", source.type.dtype)
+            blank = blanks.get(name, 0)
+            judged = name in graded or is_part(checkpoint, name)
+            floats = source.type.dtype in _BITS and not judged
+            if (floats or blank) and source.type.numel:
+                parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
+                spans = None if full else _stretches(source.type.nbytes)
+                task = Numbers(
+                    tensor=source, spans=spans, parts=parts, blank=blank,
+                    infinities=allowed and source.type.dtype == "BF16",
+                )  # fmt: skip
+                kinds.setdefault(kind, []).append(task)
+        for tasks in kinds.values():
+            yield from folder.some(tasks, _A_FEW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Watch):
+    """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero: of
+    packed integers, whether each byte is `blank` (0: these are floats). `infinities` were written on
+    purpose."""
+
+    parts: int
+    blank: int
+    infinities: bool
+    scratch: ClassVar[int] = 2 * CHUNK
+
+    def look(self) -> _Numbers:
+        return _Numbers(self)
+
+
+class _Numbers:
+    def __init__(self, task: Numbers) -> None:
+        import numpy as np
+
+        shape = task.tensor.type.shape
+        self._task, self._fault = task, list[Finding]()
+        self._meant: list[Finding] = []
+        # Of a tensor looked at in stretches it cannot be said that it is all zero.
+        whole = task.spans is None and len(shape) > 1 and min(shape[-2:]) > 1
+        self._zero = np.ones(task.parts, bool) if whole else np.zeros(0, bool)
+
+    def take(self, at: int, data: memoryview) -> None:
+        import numpy as np
+
+        if self._fault:
+            return
+        task, raw = self._task, np.frombuffer(data, np.uint8)
+        if task.blank:
+            some = self._zero.any() and _differs(raw, task.blank)
+        else:
+            width, mask, bad = _BITS[task.tensor.type.dtype]
+            largest = _largest(raw, width, mask)
+            if largest >= bad:
+                sizes = raw.view(f"<u{width}") & np.array(mask, f"<u{width}")
+                first = at // width + int(np.argmax(sizes >= bad))
+                count = int(np.count_nonzero(sizes >= bad))
+                meant = task.infinities and largest == bad  # and no NaN among them
+                (self._meant if meant else self._fault).append(
+                    self._broken(first, count, meant=meant)
+                )
+            some = largest > 0
+        if some and self._zero.any():
+            self._note(raw, at)
+
+    def _note(self, data: Bytes, start: int) -> None:
+        """Which matrices some bytes show not to be zero, where any is."""
+        if self._task.parts == 1:
+            self._zero[0] = False
+            return
+        blank = self._task.blank
+        part = self._task.tensor.type.nbytes // self._task.parts
+        for number in range(start // part, min(self._task.parts, -(-(start + data.size) // part))):
+            low, high = number * part - start, (number + 1) * part - start
+            if self._zero[number]:
+                self._zero[number] = not _differs(data[max(0, low) : high], blank)
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        import numpy as np
+
+        yield from self._fault or self._meant[:1]
+        if self._zero.any() and not self._fault:
+            yield self._all_zero(int(np.argmax(self._zero)), int(self._zero.sum()))
+
+    def _broken(self, at: int, count: int, *, meant: bool) -> Finding:
+        kind = self._task.tensor.type
+        columns = kind.shape[-1] if kind.shape else 1
+        place = f"row {at // columns}, column {at % columns}" if len(kind.shape) > 1 else f"{at}"
+        what = "NaN among its FP8 codes" if kind.dtype in FP8 else "NaN or infinity"
+        why = "infinity, which dequant was allowed to write (allow_overflow)" if meant else what
+        message = f"{why}, first at {place} of {kind}; {count} of them in the chunk it was found in"
+        return Finding("QC066", "warning" if meant else "error", self._task.tensor.name, message)
+
+    def _all_zero(self, first: int, count: int) -> Finding:
+        parts = self._task.parts
+        which = "it is zero" if parts == 1 else f"{count} of its {parts} matrices are zero"
+        more = "" if parts == 1 else f", number {first} first"
+        message = f"{which} in every weight{more}"
+        return Finding("QC067", "warning", self._task.tensor.name, message)
+
+
+def _allows_infinity(checkpoint: Checkpoint) -> bool:
+    """Whether the folder was made by a dequant that writes what bf16 cannot hold as infinite."""
+    steps = (checkpoint.manifest or {}).get("passes", ())
+    return any("allow_overflow=True" in str(step["spec"]) for step in steps)
+
+
+def _largest(data: Bytes, width: int, mask: int) -> int:
+    """The largest of some numbers' bits, their signs left out: of those without, and of those with one,
+    which are the largest of all where there are any."""
+    return max(int(data.view(f"<i{width}").max()), int(data.view(f"<u{width}").max()) & mask)
+
+
+def _differs(data: Bytes, blank: int) -> bool:
+    """Whether any byte is another."""
+    return bool((data[:_GLANCE] != blank).any() or (data[_GLANCE:] != blank).any())
+
+
+def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
+    """What to look at of a tensor of so many bytes at level sample; None: all of it."""
+    count = -(-size // _STRETCH)
+    if count <= _STRETCHES:
+        return None
+    chosen = [i * (count - 1) // (_STRETCHES - 1) for i in range(_STRETCHES)]
+    return tuple((n * _STRETCH, min((n + 1) * _STRETCH, size)) for n in chosen)
+
+
+_GLANCE = 4096
+_BLANK = {4: 0x88, 8: 0x80}  # two codes of zero, or one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesOf(Watch):
+    """The scales of one matrix."""
+
+    matrix: Matrix
+    grid: Grid
+
+    @property
+    def scratch(self) -> int:
+        return 4 * CHUNK + self.matrix.form.row_nbytes * self.grid.block[0]
+
+    def look(self) -> _Scales:
+        return _Scales(self)
+
+
+def _scales_of(matrix: Matrix, grid: Grid) -> ScalesOf:
+    kind = grid.scale.type
+    width = kind.nbytes // max(1, kind.numel)
+    span = grid.first * width, (grid.first + grid.rows * grid.columns) * width
+    return ScalesOf(tensor=grid.scale, spans=(span,), matrix=matrix, grid=grid)
+
+
+class _Scales:
+    def __init__(self, task: ScalesOf) -> None:
+        self._task = task
+        self._fault, self._large = list[Finding](), list[Finding]()
+        self._zeros: list[int] = []
+        self._most = _ABSURD / _LARGEST[task.matrix.format]
+
+    def take(self, at: int, data: memoryview) -> None:
+        import numpy as np
+
+        if self._fault:
+            return
+        kind = self._task.grid.scale.type
+        values = scale_floats(np.frombuffer(data, np.uint8), kind.dtype)
+        first = at * kind.numel // kind.nbytes - self._task.grid.first
+        fault = _fault(values)
+        if fault is not None:
+            number, message = fault
+            self._fault.append(self._finding("error", first + number, message))
+            return
+        if len(self._zeros) < _LOOKED_AT and not values.all():
+            found = np.flatnonzero(values == 0)[: _LOOKED_AT - len(self._zeros)]
+            self._zeros += (first + found).tolist()
+        if not self._large and float(values.max()) > self._most:
+            number = int(np.argmax(values > self._most))
+            message = _large(values, number, kind.dtype)
+            self._large.append(self._finding("warning", first + number, message))
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        yield from self._large
+        yield from self._fault
+        for number in () if self._fault else self._zeros:
+            if self._has_codes(room, number):
+                message = "expected a scale above 0 beside codes that are not 0, found 0"
+                yield self._finding("error", number, message)
+                return
+
+    def _finding(self, severity: str, at: int, message: str) -> Finding:
+        row, column = self._place(at)
+        which = "" if self._task.matrix.expert is None else f"expert {self._task.matrix.expert}, "
+        text = f"{which}scale [{row}, {column}]: {message}"
+        return Finding(
+            "QC068", "error" if severity == "error" else "warning", self._task.where, text
+        )
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Row and column of a scale by its number."""
+        grid = self._task.grid
+        if grid.turned:
+            column, row = divmod(at, grid.rows)
+            return row, column
+        return divmod(at, grid.columns)
+
+    def _has_codes(self, room: Room, at: int) -> bool:
+        """Whether a scale's block holds any code but zero."""
+        import numpy as np
+
+        matrix, (high, wide) = self._task.matrix, self._task.grid.block
+        form = matrix.form
+        row, column = self._place(at)
+        stored = Matrix(matrix.key, "", "", None, None, form, ((0, form.rows),))
+        stop = min((row + 1) * high, form.rows)
+        step = max(1, CHUNK // max(1, form.row_nbytes))
+        for start in range(row * high, stop, step):
+            end = min(start + step, stop)
+            lines = row_bytes(room.output, stored, start, end).reshape(end - start, -1)
+            if form.codes is not None:
+                values = code_floats(lines.reshape(-1), form.codes.bits).reshape(len(lines), -1)
+                values -= zero_points(room.output, stored, start, end)[:, column : column + 1]
+                groups = group_of(room.output, form)
+                here = slice(column * wide, (column + 1) * wide)
+                if bool(values[:, here if groups is None else groups == column].any()):
+                    return True
+            elif form.format == NVFP4:
+                half = wide // 2
+                if bool((lines[:, column * half : (column + 1) * half] & np.uint8(0x77)).any()):
+                    return True
+            elif bool((lines[:, column * wide : (column + 1) * wide] & np.uint8(0x7F)).any()):
+                return True
+        return False
+
+
+_LOOKED_AT = 64  # zero scales whose codes are read
+
+
+def _fault(values: Floats) -> tuple[int, str] | None:
+    """The first scale that is no number or below zero."""
+    import numpy as np
+
+    wrong = ~((values >= 0) & (values < np.inf))
+    if not wrong.any():
+        return None
+    number = int(np.argmax(wrong))
+    return number, f"expected a finite scale of 0 or more, found {values[number]:g}"
+
+
+def _large(values: Floats, number: int, dtype: str) -> str:
+    low, high = _EXPONENTS
+    text = f"a scale of {values[number]:g} means weights far beyond any model's"
+    whole = bool(((values == values.round()) & (values >= low) & (values <= high)).all())
+    if whole and dtype not in ("U8", "F8_E8M0"):
+        return f"{text}; all are whole numbers, as exponents are (E8M0) that were stored as numbers"
+    return text
+
+
+VALIDATOR = Values()

@@ -1,0 +1,196 @@
+"""Every weight of the folder must be the source's, as far as its format can hold it.
+
+QC060 a weight is further from the source's than its format's rounding can bring it.
+QC061 the folder holds a tensor that the source does not lead to, or one of another shape.
+QC062 a tensor of the source is not in the folder, and nothing accounts for it.
+
+Each matrix is compared with the source's as its consumer computes with it, wherever the two lie: rows
+that were moved, experts that were stacked, scales that were merged make no difference. At level sample
+a few matrices of each kind are looked at, of the long ones a few stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qconvert.core.shown import count
+from qconvert.samples.request import FACT as CALIBRATION
+from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validators.reading.decode import FLOATS
+from qconvert.validators.reading.forms import RAW
+from qconvert.validators.reading.matrices import Key, Matrix, matrices
+from qconvert.validators.reading.nvfp4 import NVFP4, is_part
+from qconvert.validators.reading.prepared import bases, prepared_tensors
+from qconvert.validators.weights.compare import Compare, How, described
+
+RULES = (
+    Rule(
+        "QC060",
+        "a weight is not the source's",
+        "Rows or experts in another order, scales that did not move with their rows, a block size "
+        "inferred from shapes, scaling in bf16, exponents multiplied as numbers, a tensor of another "
+        "layer, or a folder made from another source.",
+        "Convert again from this source. If qconvert made the folder, the message and the command are "
+        "worth an issue; `qconvert diff` shows what else differs.",
+    ),
+    Rule(
+        "QC061",
+        "a tensor has no counterpart in the source, or another shape than it",
+        "A tensor of another model, experts or layers more than the source has, or names that were "
+        "changed by hand.",
+        "Remove the tensor, or give the source it belongs to with --against.",
+    ),
+    Rule(
+        "QC062",
+        "a tensor of the source is not in the folder",
+        "A tool left it out, a draft (MTP) layer or a vision tower most often, or a head because the "
+        "config was set to tie it; there is no receipt or rule that would say so.",
+        "Convert again with a tool that keeps it, or with one that states what it drops.",
+    ),
+)
+
+_A_FEW = 8  # matrices of each kind
+_MOST_MISSING = 20
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Cuts the comparison into a task a matrix."""
+
+    name: str = "weights"
+    proves: str = "every weight is the source's within its format's rounding"
+    needs: frozenset[Need] = frozenset({"model", "source", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        assert folder.source is not None
+        ours, theirs = matrices(folder.checkpoint), matrices(folder.source)
+        yield from _missing(folder, ours, theirs)
+        kinds: dict[tuple[object, ...], list[Compare]] = {}
+        unread: list[tuple[Matrix, str]] = []
+        holes = {_whole(m): m.note for m in theirs.values() if m.note}
+        moved = prepared_tensors(folder.checkpoint)
+        inputs = 0
+        for key, mine in ours.items():
+            if mine.tensor in moved:
+                continue
+            yours = _counterpart(folder, key, theirs)
+            hole = mine.note or holes.get(_whole(mine), "")
+            if yours is None and is_part(folder.checkpoint, mine.tensor):
+                inputs += 1
+                continue
+            if yours is None and hole:
+                unread.append((mine, hole))
+                continue
+            if yours is None:
+                message = "is not in the source, nor made of what is"
+                yield Finding("QC061", "error", mine.tensor, described(mine, message))
+                continue
+            reason = _unlike(mine, yours)
+            if reason:
+                unread.append((mine, reason))
+            elif mine.shape != yours.shape:
+                message = (
+                    f"expected {list(yours.shape)} as {yours.tensor} of the source has, found "
+                    f"{list(mine.shape)}"
+                )
+                yield Finding("QC061", "error", mine.tensor, described(mine, message))
+            else:
+                task = Compare(mine, yours, _how(folder, mine, yours), _is_full(folder))
+                kind = mine.key[0], mine.format, yours.format, mine.key[3]
+                kinds.setdefault(kind, []).append(task)
+        if inputs:
+            yield Skipped(
+                f"{count(inputs, 'input scale')} (found by a calibration; the source has none)"
+            )
+        if moved:
+            yield Skipped(
+                f"{count(len(moved), 'prepared tensor')} against weights (see `prepared`)"
+            )
+        if unread:
+            first, reason = unread[0]
+            text = f"{count(len(unread), 'tensor')} not compared; {first.tensor}: {reason}"
+            yield Skipped(text)
+            if kinds:
+                yield Proved("every weight that was compared is the source's within its rounding")
+        for tasks in kinds.values():
+            yield from folder.some(tasks, _A_FEW)
+
+
+def _is_full(folder: Folder) -> bool:
+    return folder.request.level == "full"
+
+
+def _missing(
+    folder: Folder, ours: Mapping[Key, Matrix], theirs: Mapping[Key, Matrix]
+) -> Iterator[Finding]:
+    """What the source has more. A receipt accounts for every byte (QC030), and a pipeline stage holds
+    a part; of others each tensor is asked for."""
+    manifest = folder.checkpoint.manifest or {}
+    if folder.receipt is not None or "stage" in manifest:
+        return
+    dropped = {name for names in manifest.get("dropped", {}).values() for name in names}
+    assert folder.source is not None
+    # A head that is not the embeddings cannot be left out, whatever the folder's config says.
+    tied = folder.checkpoint.census.dims.tied and folder.source.census.dims.tied
+    gone: dict[str, str] = {}
+    moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 asks for all of theirs
+    for key, matrix in theirs.items():
+        if matrix.tensor.startswith(moved):
+            continue
+        spare = tied and key[0] == "lm_head"
+        if key not in ours and matrix.tensor not in dropped and not spare:
+            gone.setdefault(
+                matrix.tensor, described(matrix, "is missing here, and no rule drops it")
+            )
+    for name, message in list(gone.items())[:_MOST_MISSING]:
+        yield Finding("QC062", "error", name, message)
+    if len(gone) > _MOST_MISSING:
+        message = f"{len(gone) - _MOST_MISSING} more tensors of the source are missing"
+        yield Finding("QC062", "error", str(folder.checkpoint.root), message)
+
+
+def _whole(matrix: Matrix) -> tuple[int | None, str]:
+    """What a matrix is part of, where it may be one of several in a tensor that cannot be read."""
+    name = matrix.tensor
+    return matrix.layer, next((p for p in (".experts.", ".in_proj_") if p in name), name)
+
+
+def _counterpart(folder: Folder, key: Key, theirs: Mapping[Key, Matrix]) -> Matrix | None:
+    assert folder.source is not None
+    if key not in theirs and key[0] == "lm_head" and folder.source.census.dims.tied:
+        return theirs.get(("embed_tokens", *key[1:]))
+    return theirs.get(key)
+
+
+def _unlike(mine: Matrix, yours: Matrix) -> str:
+    """Why two matrices cannot be compared, "" where they can be."""
+    if (mine.format == RAW) != (yours.format == RAW):
+        here, there = mine.form.weight.type, yours.form.weight.type
+        return mine.note or yours.note or f"{here} against {there}"
+    if mine.format == RAW and mine.form.weight.type.dtype != yours.form.weight.type.dtype:
+        return f"{mine.form.weight.type} against {yours.form.weight.type}"
+    return ""
+
+
+def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
+    """A format that rounds to steps rounds anew only where a pass says it did, or where it came from
+    another."""
+    if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
+        return "rounded"
+    packed = mine.form.codes is not None
+    if mine.format not in ("fp8", NVFP4) and not packed:
+        return "equal"
+    manifest = folder.checkpoint.manifest or {}
+    if mine.format == NVFP4:
+        made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
+        return "nearest" if made or yours.format != NVFP4 else "equal"
+    anew = packed and "w4a16" in {step.get("name") for step in manifest.get("passes", [])}
+    if anew and CALIBRATION in manifest and mine.key[0].startswith("experts."):
+        return "calibrated"
+    same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not anew
+    return "equal" if mine.format == yours.format and same else "nearest"
+
+
+VALIDATOR = Weights()

@@ -1,0 +1,120 @@
+"""Zero points as they are stored, against what the config says of them.
+
+QC087 zero points are not those that the config's symmetry and version lead to.
+
+GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points beside symmetric weights too: the middle of the range,
+8 or 128, which its first version (`checkpoint_format: gptq`) stores less one. Exllama kernels compute
+with what is stored, Marlin's and KTransformers' take the middle for granted (read in sglang 0.5.23,
+kt-kernel 0.7.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validators.reading.quantization import PackedInts, gptq_ints
+
+RULES = (
+    Rule(
+        "QC087",
+        "GPTQ's zero points are not those that the config leads to",
+        "checkpoint_format is of the other version (gptq stores zero points less one: 7 of symmetric "
+        "4-bit weights; gptq_v2 stores 8), or sym is true of asymmetric weights. Some kernels read "
+        "zero points and some do not, so the model is right in one runtime and babbles in another. "
+        "Asymmetric weights in the first version have no room for a zero point of 0, and readers "
+        "differ on what stands there.",
+        "State the version that the words have; convert asymmetric weights again with gptq-v2.",
+    ),
+)
+
+_A_FEW = 8
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """A task a tensor of zero points."""
+
+    name: str = "zero_points"
+    proves: str = (
+        "GPTQ's zero points of symmetric weights are the middle, as the stated version stores it, where "
+        "there are any"
+    )
+    needs: frozenset[Need] = frozenset({"model", "data"})
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        checkpoint = folder.checkpoint
+        found = gptq_ints(checkpoint.quantization_configs)
+        names = [name for name in checkpoint if name.endswith(".qzeros")]
+        if found is not None and found[0].symmetric:  # else QC012, QC089
+            yield from folder.some(list(_tasks(checkpoint, names, *found)), _A_FEW)
+
+
+def _tasks(
+    checkpoint: Checkpoint, names: list[str], stated: PackedInts, version: int
+) -> Iterator[Middles]:
+    middle = (1 << (stated.bits - 1)) - (1 if version == 1 else 0)
+    for name in names:
+        kind = checkpoint[name].type
+        scales = checkpoint.get(f"{name.removesuffix('.qzeros')}.scales")
+        if kind.dtype != "I32" or len(kind.shape) != 2 or scales is None:
+            continue  # QC089
+        rows = scales.type.shape[-1] if scales.type.shape else 0
+        yield Middles(tensor=checkpoint[name], bits=stated.bits, middle=middle, rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Middles(Watch):
+    """Zero points of symmetric weights of `rows` rows: each has to be `middle`."""
+
+    bits: int
+    middle: int
+    rows: int
+    scratch: ClassVar[int] = 8 * CHUNK
+
+    def look(self) -> _Looking:
+        return _Looking(self)
+
+
+class _Looking:
+    def __init__(self, task: Middles) -> None:
+        self._task, self._fault = task, ""
+
+    def take(self, at: int, data: memoryview) -> None:
+        import numpy as np
+
+        if self._fault:
+            return
+        task = self._task
+        word, line = 32 // task.bits, task.tensor.type.shape[1]
+        words = np.frombuffer(data, "<u4")
+        whole = sum(task.middle << (task.bits * i) for i in range(word))
+        wrong = words != whole
+        if task.rows % word:  # of the last word in a line, what is beyond the rows counts nothing
+            ends = (at // 4 + np.arange(words.size)) % line == line - 1
+            mask = np.uint32((1 << (task.bits * (task.rows % word))) - 1)
+            wrong[ends] = (words[ends] & mask) != (np.uint32(whole) & mask)
+        if not wrong.any():
+            return
+        first = int(np.argmax(wrong))
+        stored = [
+            int(words[first]) >> (task.bits * i) & ((1 << task.bits) - 1) for i in range(word)
+        ]
+        group, place = divmod(at // 4 + first, line)
+        number = next((i for i, zero in enumerate(stored) if zero != task.middle), 0)
+        self._fault = (
+            f"group {group}, row {place * word + number}: expected the middle, stored as "
+            f"{task.middle}, found {stored[number]}"
+        )
+
+    def end(self, room: Room) -> Iterator[Finding]:
+        if self._fault:
+            yield Finding("QC087", "error", self._task.where, self._fault)
+
+
+VALIDATOR = ZeroPoints()
