@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import headers
 _BLOCK = 128
 _POOL_BYTES = 1 << 24
 _SHARD_BYTES = 2_000_000_000
+_SMALL_VOCABULARY = 1024
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,18 @@ class Model:
     tensors: Mapping[str, TensorType]
 
 
-def qwen3_moe(layers: int) -> Model:
+def qwen3_moe(layers: int, experts: int = 128) -> Model:
     """Block-FP8 in the shapes of Qwen3-30B-A3B, 0.62 GB a layer, its scales BF16 as published. Heads
     of 112 make k and v ragged: 448 rows are three and a half blocks. Columns are multiples of 128,
     so that peers survive. A small vocabulary keeps nearly all of it FP8."""
-    hidden, intermediate, experts, vocab, heads, kv_heads, head = 2048, 768, 128, 2048, 32, 4, 112
+    hidden, intermediate, vocab, heads, kv_heads, head = 2048, 768, 2048, 32, 4, 112
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_experts": experts,
-        "num_experts_per_tok": 8,
+        "num_experts_per_tok": min(8, experts),
         "moe_intermediate_size": intermediate,
         "intermediate_size": 6144,
         "num_attention_heads": heads,
@@ -82,19 +84,17 @@ def qwen3_moe(layers: int) -> Model:
     return Model(config, tensors)
 
 
-def bf16_moe(layers: int) -> Model:
-    """Thirty-two experts a layer in the shapes of Qwen3-30B-A3B, BF16, 0.3 GB a layer, and next to
-    nothing else."""
-    hidden, intermediate, experts, vocab = 2048, 768, 32, 256
-    whole = qwen3_moe(layers)
+def bf16_moe(layers: int, experts: int = 32) -> Model:
+    """`experts` a layer, 32 unless said, in the shapes of Qwen3-30B-A3B, BF16, 0.3 GB a layer, and next
+    to nothing else."""
+    hidden, intermediate, vocab = 2048, 768, 256
+    whole = qwen3_moe(layers, experts)
     config = {k: v for k, v in whole.config.items() if k != "quantization_config"}
-    config |= {"num_experts": experts, "vocab_size": vocab}
+    config |= {"vocab_size": vocab}
     tensors = {
         name: TensorType("BF16", kind.shape)
         for name, kind in whole.tensors.items()
-        if not name.endswith("_scale_inv")
-        and "self_attn" not in name
-        and not (".experts." in name and int(name.split(".")[5]) >= experts)
+        if not name.endswith("_scale_inv") and "self_attn" not in name
     }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = TensorType("BF16", (vocab, hidden))
@@ -121,18 +121,36 @@ def _fp8(module: str, rows: int, columns: int) -> dict[str, TensorType]:
     }
 
 
-def qwen3_5(layers: int) -> Model:
+def qwen3_5(layers: int, experts: int | None = None) -> Model:
     """The first layers of Qwen3.5-35B-A3B-FP8 as published, 0.83 GB each, and 2 GB of embeddings;
-    without its vision tower and MTP layer."""
+    without its vision tower and MTP layer. With `experts`, so many of the 256, and embeddings of a small
+    vocabulary."""
     published = headers.load("qwen3.5-35b-a3b-fp8")
     text = published.config["text_config"]
+    tensors = {n: t for n, t in published.tensors.items() if _kept(n, layers)}
+    if experts is not None:
+        text = text | {"num_experts": experts, "vocab_size": _SMALL_VOCABULARY}
+        tensors = {n: _smaller(n, t, experts) for n, t in tensors.items() if _expert(n) < experts}
     config = {key: value for key, value in published.config.items() if key != "vision_config"}
     config["text_config"] = text | {
         "num_hidden_layers": layers,
         "layer_types": text["layer_types"][:layers],
         "mtp_num_hidden_layers": 0,
     }
-    return Model(config, {n: t for n, t in published.tensors.items() if _kept(n, layers)})
+    return Model(config, tensors)
+
+
+def _expert(name: str) -> int:
+    """The number of a routed expert, 0 for all other tensors."""
+    _, _, rest = name.partition(".mlp.experts.")
+    return int(rest.split(".")[0]) if rest else 0
+
+
+def _smaller(name: str, kind: TensorType, experts: int) -> TensorType:
+    """The type of a tensor whose rows are tokens or experts, with fewer of them."""
+    if "embed_tokens" in name or "lm_head" in name:
+        return kind.with_rows(_SMALL_VOCABULARY)
+    return kind.with_rows(experts) if name.endswith(".mlp.gate.weight") else kind
 
 
 def _kept(name: str, layers: int) -> bool:
@@ -142,6 +160,7 @@ def _kept(name: str, layers: int) -> bool:
     return "layers" not in parts or int(parts[parts.index("layers") + 1]) < layers
 
 
+@cache
 def _heavy_tailed() -> torch.Tensor:
     """Student-t weights of four degrees of freedom."""
     generator = torch.Generator().manual_seed(0)
@@ -157,6 +176,11 @@ def _bf16() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return weights.view(torch.uint8).numpy()
 
 
+def _f32() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """F32 of the same weights."""
+    return (_heavy_tailed() * 0.02)[: _POOL_BYTES // 4].view(torch.uint8).numpy()
+
+
 def _codes() -> np.ndarray[Any, np.dtype[np.uint8]]:
     """FP8 codes of heavy-tailed weights, each block scaled to its largest."""
     blocks = _heavy_tailed().view(-1, _BLOCK * _BLOCK)
@@ -168,7 +192,8 @@ def write_checkpoint(folder: Path, model: Model) -> int:
     """Write a model. Returns its bytes of tensor data."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    pools = {"F8_E4M3": _codes(), "BF16": _bf16()}
+    # A_log of linear attention is F32: heavy-tailed weights like all else.
+    pools = {"F8_E4M3": _codes(), "BF16": _bf16(), "F32": _f32()}
     weight_map: dict[str, str] = {}
     shards = list(_shards(model))
     for number, names in enumerate(shards, 1):

@@ -16,6 +16,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+# Where sglang keeps its kernels: 0.5.23, and releases before it.
+_PEERS = (
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj",
+    "sglang.jit_kernel.triton.gdn_fused_proj",
+)
 _MODELS = ("35B", "397B", "27B")
 
 
@@ -37,11 +42,16 @@ def main() -> None:
 
 
 def _peer() -> Any:
+    """sglang's own kernels, None where it is not installed. SystemExit where no known place has them."""
     if importlib.util.find_spec("sglang") is None:
         return None
-    from sglang.jit_kernel.triton import gdn_fused_proj
-
-    return gdn_fused_proj
+    for name in _PEERS:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # sglang's file is there, and something it needs is not
+    sys.exit(f"sglang is installed, and has its kernels in none of {', '.join(_PEERS)}")
 
 
 def _row(name: str, interleaved: bool, tokens: int, rounds: int, peer: Any) -> str:

@@ -43,6 +43,8 @@ def main() -> None:
     print(f"memcpy, one thread: {memcpy_rate() / 1e9:.1f} GB/s\n")
     _maps()
     _ops()
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as room:
         _folder(Path(room), options.experts, options.runs)
 

@@ -2,6 +2,7 @@
 
     make bench
     .venv/bin/python benchmarks/run.py dequant --layers 6 --runs 5 --json out.json --plot out.svg
+    .venv/bin/python benchmarks/run.py --smallest      that every case runs, on some 50 MB each
 
 Contenders run in turn, A B C A B C, because shared machines change speed from minute to minute;
 medians are printed. The limit is the same bytes without the work: the source read (warm), as much
@@ -62,6 +63,7 @@ class Nothing:
 xxhash.xxh3_128 = Nothing
 """
 _SIZES = (1, 2, 4, 8, 12)  # layers, 0.62 GB each
+_FEW = 8  # experts a layer at the smallest size
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,21 @@ def _median(samples: Sequence[Sample]) -> Sample:
     )
 
 
+def _moe(options: argparse.Namespace, layers: int | None = None) -> Model:
+    """Block-FP8 experts, as many layers as asked."""
+    if options.smallest:
+        return qwen3_moe(1, _FEW)
+    return qwen3_moe(options.layers if layers is None else layers)
+
+
+def _bf16_moe(options: argparse.Namespace) -> Model:
+    return bf16_moe(1, _FEW) if options.smallest else bf16_moe(options.layers)
+
+
+def _qwen3_5(options: argparse.Namespace) -> Model:
+    return qwen3_5(1, _FEW) if options.smallest else qwen3_5(max(1, options.layers // 2))
+
+
 def _made(work: Path, model: Model) -> tuple[Path, int]:
     source = work / "source"
     return source, write_checkpoint(source, model)
@@ -172,7 +189,7 @@ def _doubled(model: Model) -> int:
 
 
 def _dequant(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = qwen3_moe(options.layers)
+    model = _moe(options)
     source, read = _made(work, model)
     out = str(work / "out")
     contenders = [
@@ -187,13 +204,13 @@ def _dequant(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _fuse(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    source, read = _made(work, qwen3_5(max(1, options.layers // 2)))
+    source, read = _made(work, _qwen3_5(options))
     command = _qconvert("fuse", str(source), str(work / "out"), "--for", "sglang")
     yield from _compare("fuse", source, read, read, [Contender("qconvert", command)], options.runs)
 
 
 def _copy(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    source, read = _made(work, qwen3_5(max(1, options.layers // 2)))
+    source, read = _made(work, _qwen3_5(options))
     contenders = [
         Contender("qconvert", _qconvert("run", "copy", str(source), str(work / "out"))),
         Contender("cp, sync", ["sh", "-c", f"cp -r {source} {work / 'out'} && sync"]),
@@ -202,7 +219,7 @@ def _copy(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _hashing(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = qwen3_moe(options.layers)
+    model = _moe(options)
     source, read = _made(work, model)
     (work / "sitecustomize.py").write_text(_NO_HASH)
     command = _qconvert("dequant", str(source), str(work / "out"))
@@ -215,8 +232,8 @@ def _hashing(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _sizes(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    for layers in _SIZES:
-        model = qwen3_moe(layers)
+    for layers in _SIZES[:1] if options.smallest else _SIZES:
+        model = _moe(options, layers)
         source, read = _made(work, model)
         command = _qconvert("dequant", str(source), str(work / "out"))
         ours = [Contender("qconvert", command)]
@@ -225,7 +242,7 @@ def _sizes(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = qwen3_moe(options.layers)
+    model = _moe(options)
     source, read = _made(work, model)
     cores = len(os.sched_getaffinity(0))
     counts = [2**n for n in range(8) if 2**n <= max(8, cores)]
@@ -245,7 +262,7 @@ def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _amx(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = bf16_moe(options.layers)
+    model = _bf16_moe(options)
     source, read = _made(work, model)
     out, peer_script = str(work / "out"), str(Path(__file__).parent / "kt_peer.py")
     for method, divisor in (("int4", 4), ("int8", 2)):
@@ -264,7 +281,7 @@ def _amx(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _w4a16(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = bf16_moe(options.layers)
+    model = _bf16_moe(options)
     source, read = _made(work, model)
     out = str(work / "out")
     ours = _qconvert("w4a16", str(source), out, "--rtn")
@@ -312,7 +329,7 @@ def _same_tensors(first: Path, second: Path) -> int:
 
 
 def _validate(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = qwen3_moe(options.layers)
+    model = _moe(options)
     source, read = _made(work, model)
     out, cpu = work / "bf16", work / "cpu"
     timed(_qconvert("dequant", str(source), str(out)))
@@ -364,6 +381,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="which of them [default: all]")
     parser.add_argument("--layers", type=int, default=6, help="size of the data, 0.62 GB each")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--smallest", action="store_true", help="some 50 MB a case, one run")
     parser.add_argument("--work", type=Path, help="folder for the data [default: temporary]")
     parser.add_argument("--json", type=Path, help="write all samples there")
     parser.add_argument("--plot", type=Path, help="draw seconds against the limit there (SVG, PNG)")
@@ -372,6 +390,10 @@ def main() -> None:
     for case in options.cases:
         if case not in _CASES:
             parser.error(f"no case {case!r}; choose of {', '.join(_CASES)}")
+    if options.smallest:
+        options.runs = 1
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     print(f"{len(os.sched_getaffinity(0))} cores")
     for case in options.cases or _CASES:

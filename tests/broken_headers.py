@@ -562,7 +562,7 @@ def _another_group_size_than_stated(bench: Bench) -> Repo:
 @broken("QC049")
 def _a_hash_in_the_receipt_was_edited(bench: Bench) -> Repo:
     folder = bench.copy("moe_dequantized")
-    file = folder / "qconvert.checkpoint.receipt.jsonl"
+    file = folder / "qconvert.receipt.jsonl"
     text = file.read_text()
     at = text.index('"xxh3":"') + 8
     file.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
@@ -927,7 +927,7 @@ def _split_under_qwen3_next(bench: Bench) -> Repo:
 def _split_under_qwen3_next_without_a_manifest(bench: Bench) -> Repo:
     folder = bench.scratch / "split"
     unjudged("passes: [unfuse]", bench.sound("qwen3_next"), folder)
-    for file in (MANIFEST, "qconvert.checkpoint.receipt.jsonl"):
+    for file in (MANIFEST, "qconvert.receipt.jsonl"):
         (folder / file).unlink()
     return Repo(folder)
 
@@ -936,7 +936,7 @@ def _split_under_qwen3_next_without_a_manifest(bench: Bench) -> Repo:
 def _fused_and_no_word_in_which_order(bench: Bench) -> Repo:
     """Only sglang takes it, and only if it is contiguous."""
     folder = bench.copy("fused_for_sglang")
-    for file in (MANIFEST, "qconvert.checkpoint.receipt.jsonl"):
+    for file in (MANIFEST, "qconvert.receipt.jsonl"):
         (folder / file).unlink()
     return Repo(folder)
 

@@ -36,7 +36,7 @@ from checkpoints import (
 
 from qconvert.validation.runner import Level
 
-CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
+CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GDN = "model.language_model.layers.0.linear_attn"
 _PROCESSOR = {"preprocessor_config.json": b"{}\n"}

@@ -30,7 +30,7 @@ def main(names: list[str]) -> int:
     print(f"# {place(where)}, triton {triton.__version__}, python {sys.version.split()[0]}")
     failed = 0
     for name in names or KERNELS:
-        kernel = importlib.import_module(f"qconvert.validators.kernels.device.{name}")
+        kernel = importlib.import_module(f"qconvert.validators.kernels.triton.{name}")
         start, count, wrong, most = time.monotonic(), 0, 0, 0.0
         for case in kernel.random_cases(where):
             bound = f"{case.bound:.3g}" if case.bound else "bitwise"

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import INDEX, bf16_moe, convert, edit_header_text, edit_json, run_cli, shard_name
 from hostile_inputs import no_hang
 
-from qconvert import cli
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli import main as cli
 from qconvert.core.errors import CheckpointError, RecipeError
 from qconvert.core.json_text import parse_json
 from qconvert.core.manifest_keys import parse_manifest
@@ -22,7 +22,7 @@ from qconvert.recipe.recipe import parse_recipe
 from qconvert.recipe.yaml_lines import load
 
 FIRST = shard_name(1)
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 DEEP = 100_000
 
 YAML = {

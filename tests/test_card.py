@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import judged
 
-from qconvert import judgement
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import card, split_front_matter
@@ -31,6 +30,7 @@ from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import Options, execute, prepare
 from qconvert.run.staging import manifest_of
+from qconvert.validation import judgement
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.runner import Report, validate_folder
 
@@ -505,9 +505,7 @@ def test_each_stage_says_which_it_is(tmp_path: Path) -> None:
 
 def said_of_readme(folder: Path) -> list[Any]:
     """What the receipt says of README.md: sizes and hashes."""
-    lines = map(
-        json.loads, (folder / "qconvert.checkpoint.receipt.jsonl").read_bytes().splitlines()
-    )
+    lines = map(json.loads, (folder / "qconvert.receipt.jsonl").read_bytes().splitlines())
     found = [line for line in lines if line.get("file") == "README.md" and "name" not in line]
     return [(line["nbytes"], line["xxh3"]) for line in found]
 
@@ -522,7 +520,7 @@ def test_the_receipt_is_made_true_of_the_readme_alone(tmp_path: Path, sha256: bo
     source = fp8_moe().write(tmp_path / "source")
     out = tmp_path / "out"
     execute(carded(source), out, Options(jobs=1, sha256=sha256))
-    receipt = out / "qconvert.checkpoint.receipt.jsonl"
+    receipt = out / "qconvert.receipt.jsonl"
     before = receipt.read_bytes()
     assert not account_for_readme(out)
     assert receipt.read_bytes() == before

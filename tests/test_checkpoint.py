@@ -217,7 +217,7 @@ DENIED = {
     "state.PKL": b"",
     "model.safetensors.incomplete": b"",
     ".gitattributes": b"*.bin lfs",
-    "qconvert.checkpoint.receipt.jsonl": b"",
+    "qconvert.receipt.jsonl": b"",
 }
 SHUT = {
     "b/.git": b"gitdir: x",
@@ -247,7 +247,7 @@ def test_side_files_by_deny_list(tmp_path: Path) -> None:
     assert {name: made[name] for name in kept} == kept
     files = {name for name, data in made.items() if data is not None}
     assert files == {
-        *kept, "config.json", "model.safetensors", "qconvert.json", "qconvert.checkpoint.receipt.jsonl",
+        *kept, "config.json", "model.safetensors", "qconvert.json", "qconvert.receipt.jsonl",
     }  # fmt: skip
 
 

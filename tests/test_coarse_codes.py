@@ -37,7 +37,7 @@ def coarsened(source: Path, out: Path, times: float) -> None:
         tensors[name] = Tensor(packed.dtype, packed.shape, words.tobytes())
         tensors[f"{module}_scale"] = scale
     write_shard(file, tensors)
-    (out / "qconvert.checkpoint.receipt.jsonl").unlink()  # it would notice any change
+    (out / "qconvert.receipt.jsonl").unlink()  # it would notice any change
 
 
 @pytest.mark.parametrize(("times", "rules"), [(1, set()), (2, {"QC060"}), (8, {"QC060"})])

@@ -143,7 +143,7 @@ def _another_shape(source: Path, out: Path) -> None:
 
 @damage("dequant", "QC061", "QC062")
 def _a_tensor_under_another_name(source: Path, out: Path) -> None:
-    for name in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
         (out / name).unlink()
     renamed = O.replace("out_proj", "output")
     edit_header(home(out, O)[0], lambda table: table.update({renamed: table.pop(O)}))
@@ -156,7 +156,7 @@ def _a_tensor_under_another_name(source: Path, out: Path) -> None:
 
 @damage("dequant", "QC062")
 def _a_tensor_is_lost_and_nothing_says_so(source: Path, out: Path) -> None:
-    for name in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
         (out / name).unlink()
     without(out, "mtp.fc.weight")
 

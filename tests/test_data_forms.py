@@ -465,7 +465,7 @@ def test_rows_that_are_alike_prove_no_order(tmp_path: Path) -> None:
 def test_nothing_says_how_a_source_is_fused(tmp_path: Path) -> None:
     """A fused Qwen3.5 repo of another tool: its fused tensors are compared as bytes."""
     _, out = fused(tmp_path, gdn_models.model())
-    for name in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
         (out / name).unlink()
     other = copied(out, tmp_path / "other")
     report = validated(other, out)

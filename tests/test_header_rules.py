@@ -25,7 +25,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Level, NotChecked, Request, validate_folder
-from qconvert.validators import (
+from qconvert.validators.headers import (
     counts,
     manifest_claims,
     projections,
@@ -508,7 +508,7 @@ def test_fused_without_a_manifest_is_proved_by_the_source(tmp_path: Path) -> Non
     out = tmp_path / "out"
     made = run_cli("fuse", source.write(tmp_path / "in"), out, "--for", "sglang", "--jobs", "1")
     assert made.code == 0, made.err
-    for file in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for file in ("qconvert.json", "qconvert.receipt.jsonl"):
         (out / file).unlink()
 
     def said(against: Path | None, level: Level) -> list[tuple[str, str]]:

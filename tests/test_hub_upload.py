@@ -412,7 +412,7 @@ def test_a_readme_written_by_hand_is_kept_and_no_error(hub: LoopbackHub, folder:
     assert uploaded(folder, "--dry-run")["errors"] == 0
     assert readme.read_text() == mine
     found = uploaded(folder)
-    assert set(found["sent"]) == {"README.md", "qconvert.checkpoint.receipt.jsonl"}
+    assert set(found["sent"]) == {"README.md", "qconvert.receipt.jsonl"}
     assert files_of(hub)["README.md"] == readme.read_bytes() == mine.encode()
     assert uploaded(folder)["sent"] == []
 

@@ -73,7 +73,7 @@ def test_codes_are_read_back_as_they_were_handed_in(
 
 def test_the_receipt_says_what_was_read_for_it(source: Path, tmp_path: Path) -> None:
     execute(amx_plan(source), tmp_path / "out", maker=maker())
-    lines = (tmp_path / "out" / "qconvert.checkpoint.receipt.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "qconvert.receipt.jsonl").read_text().splitlines()
     experts = [line for line in map(json.loads, lines) if "xxh3" in line and "name" in line]
     assert experts
     # The maker says it read tensor `x`, which is none of the plan's: only true ranges are kept.

@@ -97,7 +97,7 @@ def test_allowed_it_is_written_and_said(tmp_path: Path) -> None:
 def test_infinities_that_nobody_allowed_stay_an_error(tmp_path: Path) -> None:
     source, out = with_scale(HUGE).write(tmp_path / "source"), tmp_path / "out"
     run_cli("dequant", source, out, "--allow-overflow", "--jobs", "1")
-    for file in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for file in ("qconvert.json", "qconvert.receipt.jsonl"):
         (out / file).unlink()
     assert run_cli("validate", out, "--level", "full", "--jobs", "1").code == 3
 

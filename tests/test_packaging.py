@@ -1,71 +1,148 @@
-"""What installs: the rooms at the top of the repository, and the command."""
+"""What installs: every module of the package and the files it reads, whatever way the source came."""
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 _ROOT = Path(__file__).parent.parent
+_DATA = (".py", ".yaml", ".css", ".js", ".typed")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built by way of an sdist, as a release is. Building in the checkout would leave
-    build/ behind, which then shadows sources, so a copy is built."""
-    folder = tmp_path_factory.mktemp("wheel")
+def _tracked() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=_ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    names = [name for name in listed.stdout.splitlines() if (_ROOT / name).exists()]
-    subprocess.run(["tar", "-cf", str(folder / "tree.tar"), *names], cwd=_ROOT, check=True)
+    return [name for name in listed.stdout.splitlines() if os.path.lexists(_ROOT / name)]
+
+
+def _packaged() -> set[str]:
+    """Files of the package that a wheel must hold."""
+    return {
+        name for name in _tracked() if name.startswith("qconvert/") and name.endswith(_DATA)
+    }  # fmt: skip
+
+
+def _from_checkout(tree: Path) -> None:
+    """The checkout as it is, links as links."""
+    for name in _tracked():
+        file = tree / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if (_ROOT / name).is_symlink():
+            file.symlink_to((_ROOT / name).readlink())
+        else:
+            file.write_bytes((_ROOT / name).read_bytes())
+
+
+def _without_links(tree: Path) -> None:
+    """A checkout with core.symlinks=false: a link is a text file that holds its target."""
+    for name in _tracked():
+        file = tree / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if (_ROOT / name).is_symlink():
+            file.write_text(str((_ROOT / name).readlink()))
+        else:
+            file.write_bytes((_ROOT / name).read_bytes())
+
+
+def _from_archive(tree: Path) -> None:
+    """The zip that a forge offers of a commit, extracted by what keeps no links. It holds what is
+    committed, so files that differ from the commit are written over it."""
+    packed = subprocess.run(
+        ["git", "archive", "--format=zip", "HEAD"], cwd=_ROOT, capture_output=True, check=True
+    )
+    zipfile.ZipFile(io.BytesIO(packed.stdout)).extractall(tree)
+    changed = subprocess.run(
+        ["git", "diff", "--name-only", "HEAD"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    other = subprocess.run(
+        ["git", "ls-files", "--others", "--exclude-standard"],
+        cwd=_ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in (changed.stdout + other.stdout).splitlines():
+        (tree / name).unlink(missing_ok=True)
+        if (_ROOT / name).is_file() and not (_ROOT / name).is_symlink():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((_ROOT / name).read_bytes())
+
+
+def _built(make: Callable[[Path], None], folder: Path, *what: str) -> list[Path]:
+    """Distributions built of a copy: building in the checkout would leave build/ behind, which then
+    shadows sources."""
     tree = folder / "tree"
     tree.mkdir()
-    subprocess.run(["tar", "-xf", str(folder / "tree.tar"), "-C", str(tree)], check=True)
+    make(tree)
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(tree)],
+        [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(folder), str(tree)],
         check=True, capture_output=True,
     )  # fmt: skip
-    (built,) = folder.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return sorted(file for file in folder.iterdir() if file.is_file())
 
 
-def test_the_wheel_holds_every_room(wheel: zipfile.ZipFile) -> None:
-    """A clone with core.symlinks=false would build one without layouts, in silence."""
-    packed = set(wheel.namelist())
-    for room in ("layouts", "validators", "recipes"):
-        files = [f for f in (_ROOT / room).iterdir() if f.suffix in (".py", ".yaml")]
-        assert len(files) > 1
-        assert {f"qconvert/{room}/{file.name}" for file in files} <= packed
-    sources = {
-        path.relative_to(_ROOT).as_posix()
-        for path in (_ROOT / "qconvert").rglob("*.py")
-        if "__pycache__" not in path.parts
-    }
-    assert sources <= packed
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built by way of an sdist, as a release is, from a checkout without links."""
+    made = _built(_without_links, tmp_path_factory.mktemp("wheel"))
+    assert [file.suffix for file in made] == [".whl", ".gz"]
+    return zipfile.ZipFile(made[0])
 
 
-def test_the_wheel_holds_nothing_else_at_its_top(wheel: zipfile.ZipFile) -> None:
-    """PyPI's `validators` owns that import name."""
-    tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"qconvert"}
+def _held(wheel: zipfile.ZipFile) -> set[str]:
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def test_a_checkout_without_links_builds_the_whole_package(wheel: zipfile.ZipFile) -> None:
+    assert len(_packaged()) > 200
+    assert _held(wheel) == _packaged()
+
+
+@pytest.mark.parametrize("make", [_from_checkout, _from_archive])
+def test_a_checkout_and_a_zip_build_the_whole_package(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (made,) = _built(make, tmp_path, "--wheel")
+    assert _held(zipfile.ZipFile(made)) == _packaged()
+
+
+def test_the_package_holds_no_link() -> None:
+    """Builds from a zip, and on systems without links, leave them out in silence."""
+    assert [path for path in (_ROOT / "qconvert").rglob("*") if path.is_symlink()] == []
+
+
+@pytest.mark.parametrize("name", ["layouts", "recipes", "validators"])
+def test_links_at_the_top_lead_inside(name: str) -> None:
+    assert (_ROOT / name).readlink() == Path("qconvert") / name
 
 
 def test_the_wheel_works_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """The demo converts and validates with every family, pass, recipe and validator from the wheel."""
     wheel.extractall(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import qconvert;"
         "assert qconvert.__file__.startswith(sys.argv[1]), qconvert.__file__;"
-        "from qconvert.checkpoint.family import families; from qconvert.recipe.recipe import builtin_recipes;"
+        "from qconvert.checkpoint.family import families;"
+        "from qconvert.recipe.recipe import builtin_recipes;"
         "from qconvert.validation.runner import validators;"
-        "print(len(families()), len(builtin_recipes()), len(validators()))"
+        "print(len(families()), len(builtin_recipes()), len(validators()));"
+        "from qconvert.cli.main import main; main(['demo'])"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(tmp_path)],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
-    assert all(int(count) >= 3 for count in done.stdout.split())
+    first = done.stdout.splitlines()[0]
+    assert all(int(count) >= 3 for count in first.split())
+    assert "0 errors, 0 warnings" in done.stdout
+    assert "equal torch's own decoding, bit for bit" in done.stdout.splitlines()[-1]

@@ -35,7 +35,7 @@ from qconvert.hub.trees import local_files
 from qconvert.samples.data import DataSpec, digest
 
 FIRST = shard_name(1)
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 Change = Callable[[Path], None]
 
 
@@ -318,12 +318,12 @@ def test_a_large_readme_is_no_reason_not_to_convert(source: Path, tmp_path: Path
 # Who opens files by itself: the readers everyone else goes through; writers of our own files; what is
 # the system's or our package's.
 _READERS = {
-    "regular.py": "the reader of small files",
-    "links.py": "the reader of files of a foreign folder",
-    "checkpoint.py": "gives descriptors of both",
-    "header.py": "descriptors",
-    "sample.py": "writes the demo's sample",
-    "recipe.py": "recipes of our package",
+    "core/regular.py": "the reader of small files",
+    "core/links.py": "the reader of files of a foreign folder",
+    "checkpoint/checkpoint.py": "gives descriptors of both",
+    "checkpoint/safetensors.py": "descriptors",
+    "cli/demo_checkpoint.py": "writes the demo's sample",
+    "recipe/recipe.py": "recipes of our package",
     "hub/cards.py": "writes a card",
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/trees.py": "descriptors",
@@ -331,12 +331,12 @@ _READERS = {
     "calibrate/states.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",
     "calibrate/room.py": "our own state",
-    "reports/__init__.py": "GitHub's summary, which is added to",
-    "reports/as_html.py": "parts of our package",
-    "tasks.py": "/proc",
-    "validators/amx_client.py": "our own temporary folder",
-    "validators/kt_forward.py": "our own temporary folder",
-    "validators/logits.py": "our own temporary folder",
+    "validation/reports/__init__.py": "GitHub's summary, which is added to",
+    "validation/reports/as_html.py": "parts of our package",
+    "validation/workers.py": "/proc",
+    "validators/amx/amx_client.py": "our own temporary folder",
+    "validators/amx/kt_forward.py": "our own temporary folder",
+    "validators/model/logits.py": "our own temporary folder",
 }
 _OWN_ROOMS = ("run/",)  # the work folder, which is ours
 _OPENING = {"read_bytes", "read_text", "open"}
@@ -348,20 +348,17 @@ _PARSING = {
     ("yaml", "compose"),
 }
 _PARSERS = {
-    "json_text.py", "yaml_lines.py", "header.py",
+    "core/json_text.py", "recipe/yaml_lines.py", "checkpoint/safetensors.py",
     "run/workspace.py", "run/journal.py", "run/staging.py", "run/vouched.py", "run/finished.py",
-    "judgement.py",  # our own files, and texts that journal and receipt were read to
-    "plugins/sglang_prepared.py",  # runs within sglang, without qconvert
-    "validators/kt_forward.py", "hub/patience.py",  # our own job; answers of the Hub
+    "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
+    "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
+    "validators/amx/kt_forward.py", "hub/retries.py",  # our own job; answers of the Hub
 }  # fmt: skip
 _ROOT = Path(qconvert.__file__).parent
 
 
 def _sources() -> dict[str, Path]:
-    return {file.relative_to(_ROOT).as_posix(): file for file in sorted(_ROOT.rglob("*.py"))} | {
-        f"validators/{file.relative_to(_ROOT.parent / 'validators').as_posix()}": file
-        for file in sorted((_ROOT.parent / "validators").rglob("*.py"))
-    }
+    return {file.relative_to(_ROOT).as_posix(): file for file in sorted(_ROOT.rglob("*.py"))}
 
 
 @cache

@@ -23,7 +23,7 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.validation.runner import Report, validate_folder
-from qconvert.validators.reading.conversions import _parallel
+from qconvert.validators.headers.conversions import _parallel
 
 HIDDEN, EXPERTS, LAYERS = 256, 2, 2
 _SIDE = {"tokenizer.json": b"{}\n"}

@@ -42,7 +42,7 @@ def said(findings: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 def unsigned(folder: Path) -> Path:
-    for name in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
         (folder / name).unlink()
     return folder
 
@@ -56,7 +56,7 @@ def test_conversions_keep_what_the_source_says(name: str, made: Made, tmp_path: 
     source, out = made(name)
     assert found(out, source, "full") == []
     bare = copied(out, tmp_path / "bare")
-    for file in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+    for file in ("qconvert.json", "qconvert.receipt.jsonl"):
         (bare / file).unlink()
     assert found(bare, source) == []
 
@@ -139,7 +139,7 @@ def test_experts_for_cpu_kernels(tmp_path: Path) -> None:
     result = run_cli("kt", source, "--cpu-out", out, "--cpu", "int4", "--numa", "1", "--jobs", "1")
     assert result.code == 0, result.err
     assert found(out, source) == []
-    (out / "qconvert.checkpoint.receipt.jsonl").unlink()
+    (out / "qconvert.receipt.jsonl").unlink()
     assert found(out, source) == []
     edit_json(out / "config.json", lambda config: config.update(hidden_act="gelu"))
     (finding,) = found(out, source)

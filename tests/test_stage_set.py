@@ -11,8 +11,8 @@ import pytest
 from checkpoints import copied, edit_json, read_shard, read_tensors, run_cli, write_shard
 from test_kt import qwen3_moe
 
+from qconvert.checkpoint.open import open_stages
 from qconvert.core.errors import CheckpointError
-from qconvert.passes.stages import open_stages
 
 STAGES = ("stage-00-of-02", "stage-01-of-02")
 
@@ -80,7 +80,7 @@ def test_what_is_no_whole_set(what: str, stages: Path, source: Path, tmp_path: P
     elif what == "unfinished":
         (last / ".qconvert").mkdir()
     elif what == "no receipt":
-        (last / "qconvert.checkpoint.receipt.jsonl").unlink()
+        (last / "qconvert.receipt.jsonl").unlink()
     else:
         edit_json(last / "qconvert.json", lambda value: value.update(stage=5))
     code, report = validated(stages)
@@ -118,7 +118,7 @@ def test_a_layer_in_two_stages(stages: Path) -> None:
 
 def test_a_tensor_of_the_source_in_no_stage(stages: Path, source: Path) -> None:
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    receipt = stages / STAGES[0] / "qconvert.checkpoint.receipt.jsonl"
+    receipt = stages / STAGES[0] / "qconvert.receipt.jsonl"
     lines = [line for line in receipt.read_text().splitlines() if f'"{name}"' not in line]
     receipt.write_text("\n".join([*lines, ""]))
     code, report = validated(stages, "--against", source)
@@ -140,7 +140,7 @@ def test_the_set_is_inspected_as_one(made: Path, source: Path) -> None:
 
 @pytest.mark.parametrize("line", ["[1]", "{", '{"name": 5}'])
 def test_a_broken_receipt_is_one_error(line: str, stages: Path) -> None:
-    with (stages / STAGES[0] / "qconvert.checkpoint.receipt.jsonl").open("a") as stream:
+    with (stages / STAGES[0] / "qconvert.receipt.jsonl").open("a") as stream:
         stream.write(line + "\n")
     code, report = validated(stages)
     assert code == 3

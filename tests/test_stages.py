@@ -9,8 +9,9 @@ import pytest
 from test_plan import published
 
 from qconvert.core.errors import PlanError
-from qconvert.passes.stages import check_partition, default_partition, split_plan
+from qconvert.passes.stages import split_plan
 from qconvert.plan.plan import Plan
+from qconvert.runtimes.pipeline import check_partition, default_partition
 
 # What the runtimes' own get_pp_indices gives, worked out from L = q * stages + rem:
 # sglang +1 to the last rem stages, vLLM to rem stages from the second-last backwards.

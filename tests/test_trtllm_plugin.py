@@ -18,7 +18,7 @@ from fake_sglang import fake_sglang, module
 from nvfp4_moe import nvfp4_moe
 from safetensors.torch import load_file
 
-from qconvert.contrib.trtllm_gen import layout as trtllm_gen
+from qconvert.checkpoint import prepared
 from qconvert.contrib.trtllm_gen import sglang_plugin as plugin
 
 _ROOT = Path(__file__).parent.parent
@@ -325,9 +325,9 @@ def test_installed_twice_is_installed_once(tmp_path: Path) -> None:
 
 
 def test_both_sides_speak_of_the_same() -> None:
-    assert plugin.QUANT_METHOD == trtllm_gen.QUANT_METHOD
-    assert plugin.VERSION == trtllm_gen.VERSION
-    assert set(trtllm_gen.DERIVED) == plugin._DERIVED
+    assert plugin.QUANT_METHOD == prepared.QUANT_METHOD
+    assert plugin.VERSION == prepared.VERSION
+    assert set(prepared.DERIVED) == plugin._DERIVED
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     points = project["entry-points"]["sglang.srt.plugins"]
     assert points == {"qconvert_prepared": f"{plugin.__name__}:{plugin.install.__name__}"}
@@ -337,7 +337,7 @@ def test_it_imports_nothing_of_qconvert() -> None:
     """A server's environment has other versions of what qconvert needs."""
     code = (
         "import sys; import qconvert.contrib.trtllm_gen.sglang_plugin;"
-        "print([m for m in sys.modules if m.startswith('qconvert.') and 'plugins' not in m]"
+        "print([m for m in sys.modules if m.startswith('qconvert.') and 'contrib' not in m]"
         " + [m for m in ('torch', 'numpy', 'click') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from qconvert.checkpoint.hub_cache import parse_repo
 from qconvert.cli.main import cli
 from qconvert.core.errors import QConvertError, UsageError
 from qconvert.core.sizes import parse_size
-from qconvert.passes.stages import check_runtime, parse_partition
+from qconvert.runtimes.pipeline import check_runtime, parse_partition
 from qconvert.validation.reports import suffix_format
 
 _SIZES = ["", "lots", "0", "-1", "5PB", "1,5GB", "1e9", "9" * 5000]

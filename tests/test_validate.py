@@ -32,7 +32,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.reports import render
 from qconvert.validation.runner import Report, Request, rules, validate_folder
 
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 HEAD = "lm_head.weight"
 Q = "model.layers.0.self_attn.q_proj"
 DROP_HEAD = "passes:\n- drop: {match: lm_head.weight, why: a base model}\n- dequant\n"
@@ -104,7 +104,7 @@ def test_dropped_tensors_are_accounted_for(source: Path, tmp_path: Path) -> None
 def test_a_source_is_sound_without_a_receipt(source: Path) -> None:
     report = validate_folder(source)
     assert report.findings == []
-    assert [text for text in report.not_checked if "no qconvert.checkpoint.receipt.jsonl" in text]
+    assert [text for text in report.not_checked if "no qconvert.receipt.jsonl" in text]
 
 
 def test_what_was_not_looked_at_is_said(out: Path) -> None:

@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WORK_DIR = ".qconvert"
 MANIFEST = "qconvert.json"
-RECEIPT = "qconvert.checkpoint.receipt.jsonl"
+RECEIPT = "qconvert.receipt.jsonl"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 # Side files are copied by deny-list: a processor file nobody thought of must survive. What is
@@ -104,7 +104,7 @@ class Checkpoint(Mapping[str, Source]):
 
     `side_files` are relative paths that travel along byte for byte; `denied_files` those that do
     not. `warnings` are oddities that do not stop a conversion. `follow_links` says that links may lead
-    out of the folder (qconvert/links.py).
+    out of the folder (qconvert/core/links.py).
     """
 
     root: Path
@@ -185,7 +185,7 @@ class Checkpoint(Mapping[str, Source]):
 
     def real(self, name: str) -> Path:
         """Where the file of that name below the folder lies; it need not be there. Raises
-        CheckpointError for one that must not be read (qconvert/links.py)."""
+        CheckpointError for one that must not be read (qconvert/core/links.py)."""
         return resolved(self.root, name, follow_links=self.follow_links)
 
     def there(self, name: str) -> os.stat_result | None:

@@ -317,16 +317,21 @@ def census(family: Family, config: Config, names: Iterable[str]) -> Census:
     return Census(family, dims, places, tuple(unknown), frozen)
 
 
-def discover(package: str) -> list[Any]:
-    """Import every module of a package, in name order. An import error is fatal and names the file:
-    a family that silently fails to load would be treated as unknown."""
-    root = importlib.import_module(package)
+def discover(*packages: str) -> list[Any]:
+    """Import every module of some packages, in order of the modules' names. An import error is fatal
+    and names the file: a family that silently fails to load would be treated as unknown."""
+    found: dict[tuple[str, str], str] = {}
+    for package in packages:
+        root = importlib.import_module(package)
+        for info in pkgutil.iter_modules(root.__path__):
+            if not info.ispkg:
+                found[info.name, package] = f"{package}.{info.name}"
     modules = []
-    for info in sorted(pkgutil.iter_modules(root.__path__), key=lambda info: info.name):
+    for _, name in sorted(found.items()):
         try:
-            modules.append(importlib.import_module(f"{package}.{info.name}"))
+            modules.append(importlib.import_module(name))
         except ImportError as error:
-            raise QConvertError(f"{package}/{info.name}.py does not import: {error}") from error
+            raise QConvertError(f"{name.replace('.', '/')}.py does not import: {error}") from error
     return modules
 
 

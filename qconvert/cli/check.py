@@ -43,8 +43,8 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
       qconvert inspect Qwen/Qwen3-30B-A3B-FP8 --json
       qconvert inspect DeepSeek-V3 --tensors 'model.layers.61.*'
     """
+    from qconvert.checkpoint.open import open_source, stage_folders
     from qconvert.hub.headers import place_of
-    from qconvert.passes.stages import open_source, stage_folders
 
     with place_of(source) as place:
         _tell_fetched(place)
@@ -105,8 +105,8 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
       qconvert diff original resharded --headers
       qconvert diff one other --all | grep lm_head
     """
+    from qconvert.checkpoint.open import open_source
     from qconvert.core.shown import count
-    from qconvert.passes.stages import open_source
     from qconvert.validation.diff import compare, grouped_lines
 
     first, second = (open_source(where, follow_links=follow_links) for where in (a, b))
@@ -241,9 +241,9 @@ def validate(
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
+    from qconvert.checkpoint.open import stage_folders
     from qconvert.core.errors import QConvertError, UsageError
     from qconvert.hub.headers import about_repo, place_of
-    from qconvert.passes.stages import stage_folders
     from qconvert.validation.reports import append_step_summary, render, suffix_format
     from qconvert.validation.runner import Request, rules, validate_folder, validate_kernels
     from qconvert.validators.headers.stage_set import validate_set

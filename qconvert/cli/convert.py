@@ -201,7 +201,7 @@ def planned(
 ) -> Plan | None:
     """The recipe's plan, or None where only a dump of it was wanted."""
     from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.passes.stages import open_source
+    from qconvert.checkpoint.open import open_source
     from qconvert.plan.plan import Plan, run_passes
     from qconvert.run.workspace import check_apart
 

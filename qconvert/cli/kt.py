@@ -121,8 +121,8 @@ def kt(
       qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
     """
+    from qconvert.checkpoint.open import open_source
     from qconvert.passes.amx import ExpertsToAmx
-    from qconvert.passes.stages import open_source
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")

@@ -58,8 +58,8 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
+    from qconvert.checkpoint.open import open_source
     from qconvert.passes.fuse import Fuse
-    from qconvert.passes.stages import open_source
     from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
@@ -100,8 +100,8 @@ def unfuse(
       qconvert unfuse fused-for-sglang out --for vllm
       qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
+    from qconvert.checkpoint.open import open_source
     from qconvert.passes.fuse import Unfuse
-    from qconvert.passes.stages import open_source
     from qconvert.recipe.recipe import Recipe
 
     checkpoint = open_source(source, follow_links=options["follow_links"])

@@ -87,7 +87,7 @@ class Partition(_Text):
     name = "partition"
 
     def check(self, text: str) -> None:
-        from qconvert.passes.stages import parse_partition
+        from qconvert.runtimes.pipeline import parse_partition
 
         parse_partition(text)
 

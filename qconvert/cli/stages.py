@@ -46,8 +46,9 @@ def convert_stages(
     from dataclasses import replace
 
     from qconvert.cli.plan_report import drop_lines, loss_lines, outlook_json, outlook_lines
-    from qconvert.passes.stages import VARIABLE, Runtime, check_runtime, partition_of, split_plan
+    from qconvert.passes.stages import split_plan
     from qconvert.runtimes.consumers import parse_consumer
+    from qconvert.runtimes.pipeline import VARIABLE, Runtime, check_runtime, partition_of
 
     if "," not in pp and runtime is None:
         raise click.UsageError("each runtime cuts differently: say --for sglang or --for vllm")
@@ -231,7 +232,7 @@ def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
     Example:
       qconvert join stages DeepSeek-V3-again
     """
-    from qconvert.passes.stages import open_stages
+    from qconvert.checkpoint.open import open_stages
     from qconvert.recipe.recipe import Recipe
 
     options["print_recipe"] = False  # stages are no recipe

@@ -14,6 +14,10 @@ from qconvert.core.shown import shortened
 
 Check = Callable[[Any], bool]
 
+# Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
+# them: the order of fused projections cannot be told from the tensors.
+LASTING_FACTS = ("gdn_groups",)
+
 
 def parse_manifest(data: bytes, where: object) -> dict[str, Any]:
     """A manifest from its file's bytes. Raises CheckpointError where it is broken, or another

@@ -1,7 +1,7 @@
 """The one way out for text: what is shown goes to a terminal or a CI log line by line.
 
 Names and values in it come from folders that may be anyone's. So a line stays one line, what cannot be
-seen is written out (qconvert/shown.py), and no line is a command to the CI that keeps the log.
+seen is written out (core/shown.py), and no line is a command to the CI that keeps the log.
 """
 
 from __future__ import annotations

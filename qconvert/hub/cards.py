@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Rules that hold README.md against the receipt: people write in it after a conversion.
 _OF_RECEIPT = frozenset({"QC020", "QC021", "QC022"})
-# What cards tell of a manifest, as qconvert/manifest.py writes it.
+# What cards tell of a manifest, as plan/manifest.py writes it.
 _OF_MANIFEST = {
     "identity": dict, "passes": list, "lossy_steps": dict, "dropped": dict, "dropped_files": dict,
     "bytes": dict,

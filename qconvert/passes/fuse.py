@@ -17,11 +17,12 @@ from qconvert.checkpoint.ignore import renamed_modules, true_lists
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
+from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import PARAMETERS
 from qconvert.core.row_order import Layout
 from qconvert.matrices.causes import check_linear_attention
 from qconvert.passes.fused_rows import Block, fuse_module, is_per_tensor, params_of, split_module
-from qconvert.plan.plan import LASTING_FACTS, LogEntry, Plan
+from qconvert.plan.plan import LogEntry, Plan
 from qconvert.runtimes.consumers import CLASSES, parse_consumer
 
 _FP8 = ("F8_E4M3", "F8_E5M2")

@@ -15,12 +15,10 @@ from qconvert.checkpoint.family import Census, Family, census, family_for
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source, Value
+from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import experts_module, natural_key, scale_candidates, weight_candidates
 from qconvert.samples.request import Calibration
 
-# Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
-# them: the order of fused projections cannot be told from the tensors.
-LASTING_FACTS = ("gdn_groups",)
 # How rules begin that leave a tensor out because another folder holds it.
 ELSEWHERE = "elsewhere:"
 

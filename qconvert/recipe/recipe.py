@@ -8,7 +8,7 @@
 
 A pass is its name, or its name with options; a pass's fields are its schema. An unknown key is an
 error with its line and the key that was probably meant: a misspelt option that is ignored is how
-wrong checkpoints are made. llm-compressor's recipes are read as well (qconvert/foreign_recipe.py).
+wrong checkpoints are made. llm-compressor's recipes are read as well (recipe/llmcompressor.py).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.checkpoint.family import discover
+from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.errors import CheckpointError
-from qconvert.passes.stages import open_source
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.validation.workers import AnyTask, Progress, run_tasks
 
@@ -52,6 +52,12 @@ _KINDS = ("amx", "gdn", "model", "nvfp4", "prepared")
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
 _SAMPLE = 64
+
+# Where validators stand. The kernels' own modules are imported where they run.
+PACKAGES = (
+    "qconvert.validators.headers", "qconvert.validators.weights", "qconvert.validators.amx",
+    "qconvert.validators.model", "qconvert.validators.kernels", "qconvert.contrib.trtllm_gen",
+)  # fmt: skip
 
 RULES = (
     Rule(
@@ -163,17 +169,13 @@ class Report:
 
 def validators() -> list[Validator]:
     """Every validator, in file order. An import error is fatal and names the file."""
-    return [
-        module.VALIDATOR
-        for module in discover("qconvert.validators")
-        if hasattr(module, "VALIDATOR")
-    ]
+    return [module.VALIDATOR for module in discover(*PACKAGES) if hasattr(module, "VALIDATOR")]
 
 
 def rules() -> dict[str, Rule]:
     """Every rule by id, in order. Raises CheckpointError where two modules claim one id."""
     found: dict[str, Rule] = {}
-    for rule in (*RULES, *(r for m in discover("qconvert.validators") for r in _rules_of(m))):
+    for rule in (*RULES, *(r for m in discover(*PACKAGES) for r in _rules_of(m))):
         if rule.id in found:
             raise CheckpointError(f"rule {rule.id} is claimed twice in validators/")
         found[rule.id] = rule

@@ -70,7 +70,7 @@ READERS = (
            has="checkpoint manifest receipt"),
     _scene("upload", "upload {src} me/made --level headers", src="made",
            has="checkpoint manifest receipt",
-           writes="src/README.md src/qconvert.checkpoint.receipt.jsonl"),
+           writes="src/README.md src/qconvert.receipt.jsonl"),
 )  # fmt: skip
 
 CONVERSIONS = (

@@ -41,7 +41,7 @@ def _import_all(heavy: bool) -> None:
         importlib.import_module(name)
     for module in pkgutil.walk_packages(qconvert.__path__, "qconvert."):
         # Kernels import triton, plug-ins sglang: no command does unasked.
-        if "kernels" in module.name or "plugins" in module.name or module.name.endswith("__main__"):
+        if "kernels" in module.name or "plugin" in module.name or module.name.endswith("__main__"):
             continue
         importlib.import_module(module.name)
     if heavy:

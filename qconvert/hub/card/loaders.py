@@ -1,6 +1,6 @@
 """Which runtimes take a folder, and how they are started on it.
 
-Read from what the folder says of itself: the order of its projections (qconvert/consumers.py), its
+Read from what the folder says of itself: the order of its projections (runtimes/consumers.py), its
 quantization block, whether it is the whole model. Checked with sglang 0.5.23, vLLM 0.33 and transformers
 5.17; a runtime that is not known to load every tensor is not named.
 """

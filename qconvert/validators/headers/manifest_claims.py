@@ -21,7 +21,7 @@ from qconvert.core.names import weight_candidates
 from qconvert.plan.plan import ELSEWHERE
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.reading.conversions import quantizing_claims
+from qconvert.validators.headers.conversions import quantizing_claims
 from qconvert.validators.reading.model import (
     FP8,
     LINEAR_ATTENTION,

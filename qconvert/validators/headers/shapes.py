@@ -22,7 +22,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import scale_candidates, weight_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.int_parts import int_parts
+from qconvert.validators.headers.int_parts import int_parts
 from qconvert.validators.reading.model import FP8, known_family, readable_quantization
 from qconvert.validators.reading.quantization import packed_ints, states_ue8m0
 

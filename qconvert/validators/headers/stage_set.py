@@ -11,15 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.open import open_source, open_stages, receipt_of, stage_folders
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.passes.stages import (
-    RUNTIMES,
-    open_source,
-    open_stages,
-    owners_of,
-    receipt_of,
-    stage_folders,
-)
+from qconvert.runtimes.pipeline import RUNTIMES, owners_of
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Report, Request, validate_folder
 from qconvert.validation.workers import Progress

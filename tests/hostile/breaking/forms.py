@@ -151,7 +151,7 @@ def _mutations() -> Iterator[Mutation]:
             yield Mutation(f"{file} {form}", GROUP, _at(file, _sparse_copied if copied else make),
                            (file,) if form in _LINKS else (), verdict, only=only, passes=_READING,
                            most=4)  # fmt: skip
-        for file in ("qconvert.json", "qconvert.checkpoint.receipt.jsonl"):
+        for file in ("qconvert.json", "qconvert.receipt.jsonl"):
             yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
                            Verdict.EITHER, needs=frozenset({"manifest"}), most=3)  # fmt: skip
     yield Mutation(

@@ -255,7 +255,7 @@ def _finished() -> Iterator[Mutation]:
 
     for file in (
         "qconvert.json",
-        "qconvert.checkpoint.receipt.jsonl",
+        "qconvert.receipt.jsonl",
         "config.json",
         "model.safetensors",
         "README.md",

@@ -15,7 +15,7 @@ import xxhash
 
 from hostile.breaking.texts import dumped
 
-MANIFEST, RECEIPT = "qconvert.json", "qconvert.checkpoint.receipt.jsonl"
+MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 are unpacked and scaled in the kernel, products are summed in float32.
 
 Format: compressed-tensors 0.19 `pack-quantized`, symmetric: eight codes a word, the first in its lowest
-bits, each stored plus 8; one scale for each group of columns in a row (see qconvert.formats.int_packed.w4a16).
+bits, each stored plus 8; one scale for each group of columns in a row
+(see qconvert.formats.int_packed.w4a16).
 
 The bound. A code times a scale is the same float32 in kernel and reference, so all that may differ is
 rounding in the sum y of K products. Summed in any order it is off by at most K * 2^-24 of
@@ -106,7 +107,7 @@ def product(
 def reference(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and |x| |W|, both float64 [T, N] in torch, over qconvert.formats.int_packed.w4a16's weights."""
+    """The product, and |x| |W|, both float64 [T, N] in torch, over `inverse`'s weights."""
     words, factors = packed.cpu().contiguous().numpy(), scales.cpu().float().contiguous().numpy()
     weight = torch.from_numpy(inverse(words, factors, group)).to(x.device).double()
     wide = x.double()

@@ -1,0 +1,133 @@
+"""Any source opened as one checkpoint: a folder, a file, a repo in the Hub's cache, or the folders of
+pipeline stages that a split made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
+from qconvert.checkpoint.receipt import parse_receipt
+from qconvert.core.errors import CheckpointError
+from qconvert.core.graph import Source
+from qconvert.core.links import resolved
+from qconvert.core.manifest_keys import LASTING_FACTS
+
+STAGE_FACT = "stage"
+HEAD = "lm_head.weight"
+
+
+def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
+    """All stages of a split checkpoint as the one it was, links as for Checkpoint.open. Raises
+    CheckpointError where stages are missing, belong to different splits, or disagree about a tensor they
+    share."""
+    folders = stage_folders(folder)
+    if not folders:
+        raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
+    for path in folders:
+        if (path / WORK_DIR).is_dir():
+            raise CheckpointError(f"{path} is unfinished; run the split's command again")
+    for path in folders:
+        resolved(folder, path.name, follow_links=follow_links)
+    opened = [Checkpoint.open(path, follow_links=follow_links) for path in folders]
+    facts = [_facts_of(checkpoint) for checkpoint in opened]
+    partition = facts[0]["partition"]
+    for checkpoint, fact in zip(opened, facts, strict=True):
+        if fact["partition"] != partition or _parent(checkpoint) != _parent(opened[0]):
+            raise CheckpointError(
+                f"{checkpoint.root}: belongs to another split than {folders[0]}: its source, passes "
+                "or partition are others"
+            )
+    numbers = [fact["number"] for fact in facts]
+    for path, number in zip(folders, numbers, strict=True):
+        if numbers.count(number) > 1:
+            raise CheckpointError(f"{path}: stage {number} of {len(partition)} is there twice")
+    missing = sorted(set(range(len(partition))) - set(numbers))
+    if missing:
+        raise CheckpointError(f"{folder}: stage {missing[0]} of {len(partition)} is missing")
+    shards: list[Shard] = []
+    sources: dict[str, Source] = {}
+    shared: list[tuple[str, Checkpoint]] = []
+    for checkpoint, fact in zip(opened, facts, strict=True):
+        base = len(shards)
+        shards += checkpoint.shards
+        for name, source in checkpoint.items():
+            if "head_from_embeddings" in fact and name == HEAD:
+                continue
+            known = sources.get(name)
+            if known is None:
+                sources[name] = replace(source, shard=base + source.shard)
+            else:
+                shared.append((name, checkpoint))
+    _check_shared(shared, opened)
+    first = opened[numbers.index(0)]
+    digest = sha256("".join(checkpoint.header_digest for checkpoint in opened).encode())
+    return replace(first, shards=tuple(shards), sources=sources, header_digest=digest.hexdigest())
+
+
+def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Checkpoint]) -> None:
+    """Tensors that several stages hold must be one: their receipts have the same hash of them."""
+    if not shared:
+        return
+    names = {name for name, _ in shared}
+    hashes: dict[str, set[str]] = {}
+    for checkpoint in opened:
+        for record in receipt_of(checkpoint):
+            if record.get("name") in names and record["name"] in checkpoint:
+                hashes.setdefault(record["name"], set()).add(str(record.get("xxh3")))
+    for name, checkpoint in shared:
+        if len(hashes.get(name, ())) != 1:
+            raise CheckpointError(
+                f"{checkpoint.root}: tensor {name!r} is another than in an earlier stage"
+            )
+
+
+def receipt_of(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], ...]:
+    """The lines of a folder's receipt. Raises CheckpointError where it is missing or broken."""
+    file = checkpoint.root / RECEIPT
+    data = checkpoint.read(RECEIPT, checkpoint.receipt_limit)
+    if data is None:
+        raise CheckpointError(f"{file} is missing; run the split's command again")
+    return parse_receipt(data, file).lines
+
+
+def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    found = (checkpoint.manifest or {}).get(STAGE_FACT)
+    number = partition = None
+    if isinstance(found, dict):
+        number, partition = found.get("number"), found.get("partition")
+    sizes = partition if isinstance(partition, list) else []
+    sound = sizes and all(type(size) is int and size > 0 for size in sizes)
+    if not sound or type(number) is not int or not 0 <= number < len(sizes):
+        raise CheckpointError(
+            f"{checkpoint.root}: its qconvert.json does not say which stage it is"
+        )
+    assert isinstance(found, dict)
+    return found
+
+
+def _parent(checkpoint: Checkpoint) -> list[Any]:
+    """What all stages of one split have in common."""
+    manifest = checkpoint.manifest or {}
+    identity = manifest.get("identity", {})
+    keys = ("source", "source_sample", "passes", "qconvert")
+    return [*(identity.get(key) for key in keys), [manifest.get(key) for key in LASTING_FACTS]]
+
+
+def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
+    """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
+    they were. Raises CheckpointError."""
+    if str(where) and stage_folders(Path(where)):
+        return open_stages(Path(where), follow_links=follow_links)
+    return Checkpoint.open(where, follow_links=follow_links)
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Folders of pipeline stages in a folder that is no checkpoint itself; [] in any other."""
+    if (folder / "config.json").exists():
+        return []
+    return sorted(path for path in folder.glob("stage-*-of-*") if path.is_dir())

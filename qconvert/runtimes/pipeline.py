@@ -1,0 +1,160 @@
+"""Which layers a pipeline stage owns, and which stages hold a tensor, by each runtime's rules.
+
+Stage s of a partition p owns layers [sum(p[:s]), sum(p[:s]) + p[s]). Layers keep their global numbers
+and config.json keeps the global count: the runtime is told the partition by an environment variable.
+
+Rules read in sglang 0.5.23 (`distributed/utils.py`, `get_pp_indices`; `SGLANG_PP_LAYER_PARTITION`) and
+vLLM 0.33 (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.family import Census, Place
+from qconvert.core.errors import PlanError, UsageError
+from qconvert.core.shown import count
+from qconvert.runtimes.consumers import parse_consumer
+
+Runtime = Literal["sglang", "vllm"]
+VARIABLE: dict[str, str] = {
+    "sglang": "SGLANG_PP_LAYER_PARTITION",
+    "vllm": "VLLM_PP_LAYER_PARTITION",
+}
+RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: its number, the whole partition, and the folder it goes to."""
+
+    number: int
+    partition: tuple[int, ...]
+
+    @property
+    def folder(self) -> str:
+        return f"stage-{self.number:02d}-of-{len(self.partition):02d}"
+
+    @property
+    def layers(self) -> range:
+        """Global numbers of the layers it owns."""
+        start = sum(self.partition[: self.number])
+        return range(start, start + self.partition[self.number])
+
+
+def default_partition(layers: int, stages: int, runtime: Runtime) -> tuple[int, ...]:
+    """The partition a runtime makes where none is stated. L = q * stages + rem: sglang gives one
+    more layer to the last rem stages; vLLM to rem stages counted backwards from the second-last
+    (the last one has the head to carry). Raises PlanError for fewer layers than stages."""
+    if not 1 <= stages <= layers:
+        raise PlanError(f"{count(layers, 'layer')} cannot be cut into {count(stages, 'stage')}")
+    share, rest = divmod(layers, stages)
+    sizes = [share] * stages
+    if runtime == "sglang":
+        for i in range(stages - rest, stages):
+            sizes[i] += 1
+    else:
+        for i in range(2, rest + 2):
+            sizes[-i] += 1
+    return tuple(sizes)
+
+
+def check_partition(partition: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The partition, if a runtime would take it. Raises PlanError with the runtime's own condition:
+    the sizes must add up to num_hidden_layers, and each stage needs a layer."""
+    if sum(partition) != layers:
+        raise PlanError(
+            f"sum of the partition {','.join(map(str, partition))} is {sum(partition)}, it must "
+            f"equal num_hidden_layers = {layers}"
+        )
+    if any(size < 1 for size in partition):
+        raise PlanError(f"every stage needs a layer, found {','.join(map(str, partition))}")
+    return tuple(partition)
+
+
+def check_runtime(name: str | None) -> Runtime | None:
+    """The runtime of `--for`, `NAME[==VERSION]`. Raises UsageError for one that has no stages here,
+    PlanError for an unknown one."""
+    plain = None if name is None else parse_consumer(name).name
+    if plain not in (None, "sglang", "vllm"):
+        raise UsageError(f"{name!r} is not a runtime with pipeline stages; choose sglang or vllm")
+    return plain  # type: ignore[return-value]
+
+
+def parse_partition(text: str) -> tuple[int, ...]:
+    """`15,15,15,16`, the layers of each stage; or one number, of stages. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
+        raise UsageError(f"{text!r} is not a partition; write 15,15,15,16 or a number of stages")
+    sizes = tuple(map(int, parts))
+    if 0 in sizes:
+        raise UsageError(
+            f"{text!r} is not a partition: "
+            + ("every stage needs a layer" if len(sizes) > 1 else "there must be a stage")
+        )
+    return sizes
+
+
+def partition_of(text: str, layers: int, runtime: Runtime | None) -> tuple[int, ...]:
+    """`15,15,15,16`, or a number of stages to cut as the runtime would. Raises UsageError for a text
+    that is neither and for a number without a runtime, PlanError where the layers are others."""
+    sizes = parse_partition(text)
+    if len(sizes) > 1:
+        return check_partition(sizes, layers)
+    if runtime is None:
+        raise UsageError(
+            f"{text} stages are cut differently by each runtime: say --for sglang or --for vllm, or "
+            "state the partition"
+        )
+    return default_partition(layers, sizes[0], runtime)
+
+
+def owners_of(
+    whole: Checkpoint, name: str, partition: Sequence[int], runtime: Runtime | None
+) -> Sequence[int]:
+    """Numbers of the stages that hold a tensor of a whole checkpoint, by a runtime's rules. Raises
+    PlanError for one of no known place."""
+    census = whole.census
+    has_mtp = any(census.family.is_mtp(n, census.dims) for n in whole)
+    stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
+    return stages_of(name, census, stages, runtime, has_mtp=has_mtp)
+
+
+def stages_of(
+    name: str,
+    census: Census,
+    stages: Sequence[Stage],
+    runtime: Runtime | None,
+    *,
+    has_mtp: bool,
+) -> Sequence[int]:
+    last = len(stages) - 1
+    place = census.places.get(name)
+    if place is None:
+        raise PlanError(
+            f"{name!r}: family {census.family.name} knows no such tensor, so no stage can be named "
+            "for it; drop it by a rule, or describe it in layouts/"
+        )
+    if census.family.is_mtp(name, census.dims):
+        return [last]
+    if place.role.name.startswith("vision."):
+        return range(len(stages))  # runtimes build the tower without asking for their stage
+    if place.role.name == "embed_tokens":
+        if runtime != "sglang":  # vLLM builds them in every stage; unknown runtimes may
+            return range(len(stages))
+        return sorted({0, last}) if census.dims.tied or has_mtp else [0]
+    if place.layer is not None:
+        return [_owner_of_layer(name, place, stages)]
+    if place.role.name in ("norm", "lm_head"):
+        return [last]
+    raise PlanError(f"{name!r}: its role {place.role.name!r} belongs to no stage qconvert knows of")
+
+
+def _owner_of_layer(name: str, place: Place, stages: Sequence[Stage]) -> int:
+    for stage in stages:
+        if place.layer in stage.layers:
+            return stage.number
+    raise PlanError(f"{name!r} lies in no stage's layers")
