@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
-from qconvert.matrices.stored import Stored
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.validators.amx.reading import source_weights
 from qconvert.validators.reading.decode import (
     as_bf16,
     floats,
@@ -30,6 +27,7 @@ from qconvert.validators.reading.decode import (
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.results import Results, bf16_results, is_worth
+from qconvert.validators.reading.rows import bf16_rows
 
 FLOAT32 = st.integers(0, 2**32 - 1)
 CODES = st.lists(st.integers(0, 255), max_size=70)
@@ -222,7 +220,7 @@ def test_results_are_worth_it_where_scales_stand_for_much() -> None:
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
 @pytest.mark.parametrize("block", [*GRIDS.values(), (1, 8)], ids=[*GRIDS, "groups"])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_a_source_s_matrix_for_amx(block: tuple[int, int], dtype: str, seed: int) -> None:
+def test_rows_as_consumers_compute_with_them(block: tuple[int, int], dtype: str, seed: int) -> None:
     """Any rows of it, weight by weight; a cut inside a block too."""
     random = np.random.default_rng(seed)
     high, wide = block
@@ -232,12 +230,13 @@ def test_a_source_s_matrix_for_amx(block: tuple[int, int], dtype: str, seed: int
     memory = Memory(w=codes.tobytes(), s=scale.tobytes())
     weight = Source("w", TensorType(dtype, (300, 200)), 0, 0)
     grid = Source("s", TensorType("F32", shape), 0, 0)
-    stored = Stored(DequantFp8(block), (weight.output, grid.output), 300, 200)
+    form = Form("fp8", weight, 0, 300, 200, Grid(grid, 0, *shape, block))
+    matrix = Matrix(("m", None, None, ""), "w", "m", None, None, form, ((0, 300),))
     over = np.repeat(np.repeat(scale, high, 0), wide, 1)[:300, :200]
     table = np.array([fp8_value(code, dtype) for code in range(256)], np.float32)
     with np.errstate(all="ignore"):
         exact = as_bf16(table[codes] * over)
     step = int(random.choice([10, 75, 100, 300]))
     for start in range(0, 300, step):
-        found = source_weights(memory, stored.cut(start, start + step))
+        found = bf16_rows(memory, matrix, start, start + step)
         np.testing.assert_array_equal(found, exact[start : start + step])

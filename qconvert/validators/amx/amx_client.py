@@ -26,20 +26,20 @@ from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.amx.kt_forward import UNABLE, Job
 from qconvert.validators.amx.reading import (
-    KINDS,
     Block,
     Sources,
     matching_source,
     read_block,
-    source_weights,
     weights,
 )
+from qconvert.validators.reading.experts import KINDS
+from qconvert.validators.reading.rows import bf16_rows
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from qconvert.validators.amx.reading import Floats
+    from qconvert.validators.reading.decode import Floats
 
 RULES = (
     Rule(
@@ -172,7 +172,7 @@ def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) ->
             inputs.add(by_ours, expert, [values for values, _ in mine], block.numa)
             noise += [each for _, each in mine]
             del mine
-            real = [source_weights(theirs, sources[layer, kind, expert]) for kind in KINDS]
+            real = [bf16_rows(theirs, sources[layer, kind, expert]) for kind in KINDS]
             inputs.add(by_source, expert, real, block.numa)
             size += [float(np.linalg.norm(matrix)) ** 2 for matrix in real]
     finally:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from qconvert.formats.amx.encode import Method
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import CHUNK, Room, Watch
 from qconvert.validators.amx.reading import sound_block
+from qconvert.validators.reading.amx import Method
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,28 +12,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.graph import Source
-from qconvert.formats.amx.encode import STEP
-from qconvert.matrices.stored import Stored
-from qconvert.ops.transpose import Columns
 from qconvert.validation.findings import Finding, Measure, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Room, Task
 from qconvert.validators.amx.reading import (
-    KINDS,
     Block,
-    Kind,
     matching_source,
     shard_name,
     shard_weights,
     sound_block,
-    source_weights,
 )
-from qconvert.validators.reading.decode import warm
+from qconvert.validators.reading.amx import LARGEST, STEP
+from qconvert.validators.reading.experts import KINDS, Kind
+from qconvert.validators.reading.matrices import Matrix
+from qconvert.validators.reading.rows import bf16_rows
 from qconvert.validators.weights.int_bounds import lost_row
 from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
-    from qconvert.validators.amx.reading import Floats
+    from qconvert.validators.reading.decode import Floats
 
 RULES = (
     Rule(
@@ -48,7 +45,6 @@ RULES = (
 _SAMPLE = 4
 # Of the step that a row's largest weight leads to, the least that calibration tries.
 _LEAST_CLIP = 0.25
-_LARGEST = {"int4": 7, "int8": 127}
 # Half a step where codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
 # what that made a half of is rounded up.
 _BOUND = {("int4", "peer"): 8.5 / 16}
@@ -78,8 +74,8 @@ class AmxWeights:
                     names = [shard_name(layer, kind, expert, n) for n in range(block.numa)]
                     parts = [f"{name}.{part}" for name in names for part in ("weight", "scale")]
                     tensors = {name: folder.checkpoint[name] for name in parts}
-                    stored = sources[layer, kind, expert]
-                    yield MatrixTask(block, layer, kind, expert, tensors, stored)
+                    source = sources[layer, kind, expert]
+                    yield MatrixTask(block, layer, kind, expert, tensors, source)
 
 
 def sampled(experts: int) -> list[int]:
@@ -97,7 +93,7 @@ class MatrixTask:
     kind: Kind
     expert: int
     tensors: Mapping[str, Source]
-    source: Stored
+    source: Matrix
 
     @property
     def where(self) -> str:
@@ -106,27 +102,26 @@ class MatrixTask:
     @property
     def nbytes(self) -> int:
         ours = sum(tensor.type.nbytes for tensor in self.tensors.values())
-        return ours + sum(arg.type.nbytes for arg in self.source.args)
+        return ours + self.source.nbytes
 
     @property
     def scratch(self) -> int:
         """A stretch of rows in float32 from both sides, its difference, and what it takes to judge
         it, beside what was read: some twelve times float32."""
-        return 48 * self._height * self.source.columns
+        return 48 * self._height * self.source.form.columns
 
     @property
     def _height(self) -> int:
         """Rows looked at in one go: those that lie together here. Of a stack [E, inputs, outputs] rows
         lie apart in the source, and all are read for any."""
-        whole = isinstance(self.source.decoder, Columns)
+        form = self.source.form
+        whole = form.turned and form.codes is None
         return self.source.rows if whole else STEP[self.block.method]
 
     def run(self, room: Room) -> Iterator[Finding | Measure]:
-        warm()
         sums = Sums()
         for top in range(0, self.source.rows, self._height):
-            stored = self.source.cut(top, top + self._height)
-            expected = source_weights(room.source, stored)
+            expected = bf16_rows(room.source, self.source, top, top + self._height)
             for base, rows, columns, start in self._shards(top):
                 found, step = shard_weights(
                     self.block, self.tensors, room.output, base, self.kind, start,
@@ -154,7 +149,7 @@ class MatrixTask:
                         base,
                         f"row {top + rows.start + odd}: a step of {step[odd]:g} is not what its "
                         f"largest weight, {largest:g}, leads to: expected about "
-                        f"{largest / _LARGEST[self.block.method]:g}",
+                        f"{largest / LARGEST[self.block.method]:g}",
                     )
                     return
         yield sums.measure(
@@ -191,7 +186,7 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
         size = step[:, None]
         fits = np.abs(expected - found) <= (bound + _SLACK) * size + _FLUSHED
         if block.rounding == "search":
-            beyond = (_LARGEST[block.method] - 0.5) * size
+            beyond = (LARGEST[block.method] - 0.5) * size
             outward = expected * np.sign(found) >= beyond - _SLACK * size
             fits |= (np.abs(found) > beyond) & outward
     if fits.all():
@@ -210,7 +205,7 @@ def _lost_row(
     if block.rounding != "gptq":
         return None
     with np.errstate(all="ignore"):
-        size, top = step[:, None], _LARGEST[block.method]
+        size, top = step[:, None], LARGEST[block.method]
         best = np.clip(np.rint(expected / size), -top, top) * size
     return lost_row(expected, found, np.where(np.isfinite(best), best, np.float32(0)))
 
@@ -221,7 +216,7 @@ def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> in
     or, where calibration chose it, is none of the parts of that one which it tries."""
     import numpy as np
 
-    top = _LARGEST[block.method]
+    top = LARGEST[block.method]
     with np.errstate(all="ignore"):
         largest = np.abs(expected).max(axis=1)
         plain = largest / np.float32(top)

@@ -13,32 +13,28 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Output, Source
-from qconvert.formats.amx.encode import BITS, RUNTIME_NAME, Method, check_dims, inverse
-from qconvert.matrices.experts import Experts, routed_experts
-from qconvert.matrices.stored import Stored
-from qconvert.ops.buffers import array
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.plan.plan import Plan
+from qconvert.core.graph import Source
 from qconvert.validation.runner import Folder, NotChecked
 from qconvert.validation.workers import Reads
-from qconvert.validators.reading.decode import as_bf16, fp8_floats, fp8_results, scale_floats
+from qconvert.validators.reading.amx import (
+    BITS,
+    RUNTIME_NAME,
+    Method,
+    size_fault,
+    steps,
+    tile_floats,
+)
+from qconvert.validators.reading.experts import KINDS, Kind, Routed, routed_experts
+from qconvert.validators.reading.matrices import Matrix
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.validators.reading.decode import Bytes, Floats
 
-    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-
-Kind = Literal["gate", "up", "down"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-_METHODS: Mapping[Any, Method] = {"AMXINT4": "int4", "AMXINT8": "int8"}
+_METHODS: Mapping[Any, Method] = {name: method for method, name in RUNTIME_NAME.items()}
 # How a folder's codes were found: as kt-kernel's converter rounds, with steps searched for, or by
 # calibration.
 FoundBy = Literal["peer", "search", "gptq"]
 _ROUNDINGS: tuple[FoundBy, ...] = get_args(FoundBy)
-# Codes that a scale must stand for, that looking up what they come to is quicker than working it out.
-_WORTH = 1024
 _COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
 
 
@@ -102,7 +98,9 @@ def read_block(checkpoint: Checkpoint) -> Block:
     if not layers or layers != sorted(set(layers)) or layers[0] < 0:
         raise PlanError(f"expected layers to be ascending numbers, found {layers}")
     numa, hidden, intermediate, experts = (found[key] for key in _COUNTS)
-    check_dims(_METHODS[method], hidden, intermediate, numa)
+    fault = size_fault(_METHODS[method], hidden, intermediate, numa)
+    if fault is not None:
+        raise PlanError(fault)
     how = _METHODS[method], _ROUNDINGS[_ROUNDINGS.index(rounding)]
     return Block(*how, numa, hidden, intermediate, experts, tuple(layers))
 
@@ -131,13 +129,13 @@ def sound_block(checkpoint: Checkpoint) -> Block:
     return block
 
 
-def source_experts(folder: Folder) -> Experts:
+def source_experts(folder: Folder) -> Routed:
     """The source's routed experts. Raises PlanError where it has none that can be read."""
     assert folder.source is not None
-    return routed_experts(Plan.identity(folder.source))
+    return routed_experts(folder.source)
 
 
-def mismatches(block: Block, folder: Folder, experts: Experts) -> list[str]:
+def mismatches(block: Block, folder: Folder, experts: Routed) -> list[str]:
     """What the manifest says and the source does not bear out. Draft layers are there all or not at
     all."""
     assert folder.source is not None
@@ -151,8 +149,7 @@ def mismatches(block: Block, folder: Folder, experts: Experts) -> list[str]:
         )
         if here != there
     ]
-    own = {p.layer for p in experts.projections if not p.draft}
-    drafts = {p.layer for p in experts.projections if p.draft}
+    own, drafts = experts.own, experts.drafts
     if set(block.layers) not in (own, own | drafts):
         there = _spell(own) + (f", draft layers {_spell(drafts)}" if drafts else "")
         found.append(f"the layers with experts are {_spell(block.layers)} here; source: {there}")
@@ -163,7 +160,7 @@ def _spell(layers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(layers)))
 
 
-Sources = Mapping[tuple[int, Kind, int], Stored]
+Sources = Mapping[tuple[int, Kind, int], Matrix]
 
 
 def matching_source(block: Block, folder: Folder) -> Sources:
@@ -176,8 +173,7 @@ def matching_source(block: Block, folder: Folder) -> Sources:
     wrong = mismatches(block, folder, experts)
     if wrong:
         raise NotChecked(f"QC043: {wrong[0]}")
-    kinds: dict[str, Kind] = {f"{kind}_proj": kind for kind in KINDS}
-    return {(p.layer, kinds[p.kind], p.expert): p.weight for p in experts.projections}
+    return experts.matrices
 
 
 def shard_weights(
@@ -192,16 +188,15 @@ def shard_weights(
 
     rows, columns = block.shard_shape(kind)
     stop = rows if stop is None else stop
-    weight, scale = (_output(tensors, f"{base}.{part}") for part in ("weight", "scale"))
+    weight, scale = (_tensor(tensors, f"{base}.{part}") for part in ("weight", "scale"))
     if scale.type != TensorType("F32", (rows,)):
         raise PlanError(f"{base}.scale: expected F32 [{rows}], found {scale.type}")
     line = weight.type.nbytes // rows
-    packed = read_bytes(reader, weight, start * line, stop * line)
-    codes = array(packed, np.uint8, (packed.nbytes,))
-    scales = array(read_bytes(reader, scale, 4 * start, 4 * stop), np.float32, (stop - start,))
-    with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
-        values = inverse(block.method, codes, scales, columns)
-        return values, scales if block.method == "int8" else scales * np.float32(16)
+    codes = read_bytes(reader, weight, start * line, stop * line)
+    scales = read_bytes(reader, scale, 4 * start, 4 * stop).view(np.float32)
+    with np.errstate(all="ignore"):
+        step = steps(block.method, scales)
+    return tile_floats(block.method, codes, scales, columns), step
 
 
 def weights(
@@ -218,64 +213,16 @@ def weights(
     return np.concatenate([s[0] for s in shards], axis=1 if kind == "down" else 0), noise
 
 
-def source_weights(reader: Reads, stored: Stored) -> Floats:
-    """A matrix of the source, decoded to BF16, as float32 [rows, columns]."""
-    import numpy as np
-
-    if isinstance(stored.decoder, DequantFp8):
-        return _fp8_weights(reader, stored, stored.decoder.block)
-    ins = [Buffer(arg.type, read_bytes(reader, arg)) for arg in stored.args]
-    data = ins[0].data
-    if stored.decoder is not None:
-        types = [buffer.type for buffer in ins]
-        (kind,) = stored.decoder.infer(*types)
-        data = memoryview(bytearray(kind.nbytes))
-        scratch = memoryview(bytearray(stored.decoder.scratch(*types)))
-        stored.decoder.run(ins, [Buffer(kind, data)], scratch)
-    bits = array(data, np.uint16, (stored.rows, stored.columns)).astype(np.uint32)
-    return (bits << 16).view(np.float32)
-
-
-def _fp8_weights(reader: Reads, stored: Stored, block: tuple[int, int]) -> Floats:
-    """FP8 codes times their scales, rounded to bf16: looked up where scales stand for many codes."""
-    import numpy as np
-
-    codes, grid = stored.args
-    raw = np.frombuffer(read_bytes(reader, codes), np.uint8).reshape(stored.rows, stored.columns)
-    lines = scale_floats(np.frombuffer(read_bytes(reader, grid), np.uint8), grid.type.dtype)
-    lines = lines.reshape(grid.type.shape)
-    dtype = codes.type.dtype
-    out = np.empty(raw.shape, np.float32)
-    across = np.arange(stored.columns) // block[1]
-    for number, line in enumerate(lines):
-        rows = slice(number * block[0], (number + 1) * block[0])
-        if raw[rows].size < _WORTH * line.size:
-            with np.errstate(all="ignore"):
-                values = fp8_floats(raw[rows].reshape(-1), dtype).reshape(-1, stored.columns)
-                out[rows] = as_bf16(values * line[across])
-        else:
-            numbers = raw[rows] + (across * 256).astype(np.uint16 if line.size <= 256 else np.intp)
-            fp8_results(line, dtype).take(numbers, out=out[rows], mode="clip")
-    return out
-
-
-def _output(tensors: Mapping[str, Source], name: str) -> Output:
+def _tensor(tensors: Mapping[str, Source], name: str) -> Source:
     if name not in tensors:
         raise PlanError(f"{name!r} is missing")
-    return tensors[name].output
+    return tensors[name]
 
 
-def read_bytes(
-    reader: Reads, output: Output, first: int = 0, last: int | None = None
-) -> memoryview:
-    """Bytes [first, last) of something that is computed from nothing: of ranges of tensors."""
-    last = output.type.nbytes if last is None else last
-    data = memoryview(bytearray(last - first))
-    at = 0  # where a piece begins
-    for origin, start, stop in output.pieces:
-        assert isinstance(origin, Source)
-        low, high = max(first, at), min(last, at + stop - start)
-        if low < high:
-            reader.read(origin, start + low - at, data[low - first : high - first])
-        at += stop - start
+def read_bytes(reader: Reads, tensor: Source, start: int, stop: int) -> Bytes:
+    """Bytes [start, stop) of a tensor."""
+    import numpy as np
+
+    data = np.empty(stop - start, np.uint8)
+    reader.read(tensor, start, data.data)
     return data

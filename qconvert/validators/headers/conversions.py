@@ -42,6 +42,7 @@ RULES = (
     ),
 )
 
+FACT = "calibration"  # of the manifest
 _TP = re.compile(r"\btp=(\d{1,5})\b")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("samples", "length", "block_size", "min_tokens")

@@ -18,7 +18,6 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.names import weight_candidates
-from qconvert.plan.plan import ELSEWHERE
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.conversions import quantizing_claims
@@ -32,6 +31,7 @@ from qconvert.validators.reading.model import (
 )
 
 FACT = "gdn_groups"
+_ELSEWHERE = "elsewhere:"  # how rules begin that leave a tensor to another folder
 
 RULES = (
     Rule(
@@ -154,7 +154,7 @@ def _strangers(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
 
 def _dropped(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
     for rule, names in manifest["dropped"].items():
-        if rule.startswith(ELSEWHERE):
+        if rule.startswith(_ELSEWHERE):
             continue  # a tensor of the same name was made anew
         for name in names:
             if isinstance(name, str) and name in checkpoint:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.checkpoint.family import undescribed
-from qconvert.checkpoint.quantization_config import grid_fault
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.core.shown import count
@@ -238,12 +237,20 @@ def _grid_fault(
         if scale.numel == 1 or last or len(scale.shape) < len(weight.shape):
             return None
         return f"a grid {list(scale.shape)} of block scales, and the config states no block size"
-    fault = grid_fault(weight, scale, block)
-    if fault is None and scale.numel == 1 and name.endswith("_scale_inv"):
-        rows, columns = weight.shape[-2:]
-        if rows > block[0] or columns > block[1]:
+    *lead, rows, columns = weight.shape
+    if scale.numel == 1:
+        if name.endswith("_scale_inv") and (rows > block[0] or columns > block[1]):
             return f"one scale for {weight}, and the config states blocks of {block[0]}x{block[1]}"
-    return fault
+        return None
+    grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
+    # A scale a row, or an expert, is another form.
+    others = (*lead, rows, 1), (*lead, 1, 1)
+    if len(scale.shape) != len(grid) or scale.shape in (grid, *others):
+        return None
+    return (
+        f"expected a scale grid {list(grid)} for {weight} in blocks of {block[0]}x{block[1]}, found "
+        f"{list(scale.shape)}"
+    )
 
 
 def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:

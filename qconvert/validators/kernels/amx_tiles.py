@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qconvert.formats.amx.encode import STEP
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.amx.reading import (
-    KINDS,
     Block,
-    Kind,
     Sources,
     matching_source,
     shard_name,
     sound_block,
-    source_weights,
 )
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, device, head, read, said
+from qconvert.validators.reading.amx import LARGEST, STEP
+from qconvert.validators.reading.experts import KINDS, Kind
+from qconvert.validators.reading.rows import bf16_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +38,6 @@ RULES = (
     ),
 )
 
-_LARGEST = {"int4": 7, "int8": 127}
 # In steps. Codes are rounded once, to half a step; kt-kernel's int4 to sixteenths of a step first.
 _BOUND = {("int4", "peer"): 8.5 / 16}
 _SLACK = 2.0**-12  # multiplying by the inverse of a step and back
@@ -140,13 +138,13 @@ class _Work:
         expected = None
         if self.sources is not None:
             assert theirs is not None
-            expected = torch.from_numpy(source_weights(theirs, self.sources[matrix]))
+            expected = torch.from_numpy(bf16_rows(theirs, self.sources[matrix]))
         for shard in range(self.block.numa):
             base = shard_name(layer, kind, expert, shard)
             weight, scale = (folder.checkpoint[f"{base}.{part}"] for part in ("weight", "scale"))
             nbytes = weight.type.nbytes // rows * count  # rows lie in bands of a whole step
-            packed = read(ours, weight.output.rows(0, nbytes)).to(where)
-            steps = read(ours, scale.output.rows(0, count)).view(torch.float32).to(where)
+            packed = read(ours, weight, 0, nbytes).to(where)
+            steps = read(ours, scale, 0, 4 * count).view(torch.float32).to(where)
             of = "" if count == rows else f" of {rows}"
             name = f"{base}.weight, {count}{of} x {columns}"
             found = amx.unpacked(self.block.method, packed, steps, columns)
@@ -170,7 +168,7 @@ def _rounded(block: Block, name: str, expected: Tensor, found: Tensor, steps: Te
     error = ((expected - found).abs() - _FLUSHED).clamp_min(0)
     error = torch.where(error == 0, error, error / size)
     if block.rounding == "search":
-        beyond = (_LARGEST[block.method] - 0.5) * size
+        beyond = (LARGEST[block.method] - 0.5) * size
         outward = expected * found.sign() >= beyond - _SLACK * size
         error = torch.where((found.abs() > beyond) & outward, 0.0, error)
     bound = _BOUND.get((block.method, block.rounding), 0.5) + _SLACK

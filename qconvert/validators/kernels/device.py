@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 from typing import TYPE_CHECKING
 
-from qconvert.core.graph import Output
+from qconvert.core.graph import Source
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding, Proved, Skipped, Table
 from qconvert.validators.amx.reading import read_bytes
@@ -127,11 +127,11 @@ def head(rows: int, columns: int, step: int, device: str) -> int:
     return rows if device == "cuda" else min(rows, max(1, _AT_MOST // (step * columns)) * step)
 
 
-def read(reader: Reader, output: Output) -> Tensor:
-    """The bytes of what is computed from nothing, ranges of tensors, as uint8."""
+def read(reader: Reader, tensor: Source, start: int, nbytes: int) -> Tensor:
+    """A tensor's bytes from `start` on, as uint8."""
     import torch
 
-    return torch.frombuffer(read_bytes(reader, output), dtype=torch.uint8)
+    return torch.from_numpy(read_bytes(reader, tensor, start, start + nbytes))
 
 
 def said(

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qconvert.core.dtypes import ceil_div
-from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output
-from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of
-from qconvert.plan.plan import Plan
+from qconvert.core.dtypes import DTYPE_BITS, ceil_div
+from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
+from qconvert.validators.reading.forms import Form, Forms, Unread
 
 RULES = (
     Rule(
@@ -34,13 +32,12 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One matrix of the source, codes and scales in blocks, and the same in the output."""
+    """One matrix of the source, codes and scales, and the tensor that holds it in the output, whose
+    numbers lie where the codes do."""
 
     name: str
-    codes: Output
-    scales: Output
-    block: tuple[int, int]
-    made: Output
+    form: Form
+    made: Source
 
 
 @dataclass(frozen=True)
@@ -86,28 +83,23 @@ def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
         return [], "no FP8 matrix of the source is BF16 here"
     if folder.request.level == "headers":
         return [], NO_DATA
-    plan = Plan.identity(source)
+    forms = Forms(source)
     try:
         picked = chosen(names, folder.request.layers)
-        found = [matrix for name in picked for matrix in _of(plan, made[name].output, name)]
-    except PlanError as error:
-        return [], f"the source's FP8 cannot be read: {error}"
+        found = [matrix for name in picked for matrix in _of(forms, made[name], name)]
+    except Unread as why:
+        return [], f"the source's FP8 cannot be read: {why}"
     return found, "" if found else "the layers asked for hold no FP8 matrix that is BF16 here"
 
 
-def _of(plan: Plan, made: Output, name: str) -> Iterator[_Matrix]:
+def _of(forms: Forms, made: Source, name: str) -> Iterator[_Matrix]:
     """A tensor's matrix; of a stack, those of the first and the last expert."""
-    scale = fp8_scale_name(plan, name)
-    scheme = fp8_scheme_of(plan, scale)
-    op, codes, scales = fp8_reading(plan.tensors[name], plan.tensors[scale], scheme)
-    op.infer(codes.type, scales.type)
-    made = made.reshape(codes.type.shape)
-    if len(codes.type.shape) == 2:
-        yield _Matrix(name, codes, scales, op.block, made)
+    if len(made.type.shape) == 2:
+        yield _Matrix(name, forms.of(name), made)
         return
-    for i in dict.fromkeys((0, codes.type.shape[0] - 1)):
-        part = codes.index(i), scales.index(i), op.block, made.index(i)
-        yield _Matrix(f"{name}[{i}]", *part)
+    each = list(forms.of_stack(name, turned=False))
+    for i in dict.fromkeys((0, len(each) - 1)):
+        yield _Matrix(f"{name}[{i}]", each[i], made)
 
 
 def _cases(folder: Folder, matrices: list[_Matrix], where: str) -> Iterator[tuple[str, Case]]:
@@ -123,15 +115,18 @@ def _cases(folder: Folder, matrices: list[_Matrix], where: str) -> Iterator[tupl
     ours, theirs = Reader(folder.checkpoint.shards), Reader(folder.source.shards)
     try:
         for matrix in matrices:
-            rows, columns = matrix.codes.type.shape
-            height = matrix.block[0]
+            form, grid = matrix.form, matrix.form.grid
+            assert grid is not None
+            rows, columns, height = form.rows, form.columns, grid.block[0]
             count = head(rows, columns, min(height, rows), where)
-            codes = read(theirs, matrix.codes.rows(0, count)).reshape(count, columns)
-            grid = matrix.scales.rows(0, ceil_div(count, height))
-            scales = read(theirs, grid).view(kinds.get(grid.type.dtype, torch.uint8))
-            scales = scales.reshape(grid.type.shape)
-            made = read(ours, matrix.made.rows(0, count)).view(torch.int16).reshape(count, columns)
-            found = fp8.dequant(codes.to(where), scales.to(where), matrix.block)
+            codes = read(theirs, form.weight, form.at, count * columns).reshape(count, columns)
+            dtype, lines = grid.scale.type.dtype, ceil_div(count, height)
+            width = DTYPE_BITS[dtype] // 8
+            scales = read(theirs, grid.scale, grid.first * width, lines * grid.columns * width)
+            scales = scales.view(kinds.get(dtype, torch.uint8)).reshape(lines, grid.columns)
+            made = read(ours, matrix.made, 2 * form.at, 2 * count * columns)
+            made = made.view(torch.int16).reshape(count, columns)
+            found = fp8.dequant(codes.to(where), scales.to(where), grid.block)
             of = "" if count == rows else f" of {rows}"
             name = f"{matrix.name}, {count}{of} x {columns}"
             yield matrix.name, bitwise(name, found.cpu(), made)

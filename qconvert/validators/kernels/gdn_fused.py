@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.errors import PlanError
-from qconvert.core.row_order import Layout
-from qconvert.matrices.stored import read_matrix
-from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.amx.reading import source_weights
 from qconvert.validators.kernels.device import NO_DATA, Said, device, said
-from qconvert.validators.reading.matrices import gdn_groups
+from qconvert.validators.reading.forms import Unread
+from qconvert.validators.reading.matrices import gdn_groups, segment_runs, whole
+from qconvert.validators.reading.rows import bf16_rows
 
 if TYPE_CHECKING:
     import torch
@@ -144,14 +141,17 @@ def _weights(
     that is not read."""
     import torch
 
-    plan, reader = Plan.identity(checkpoint), Reader(checkpoint.shards)
+    names, reader = [f"{module}.{part}.weight" for part in parts], Reader(checkpoint.shards)
+    lacking = [name for name in names if name not in checkpoint]
+    if lacking:
+        raise NotChecked(f"{lacking[0]!r} is missing")
     try:
-        stored = [read_matrix(plan, f"{module}.{part}")[0] for part in parts]
-        return [torch.from_numpy(source_weights(reader, s)).bfloat16().to(device) for s in stored]
-    except PlanError as error:
-        raise NotChecked(str(error)) from error
+        found = [bf16_rows(reader, whole(checkpoint, name)) for name in names]
+    except Unread as why:
+        raise NotChecked(f"{module}: {why}") from why
     finally:
         reader.close()
+    return [torch.from_numpy(matrix).bfloat16().to(device) for matrix in found]
 
 
 def _apart(
@@ -168,10 +168,6 @@ def _apart(
     found: list[torch.Tensor] = []
     segments = (heads.segments, (heads.values, heads.values))
     for fused, rows in zip(_weights(checkpoint, module, _FUSED, device), segments, strict=True):
-        runs: list[list[torch.Tensor]] = [[] for _ in rows]
-        at = 0
-        for segment, start, stop in Layout(rows, groups).runs():
-            runs[segment].append(fused[at : at + stop - start])
-            at += stop - start
-        found += [torch.cat(parts) for parts in runs]
+        for runs in segment_runs(rows, groups):
+            found.append(torch.cat([fused[start:stop] for start, stop in runs]))
     return found

@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qconvert.core.errors import PlanError
-from qconvert.matrices.stored import Stored, read_matrix
-from qconvert.ops.gptq import DequantGptq
-from qconvert.ops.int4 import DequantInt4
-from qconvert.ops.ints import DequantInts
-from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
+from qconvert.validators.reading.forms import Form, Forms, Unread
 
 RULES = (
     Rule(
@@ -61,53 +56,47 @@ class W4a16:
         yield from said(self.name, "QC073", where, w4a16.random_cases(where), real, note)
 
 
-def _matrices(folder: Folder) -> tuple[list[tuple[str, Stored]], str]:
+def _matrices(folder: Folder) -> tuple[list[tuple[str, Form]], str]:
     """What to look at, or why there is nothing."""
     names = [name for name in folder.checkpoint if name.endswith(_PACKED)]
+    names = [name for name in names if folder.checkpoint[name].type.dtype == "I32"]
     if not names:
         return [], "the folder holds no packed INT4 weights"
     if folder.request.level == "headers":
         return [], NO_DATA
-    plan = Plan.identity(folder.checkpoint)
+    forms = Forms(folder.checkpoint)
     try:
-        found = [
-            (name, read_matrix(plan, name.rpartition(".")[0])[0])
-            for name in chosen(names, folder.request.layers)
-        ]
-    except PlanError as error:
-        return [], f"the folder's INT4 weights cannot be read: {error}"
+        found = [(name, forms.of(name)) for name in chosen(names, folder.request.layers)]
+    except Unread as why:
+        return [], f"the folder's INT4 weights cannot be read: {why}"
     if not found:
         return [], "the layers asked for hold no packed INT4 weights"
-    taken = [pair for pair in found if _group(pair[1]) is not None]
-    other = next((stored for _, stored in found if _group(stored) is None), None)
+    taken = [pair for pair in found if _is_taken(pair[1])]
+    other = next((form for _, form in found if not _is_taken(form)), None)
     note = "" if other is None else f"it computes symmetric INT4 alone, not {_called(other)}"
     return taken, note
 
 
-def _group(stored: Stored) -> int | None:
-    """Columns that share a scale in a form that the kernel takes, None of others."""
-    decoder = stored.decoder
-    if isinstance(decoder, DequantInt4):
-        return decoder.group
-    if isinstance(decoder, DequantInts) and decoder.bits == 4:
-        plain = decoder.symmetric and not decoder.g_idx
-        return (decoder.group or stored.columns) if plain else None
-    return None
+def _is_taken(form: Form) -> bool:
+    """Whether the kernel takes it."""
+    codes = form.codes
+    plain = codes is not None and codes.bits == 4 and codes.symmetric and codes.order is None
+    return plain and not form.turned
 
 
-def _called(stored: Stored) -> str:
+def _called(form: Form) -> str:
     """A form in words."""
-    decoder = stored.decoder
-    if isinstance(decoder, DequantGptq):
-        return f"INT{decoder.bits} in GPTQ's form"
-    if not isinstance(decoder, DequantInts):
+    codes = form.codes
+    if codes is None:
         return "weights of this form"
-    kind = "" if decoder.symmetric else "asymmetric "
-    return f"{kind}INT{decoder.bits}" + (" with a g_idx" if decoder.g_idx else "")
+    if form.turned:
+        return f"INT{codes.bits} in GPTQ's form"
+    kind = "" if codes.symmetric else "asymmetric "
+    return f"{kind}INT{codes.bits}" + ("" if codes.order is None else " with a g_idx")
 
 
 def _cases(
-    folder: Folder, matrices: list[tuple[str, Stored]], where: str
+    folder: Folder, matrices: list[tuple[str, Form]], where: str
 ) -> Iterator[tuple[str, Case]]:
     import torch
 
@@ -117,19 +106,20 @@ def _cases(
     generator = torch.Generator().manual_seed(0)
     reader = Reader(folder.checkpoint.shards)
     try:
-        for name, stored in matrices:
-            group = _group(stored)
-            assert group is not None
-            count = head(stored.rows, stored.columns, 1, where)
-            packed, scales = (arg.rows(0, count) for arg in stored.args)
-            words = read(reader, packed).view(torch.int32).reshape(packed.type.shape)
-            factors = read(reader, scales).view(kinds[scales.type.dtype])
-            factors = factors.reshape(scales.type.shape)
-            tokens = w4a16.tokens(_TOKENS, stored.columns, generator).to(torch.bfloat16)
-            of = "" if count == stored.rows else f" of {stored.rows}"
+        for name, form in matrices:
+            grid = form.grid
+            assert grid is not None
+            rows, columns = form.rows, form.columns
+            count = head(rows, columns, 1, where)
+            words = read(reader, form.weight, 0, count * form.row_nbytes).view(torch.int32)
+            kind = grid.scale.type
+            factors = read(reader, grid.scale, 0, count * kind.row_nbytes).view(kinds[kind.dtype])
+            tokens = w4a16.tokens(_TOKENS, columns, generator).to(torch.bfloat16)
+            of = "" if count == rows else f" of {rows}"
             case = w4a16.compared(
-                f"{name}, {count}{of} x {stored.columns}, {_TOKENS} tokens bf16",
-                tokens.to(where), words.to(where), factors.to(where), group,
+                f"{name}, {count}{of} x {columns}, {_TOKENS} tokens bf16", tokens.to(where),
+                words.reshape(count, -1).to(where), factors.reshape(count, -1).to(where),
+                grid.block[1],
             )  # fmt: skip
             yield name, case
     finally:

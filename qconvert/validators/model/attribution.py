@@ -116,8 +116,8 @@ class Line:
 def _layers(folder: Folder, source: Model, served: Model) -> list[int]:
     """Which layers to look at. Raises NotChecked."""
     for model in (source, served):
-        if model.plan.family.name == "generic":
-            kind = model.plan.config.get("model_type")
+        if model.checkpoint.family.name == "generic":
+            kind = model.checkpoint.config.get("model_type")
             raise NotChecked(f"model_type {kind!r} is not known here")
     activation = served.config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -137,8 +137,8 @@ def _layers(folder: Folder, source: Model, served: Model) -> list[int]:
 
 
 def _check_memory(folder: Folder, served: Model) -> None:
-    types = [o.type for o in served.plan.tensors.values() if len(o.type.shape) == 2]
-    dims = served.plan.census.dims
+    types = [t.type for t in served.checkpoint.values() if len(t.type.shape) == 2]
+    dims = served.checkpoint.census.dims
     largest = max([dims.hidden_size * dims.moe_intermediate_size, *(t.numel for t in types)])
     need, memory = _BESIDE + _AT_ONCE * largest, folder.request.memory
     if memory is not None and need > memory:

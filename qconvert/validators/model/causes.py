@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from qconvert.core.errors import PlanError
 from qconvert.core.names import split_parameter
-from qconvert.matrices.experts import PROJECTIONS
 from qconvert.validators.model.served import Weights, format_of
+from qconvert.validators.reading.experts import KINDS, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -127,13 +127,13 @@ def block_outputs(
             weight = shares[tokens, choices][:, None]
             add({way: weight * y for way, y in made.items()}, ways, tokens)
     for name in ("mlp", "mlp.shared_expert", "mlp.shared_experts"):
-        if f"{at}.{name}.gate_proj.weight" not in ours.model.plan.tensors:
+        if f"{at}.{name}.gate_proj.weight" not in ours.model.checkpoint:
             continue
         stored = ours.model.matrix(f"{at}.{name}.gate_proj")
         way = Way(True, _fp8_rounding(ours, format_of(stored)))
         made = _mlp(x, _modules(theirs, ours, f"{there}.{name}", f"{at}.{name}"), [way])
         gate = f"{there}.mlp.shared_expert_gate"
-        if name == "mlp.shared_expert" and f"{gate}.weight" in theirs.model.plan.tensors:
+        if name == "mlp.shared_expert" and f"{gate}.weight" in theirs.model.checkpoint:
             weight = (x @ torch.from_numpy(theirs.matrix(gate)).T).sigmoid()
             made = {way: weight * y for way, y in made.items()}
         add(made, {"linears": way, "all": way}, slice(None))
@@ -150,20 +150,20 @@ def attention_error(theirs: Weights, ours: Weights, layer: int) -> float | None:
     import torch
 
     at, there = (w.model.prefixes[layer] for w in (ours, theirs))
-    same = ours.model.plan.checkpoint.root == theirs.model.plan.checkpoint.root
+    same = ours.model.checkpoint.root == theirs.model.checkpoint.root
     x = hidden_states(theirs, layer, "input_layernorm")
     errors = []
-    for name, output in ours.model.plan.tensors.items():
+    for name, tensor in ours.model.checkpoint.items():
         module, parameter = split_parameter(name)
         inside = module.startswith((f"{at}.self_attn.", f"{at}.linear_attn."))
-        if not inside or parameter != "weight" or len(output.type.shape) != 2:
+        if not inside or parameter != "weight" or len(tensor.type.shape) != 2:
             continue
         rounding = _fp8_rounding(ours, format_of(ours.model.matrix(module)))
         if rounding is None and same:
             continue
         own = torch.from_numpy(ours.matrix(module))
         twin = there + module.removeprefix(at)
-        known = not same and f"{twin}.weight" in theirs.model.plan.tensors
+        known = not same and f"{twin}.weight" in theirs.model.checkpoint
         truth = torch.from_numpy(theirs.matrix(twin)) if known else own
         inputs = x if own.shape[1] == x.shape[1] else _gaussian(own.shape[1], layer)
         right = inputs @ truth.T
@@ -188,13 +188,12 @@ def _fp8_rounding(ours: Weights, form: str) -> Rounding | None:
     """What runtimes do to the activations of a linear layer in this form."""
     if form != "fp8":
         return None
-    block = ours.model.fp8.block
-    columns = 1 << 30 if block is None else block[1]
+    columns = ours.model.fp8_columns or 1 << 30
     return Rounding("fp8", columns, columns)
 
 
 def _mlp(
-    x: torch.Tensor, read: Callable[[str], Pair], ways: Sequence[Way]
+    x: torch.Tensor, read: Callable[[Kind], Pair], ways: Sequence[Way]
 ) -> dict[Way, torch.Tensor]:
     """down(silu(gate(x)) * up(x)) in each of these ways, and exactly. `read` gives a projection's
     matrix as the source and as the folder has it."""
@@ -202,22 +201,22 @@ def _mlp(
 
     every = dict.fromkeys((_EXACT, *ways))
 
-    def times(kind: str, inputs: Mapping[Way, torch.Tensor]) -> dict[Way, torch.Tensor]:
+    def times(kind: Kind, inputs: Mapping[Way, torch.Tensor]) -> dict[Way, torch.Tensor]:
         source, own = read(kind)
         found = {}
         for way, values in inputs.items():
             if way.rounding is not None:
-                values = way.rounding(values, down=kind == "down_proj")
+                values = way.rounding(values, down=kind == "down")
             found[way] = values @ (own if way.ours else source).T
         return found
 
-    gate, up = (times(kind, dict.fromkeys(every, x)) for kind in PROJECTIONS[:2])
+    gate, up = (times(kind, dict.fromkeys(every, x)) for kind in KINDS[:2])
     inner = {way: torch.nn.functional.silu(gate[way]) * up[way] for way in every}
-    return times("down_proj", inner)
+    return times("down", inner)
 
 
-def _experts(theirs: Weights, ours: Weights, layer: int, expert: int) -> Callable[[str], Pair]:
-    def read(kind: str) -> Pair:
+def _experts(theirs: Weights, ours: Weights, layer: int, expert: int) -> Callable[[Kind], Pair]:
+    def read(kind: Kind) -> Pair:
         import torch
 
         both = (weights.expert(layer, kind, expert) for weights in (theirs, ours))
@@ -227,12 +226,12 @@ def _experts(theirs: Weights, ours: Weights, layer: int, expert: int) -> Callabl
     return read
 
 
-def _modules(theirs: Weights, ours: Weights, there: str, here: str) -> Callable[[str], Pair]:
-    def read(kind: str) -> Pair:
+def _modules(theirs: Weights, ours: Weights, there: str, here: str) -> Callable[[Kind], Pair]:
+    def read(kind: Kind) -> Pair:
         import torch
 
-        source = torch.from_numpy(theirs.matrix(f"{there}.{kind}"))
-        return source, torch.from_numpy(ours.matrix(f"{here}.{kind}"))
+        source = torch.from_numpy(theirs.matrix(f"{there}.{kind}_proj"))
+        return source, torch.from_numpy(ours.matrix(f"{here}.{kind}_proj"))
 
     return read
 
@@ -243,17 +242,17 @@ def route(x: torch.Tensor, weights: Weights, layer: int) -> Pair:
     `DeepseekV3TopkRouter`). Where there is no router to be read, experts are spread evenly."""
     import torch
 
-    config, dims = weights.model.config, weights.model.plan.census.dims
+    config, dims = weights.model.config, weights.model.checkpoint.census.dims
     count = min(int(config.get("num_experts_per_tok") or _CHOICES), dims.num_experts)
     module = f"{weights.model.prefixes[layer]}.mlp.gate"
-    if f"{module}.weight" not in weights.model.plan.tensors:
+    if f"{module}.weight" not in weights.model.checkpoint:
         first = torch.arange(count) * dims.num_experts // count
         shift = torch.arange(len(x)) * dims.num_experts // (len(x) * count)
         ids = (first[None, :] + shift[:, None]) % dims.num_experts
         return ids, torch.full(ids.shape, 1 / count)
     logits = x @ torch.from_numpy(weights.matrix(module)).T
     bias = f"{module}.e_score_correction_bias"
-    if bias not in weights.model.plan.tensors:
+    if bias not in weights.model.checkpoint:
         shares, ids = logits.softmax(1).topk(count, 1)
         # Qwen3.5 always normalizes; where a config is silent, it is one of those that do.
         scale = shares.sum(1, keepdim=True) if config.get("norm_topk_prob", True) else 1.0
@@ -280,19 +279,19 @@ def hidden_states(weights: Weights, layer: int, norm: str) -> torch.Tensor:
     import torch
 
     model = weights.model
-    embeddings = model.plan.census.named("embed_tokens")
+    embeddings = model.checkpoint.census.named("embed_tokens")
     if embeddings is None:
-        return _gaussian(model.plan.census.dims.hidden_size, layer)
-    rows = model.plan.tensors[embeddings].type.shape[0]
+        return _gaussian(model.checkpoint.census.dims.hidden_size, layer)
+    rows = model.checkpoint[embeddings].type.shape[0]
     ids = np.random.default_rng(layer).integers(0, rows, _TOKENS).tolist()
     try:
         states = np.concatenate([weights.plain(embeddings, n, n + 1) for n in ids])
         scale = weights.plain(f"{model.prefixes[layer]}.{norm}.weight")
     except PlanError:
-        return _gaussian(model.plan.census.dims.hidden_size, layer)
+        return _gaussian(model.checkpoint.census.dims.hidden_size, layer)
     x = torch.from_numpy(states)
     x = x * (x.square().mean(1, keepdim=True) + _EPS).rsqrt()
-    base = 1.0 if model.plan.family.name in _NORMS_FROM_ONE else 0.0
+    base = 1.0 if model.checkpoint.family.name in _NORMS_FROM_ONE else 0.0
     return x * (torch.from_numpy(scale) + base)
 
 

@@ -107,8 +107,8 @@ class Logits:
 
 
 def _prepared(model: Model, layers: int) -> list[Plain]:
-    if model.plan.family.name == "generic":
-        kind = model.plan.config.get("model_type")
+    if model.checkpoint.family.name == "generic":
+        kind = model.checkpoint.config.get("model_type")
         raise PlanError(f"model_type {kind!r} is not known here, so its weights cannot be read")
     if not layers:
         raise PlanError("its config counts no layers")
@@ -122,7 +122,7 @@ def _check_memory(folder: Folder, tensors: Sequence[Plain]) -> None:
     # A layer's experts are there twice while transformers puts gate and up of all into one tensor.
     merged: dict[int, int] = {}
     for plain in tensors:
-        if plain.expert is not None and plain.expert[1] != "down_proj":
+        if plain.expert is not None and plain.expert[1] != "down":
             layer = plain.expert[0]
             merged[layer] = merged.get(layer, 0) + 2 * plain.type.numel
     need = _BESIDE + nbytes(tensors) + max(merged.values(), default=0) + _DECODED * largest

@@ -15,15 +15,22 @@ from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
-from qconvert.core.names import parse, split_parameter
-from qconvert.core.row_order import Layout
-from qconvert.matrices.experts import PROJECTIONS
-from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.validators.model.served import Format, Model, Weights, format_of
-from qconvert.validators.reading.decode import bf16_bits
+from qconvert.validators.reading.decode import FP8, bf16_bits
+from qconvert.validators.reading.experts import KINDS, Kind
+from qconvert.validators.reading.matrices import (
+    FUSED,
+    GROUPS_FACT,
+    SEGMENTS,
+    Runs,
+    gdn_groups,
+    segment_rows,
+    segment_runs,
+)
 
 if TYPE_CHECKING:
-    from qconvert.validators.amx.reading import Floats
+    from qconvert.validators.reading.decode import Floats
 
 # Names of the language model within multi-modal checkpoints, and what it is called alone.
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
@@ -44,14 +51,8 @@ _NOT_TEXT = ("text_config", "vision_config", "auto_map", "architectures", "dtype
 # Stored by some, computed by all.
 _COMPUTED = "rotary_emb.inv_freq"
 
-_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
-_QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
-_GDN = frozenset({_QKVZ, _BA, _QKV, _Z, _B, _A})
-# Modules of the linear-attention projections with the segments that lie in each, fused and split.
-_FUSED: tuple[tuple[str, str], ...] = ((_QKVZ, "qkvz"), (_BA, "ba"))
-_SPLIT: tuple[tuple[str, str], ...] = ((_QKV, "qkv"), (_Z, "z"), (_B, "b"), (_A, "a"))
-
-Spans = tuple[tuple[int, int], ...]
+# Linear attention's input projections in split form.
+_SPLIT = tuple(name for name in SEGMENTS if name not in FUSED)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Plain:
     type: TensorType
     format: Format
     tensor: Source | None = None
-    expert: tuple[int, str, int] | None = None
-    rows: tuple[tuple[str, Spans | None], ...] = ()
+    expert: tuple[int, Kind, int] | None = None
+    rows: tuple[tuple[str, Runs | None], ...] = ()
 
     def read(self, weights: Weights) -> Iterator[memoryview]:
         """Its bytes, in order."""
@@ -115,31 +116,35 @@ def plain_config(model: Model, layers: int) -> dict[str, Any]:
 def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
     """Every tensor of the first layers, the embeddings, the last norm and the head, as the class takes
     it. Names nobody knows go along: the class will say so. Raises PlanError for what cannot be read."""
-    plan = model.plan
+    checkpoint = model.checkpoint
     seen: set[str] = set()
-    for name, output in plan.tensors.items():
-        place = plan.census.places.get(name)
+    for name in sorted(checkpoint, key=natural_key):
+        tensor, place = checkpoint[name], checkpoint.census.places.get(name)
         if place is not None and place.role.name.startswith("vision."):
             continue
         layer = parse(name).layer
         late = ".layers." in name and layer is not None and layer >= layers
-        if late or plan.family.is_mtp(name, plan.census.dims) or name.endswith(_COMPUTED):
+        if (
+            late
+            or checkpoint.family.is_mtp(name, checkpoint.census.dims)
+            or name.endswith(_COMPUTED)
+        ):
             continue
         if ".experts." in name:
             continue
         module, parameter = split_parameter(name)
         at, _, last = module.rpartition(".")
-        if last in _GDN and at.endswith(".linear_attn"):
+        if last in SEGMENTS and at.endswith(".linear_attn"):
             if at not in seen:
                 seen.add(at)
                 yield from _linear_attention(model, at)
-        elif parameter in ("weight_packed", "qweight") or output.type.dtype in WEIGHT_DTYPES:
+        elif parameter in ("weight_packed", "qweight") or tensor.type.dtype in FP8:
             stored = model.matrix(module)
-            kind = TensorType("BF16", (stored.rows, stored.columns))
+            kind = TensorType("BF16", stored.shape)
             name = plain_name(f"{module}.weight")
             yield Plain(name, kind, format_of(stored), rows=((module, None),))
         elif parameter in ("", "weight", "bias"):  # others go with what is decoded above
-            yield Plain(plain_name(name), output.type, "bf16", tensor=plan.checkpoint[name])
+            yield Plain(plain_name(name), tensor.type, "bf16", tensor=tensor)
     for layer in (n for n in model.moe_layers if n < layers):
         yield from _experts(model, layer)
 
@@ -153,15 +158,15 @@ def plain_name(name: str) -> str:
 
 
 def _experts(model: Model, layer: int) -> Iterator[Plain]:
-    dims = model.plan.census.dims
+    dims = model.checkpoint.census.dims
     if layer not in model.prefixes:
         raise PlanError(f"layer {layer} is missing")
     at, form = plain_name(model.prefixes[layer]), model.expert_format(layer)
     size = (dims.moe_intermediate_size, dims.hidden_size)
     for expert in range(dims.num_experts):
-        for kind in PROJECTIONS:
-            matrix = TensorType("BF16", size[::-1] if kind == "down_proj" else size)
-            name = f"{at}.mlp.experts.{expert}.{kind}.weight"
+        for kind in KINDS:
+            matrix = TensorType("BF16", size[::-1] if kind == "down" else size)
+            name = f"{at}.mlp.experts.{expert}.{kind}_proj.weight"
             yield Plain(name, matrix, form, expert=(layer, kind, expert))
 
 
@@ -170,33 +175,36 @@ def _linear_attention(model: Model, at: str) -> Iterator[Plain]:
     head (Qwen3-Next). Fused ones are read in the order that the class or the folder states: in
     Qwen3-Next's own, for no loader of it takes another; under Qwen3.5 in the manifest's, and where
     there is none in the contiguous one, which sglang takes."""
-    dims, plan = model.plan.census.dims, model.plan
+    checkpoint = model.checkpoint
+    dims = checkpoint.census.dims
     if dims.gdn is None:
         raise PlanError(f"{at}: the config has no linear-attention layers")
-    nk, nv, dk, dv = dims.gdn
-    sizes = dict(zip("qkvzba", (nk * dk, nk * dk, nv * dv, nv * dv, nv, nv), strict=True))
-    inside = plan.family.name == "qwen3_next"
-    fused = f"{at}.{_QKVZ}.weight" in plan.tensors
-    stated = nk if inside else int(plan.facts.get("gdn_groups") or 1)
-    places: dict[str, tuple[str, list[tuple[int, int]]]] = {}
-    for module, segments in _FUSED if fused else _SPLIT:
-        layout = Layout(tuple(sizes[s] for s in segments), stated if fused else 1)
+    sizes, heads = segment_rows(dims), dims.gdn[0]
+    inside = checkpoint.family.name == "qwen3_next"
+    fused = f"{at}.{FUSED[0]}.weight" in checkpoint
+    stated = heads if inside else gdn_groups(checkpoint)
+    if stated is None and (checkpoint.manifest or {}).get(GROUPS_FACT):
+        raise PlanError(f"{at}: {heads} key heads are not dealt out to the groups that are stated")
+    places: dict[str, tuple[str, Runs]] = {}
+    for module in FUSED if fused else _SPLIT:
+        segments = SEGMENTS[module]
+        wanted = [sizes[segment] for segment in segments]
         rows = model.matrix(f"{at}.{module}").rows
-        if rows != layout.rows:
-            raise PlanError(f"{at}.{module}: expected {layout.rows} rows, found {rows}")
-        row = 0
-        for number, start, stop in layout.runs():
-            spans = places.setdefault(segments[number], (f"{at}.{module}", []))[1]
-            spans.append((row, row + stop - start))
-            row += stop - start
-    for module, segments in _FUSED if inside else _SPLIT:
-        layout = Layout(tuple(sizes[s] for s in segments), nk if inside else 1)
-        parts: list[tuple[str, Spans]] = []
-        for number, start, stop in layout.runs():
-            home, spans = places[segments[number]]
-            parts.append((home, tuple(_cut(spans, start, stop))))
+        if rows != sum(wanted):
+            raise PlanError(f"{at}.{module}: expected {sum(wanted)} rows, found {rows}")
+        runs = segment_runs(wanted, (stated or 1) if fused else 1)
+        for segment, spans in zip(segments, runs, strict=True):
+            places[segment] = f"{at}.{module}", spans
+    for module in FUSED if inside else _SPLIT:
+        groups = heads if inside else 1
+        parts: list[tuple[str, Runs]] = []
+        for group in range(groups):
+            for segment in SEGMENTS[module]:
+                home, spans = places[segment]
+                share = sizes[segment] // groups
+                parts.append((home, tuple(_cut(spans, group * share, (group + 1) * share))))
         stored = model.matrix(parts[0][0])
-        kind = TensorType("BF16", (layout.rows, stored.columns))
+        kind = TensorType("BF16", (sum(sizes[s] for s in SEGMENTS[module]), stored.form.columns))
         name = plain_name(f"{at}.{module}.weight")
         yield Plain(name, kind, format_of(stored), rows=tuple(parts))
 

@@ -14,124 +14,110 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import text_config
-from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
 from qconvert.core.names import parse
-from qconvert.matrices.experts import PROJECTIONS, routed_experts
-from qconvert.matrices.stored import Stored, fp8_reading, fp8_scale_name, read_matrix
-from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
-from qconvert.ops.gptq import DequantGptq
-from qconvert.ops.int4 import DequantInt4
-from qconvert.ops.ints import DequantInts
-from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.validation.runner import Folder, NotChecked
-from qconvert.validators.amx.reading import (
-    Block,
-    Kind,
-    matching_source,
-    sound_block,
-    source_weights,
-)
+from qconvert.validators.amx.reading import Block, matching_source, sound_block
 from qconvert.validators.amx.reading import weights as amx_weights
 from qconvert.validators.reading.decode import floats
-from qconvert.validators.reading.quantization import fp8_blocks
+from qconvert.validators.reading.experts import KINDS, Kind, routed_experts
+from qconvert.validators.reading.forms import Forms, Unread
+from qconvert.validators.reading.matrices import Matrix, whole
+from qconvert.validators.reading.rows import bf16_rows
 
 if TYPE_CHECKING:
-    from qconvert.validators.amx.reading import Floats
+    from qconvert.validators.reading.decode import Floats
 
 Format = Literal["bf16", "fp8", "int4", "int8", "amxint4", "amxint8"]
 
+# Forms whose rounding the model's checks have bounds for.
+_FORMATS: Mapping[str, Format] = {
+    "bf16": "bf16", "fp16": "bf16", "fp32": "bf16", "fp8": "fp8", "w4a16": "int4", "w8a16": "int8",
+}  # fmt: skip
 _CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
 class Model:
-    """`plan` holds everything, or, where `amx` is given, everything but the routed experts, which are
-    those of that folder. Matrices are read as consumers compute with them: FP8 and INT4 rounded to
-    BF16, AMX codes in float32."""
+    """`checkpoint` holds everything, or, where `amx` is given, everything but the routed experts,
+    which are those of that folder. Matrices are read as consumers compute with them: FP8 and INT4
+    rounded to BF16, AMX codes in float32."""
 
-    plan: Plan
+    checkpoint: Checkpoint
     amx: tuple[Block, Checkpoint] | None = None
 
     @property
     def layers(self) -> int:
-        return self.plan.census.dims.num_layers
+        return self.checkpoint.census.dims.num_layers
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        return self.plan.census.dims.groups.get("moe", ())
+        return self.checkpoint.census.dims.groups.get("moe", ())
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The language model's settings."""
-        return text_config(self.plan.config)
+        return text_config(self.checkpoint.config)
 
     @cached_property
     def prefixes(self) -> Mapping[int, str]:
         """What the names of each layer of the model's own begin with: `model.layers.3`."""
-        plan, found = self.plan, {}
-        for name in plan.tensors:
+        checkpoint, found = self.checkpoint, {}
+        for name in checkpoint:
             layer = parse(name).layer
             if ".layers." not in name or layer is None:
                 continue
-            if layer < self.layers and not plan.family.is_mtp(name, plan.census.dims):
+            if layer < self.layers and not checkpoint.family.is_mtp(name, checkpoint.census.dims):
                 found[layer] = f"{name.partition('.layers.')[0]}.layers.{layer}"
         return found
 
     @cached_property
-    def stored_experts(self) -> Mapping[tuple[int, str, int], Stored]:
-        """By layer, kind and expert, draft layers left out; none of a dense model. Raises PlanError."""
-        if not self.plan.census.dims.num_experts:
+    def experts(self) -> Mapping[tuple[int, Kind, int], Matrix]:
+        """By layer, projection and number; none of a dense model. Raises PlanError."""
+        if not self.checkpoint.census.dims.num_experts:
             return {}
-        found = routed_experts(self.plan).projections
-        return {(p.layer, p.kind, p.expert): p.weight for p in found if not p.draft}
+        return routed_experts(self.checkpoint).matrices
 
     def expert_format(self, layer: int) -> Format:
         """How the routed experts of a layer are stored. Raises PlanError."""
         if self.amx is not None:
             return "amxint4" if self.amx[0].method == "int4" else "amxint8"
-        return format_of(self.stored_experts[layer, PROJECTIONS[0], 0])
+        return format_of(self.experts[layer, KINDS[0], 0])
 
     @cached_property
-    def fp8(self) -> Fp8Scheme:
-        """How its FP8 matrices are scaled: by the one block stated, also where that stands beside
-        packed experts. Raises PlanError."""
-        configs = self.plan.checkpoint.quantization_configs
-        blocks = fp8_blocks(configs)
-        if len(blocks) != 1:
-            return fp8_scheme(self.plan.checkpoint)
-        ((block, where),) = blocks.items()
-        inner = (c.block.get("linear_fp8_config") or {} for c in configs)
-        stated = [*(c.block for c in configs), *inner]
-        return Fp8Scheme(block, where, any(b.get("scale_fmt") == "ue8m0" for b in stated))
+    def fp8_columns(self) -> int | None:
+        """Columns of a block of FP8 weights, None where a config states no block, or several."""
+        blocks = Forms(self.checkpoint).fp8_blocks
+        return next(iter(blocks))[1] if len(blocks) == 1 else None
 
-    def matrix(self, module: str) -> Stored:
+    def matrix(self, module: str) -> Matrix:
         """A module's weight beside the routed experts. Raises PlanError where it is missing or in no
         form that is read here."""
-        name = f"{module}.weight"
-        weight = self.plan.tensors.get(name)
-        if weight is None or weight.type.dtype not in WEIGHT_DTYPES:
-            return read_matrix(self.plan, module)[0]
-        scale = self.plan.tensors[fp8_scale_name(self.plan, name)]
-        decoder, matrix, grid = fp8_reading(weight, scale, self.fp8)
-        decoder.infer(matrix.type, grid.type)
-        return Stored(decoder, (matrix, grid), *matrix.type.shape)
+        names = [f"{module}.{part}" for part in ("weight_packed", "qweight", "weight")]
+        name = next((name for name in names if name in self.checkpoint), None)
+        if name is None:
+            raise PlanError(f"{names[-1]!r} is missing")
+        try:
+            found = whole(self.checkpoint, name)
+        except Unread as why:
+            raise PlanError(f"{name!r}: {why}") from why
+        format_of(found)
+        return found
 
 
-def format_of(stored: Stored) -> Format:
-    """What a matrix is stored as, where a consumer's arithmetic depends on it."""
-    if isinstance(stored.decoder, DequantFp8):
-        return "fp8"
-    if isinstance(stored.decoder, DequantInts | DequantGptq):
-        return "int4" if stored.decoder.bits == 4 else "int8"
-    return "int4" if isinstance(stored.decoder, DequantInt4) else "bf16"
+def format_of(matrix: Matrix) -> Format:
+    """What a matrix is stored as, where a consumer's arithmetic depends on it. Raises PlanError for a
+    form whose rounding has no bound here."""
+    if matrix.format not in _FORMATS:
+        raise PlanError(f"{matrix.tensor!r}: {matrix.format} weights are not looked at here")
+    return _FORMATS[matrix.format]
 
 
 def source_model(folder: Folder) -> Model:
     assert folder.source is not None
-    return Model(Plan.identity(folder.source))
+    return Model(folder.source)
 
 
 def output_model(folder: Folder) -> Model:
@@ -141,12 +127,12 @@ def output_model(folder: Folder) -> Model:
     if "stage" in manifest:
         raise NotChecked("it is one pipeline stage, no model by itself; check what `join` makes")
     if "amx" not in manifest:
-        return Model(Plan.identity(folder.checkpoint))
+        return Model(folder.checkpoint)
     block = sound_block(folder.checkpoint)
     matching_source(block, folder)
     rest = folder.partner or folder.source
     assert rest is not None
-    return Model(Plan.identity(rest), (block, folder.checkpoint))
+    return Model(rest, (block, folder.checkpoint))
 
 
 class Weights:
@@ -154,32 +140,31 @@ class Weights:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._reader = Reader(model.plan.checkpoint.shards)
+        self._reader = Reader(model.checkpoint.shards)
         self._experts = Reader(model.amx[1].shards) if model.amx is not None else self._reader
 
     def close(self) -> None:
         self._reader.close()
         self._experts.close()
 
-    def expert(self, layer: int, kind: str, expert: int) -> Floats:
+    def expert(self, layer: int, kind: Kind, expert: int) -> Floats:
         """A routed expert's matrix, float32 [rows, columns]."""
         if self.model.amx is None:
-            return source_weights(self._reader, self.model.stored_experts[layer, kind, expert])
+            return bf16_rows(self._reader, self.model.experts[layer, kind, expert])
         block, checkpoint = self.model.amx
-        short: Kind = "gate" if kind == "gate_proj" else "up" if kind == "up_proj" else "down"
-        return amx_weights(block, checkpoint, self._experts, layer, short, expert)[0]
+        return amx_weights(block, checkpoint, self._experts, layer, kind, expert)[0]
 
     def matrix(self, module: str) -> Floats:
         """A module's weight, float32 [rows, columns]. Raises PlanError as Model.matrix does."""
-        return source_weights(self._reader, self.model.matrix(module))
+        return bf16_rows(self._reader, self.model.matrix(module))
 
     def plain(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
         """An unquantized tensor, or its rows [start, stop), as float32. Raises PlanError."""
         import numpy as np
 
-        if name not in self.model.plan.checkpoint:
+        if name not in self.model.checkpoint:
             raise PlanError(f"{name!r} is missing")
-        source = self.model.plan.checkpoint[name]
+        source = self.model.checkpoint[name]
         if source.type.dtype not in ("BF16", "F16", "F32"):
             raise PlanError(f"{name!r}: expected BF16, F16 or F32, found {source.type}")
         size = source.type.row_nbytes

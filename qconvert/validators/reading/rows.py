@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.workers import Reads
-from qconvert.validators.reading.decode import code_floats, floats, fp8_floats, scale_floats, warm
+from qconvert.validators.reading.decode import (
+    as_bf16,
+    code_floats,
+    floats,
+    fp8_floats,
+    scale_floats,
+    warm,
+)
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.nvfp4 import NVFP4, fp4_floats
@@ -106,6 +113,12 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
                 _scale(reader, form.grid, values[at : at + last - first], first)
                 at += last - first
     return values
+
+
+def bf16_rows(reader: Reads, matrix: Matrix, start: int = 0, stop: int | None = None) -> Floats:
+    """Rows [start, stop) (all) rounded once to bf16, as consumers compute with them, as float32."""
+    found = rows(reader, matrix, start, matrix.rows if stop is None else stop)
+    return found if matrix.format == "bf16" else as_bf16(found)
 
 
 def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:

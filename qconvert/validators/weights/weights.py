@@ -18,6 +18,7 @@ from qconvert.core.shown import count
 from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices

@@ -1,9 +1,9 @@
 """AMXINT4 and AMXINT8 tiles -> the float32 weights they mean, in a Triton kernel.
 
 The kernel asks of each weight which byte holds it; the reference goes the other way and asks of each
-byte (or half) which weight it holds. The order of bytes is that of qconvert.formats.amx.encode (from
-kt-kernel 0.7.2): blocks of STEP rows, in them blocks of 3584 columns, in them tiles of 32 rows, in
-them steps of STEP columns, in them two halves of 16 rows, each 16 words x 16 rows x 4 bytes.
+byte (or half) which weight it holds. The order of bytes is that of kt-kernel 0.7.2: blocks of STEP
+rows, in them blocks of 3584 columns, in them tiles of 32 rows, in them steps of STEP columns, in them
+two halves of 16 rows, each 16 words x 16 rows x 4 bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from qconvert.core.dtypes import ceil_div
-from qconvert.formats.amx.encode import Method, inverse
 from qconvert.validators.kernels.device import Case, bitwise
+from qconvert.validators.reading.amx import Method, tile_floats
 
 # Written out here, not taken from the format's module, whose constants are judged too.
 STEP: dict[str, int] = {"int4": 128, "int8": 64}
@@ -137,11 +137,10 @@ def compared(
     found: torch.Tensor,
 ) -> Iterator[Case]:
     """What the kernel found against both other ways to read the same bytes: torch's here, and
-    numpy's in qconvert.formats.amx.encode."""
+    numpy's in qconvert.validators.reading.amx."""
     columns = found.shape[1]
     yield bitwise(f"{name}, torch", found, reference(method, packed, scales, columns))
-    with np.errstate(all="ignore"):
-        host = inverse(method, packed.cpu().numpy(), scales.cpu().numpy(), columns)
+    host = tile_floats(method, packed.cpu().numpy(), scales.cpu().numpy(), columns)
     yield bitwise(f"{name}, numpy", found.cpu(), torch.from_numpy(host))
 
 

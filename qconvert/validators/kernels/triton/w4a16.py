@@ -2,8 +2,7 @@
 are unpacked and scaled in the kernel, products are summed in float32.
 
 Format: compressed-tensors 0.19 `pack-quantized`, symmetric: eight codes a word, the first in its lowest
-bits, each stored plus 8; one scale for each group of columns in a row
-(see qconvert.formats.int_packed.w4a16).
+bits, each stored plus 8; one scale for each group of columns in a row.
 
 The bound. A code times a scale is the same float32 in kernel and reference, so all that may differ is
 rounding in the sum y of K products. Summed in any order it is off by at most K * 2^-24 of
@@ -24,8 +23,8 @@ import triton
 import triton.language as tl
 
 from qconvert.core.dtypes import ceil_div
-from qconvert.formats.int_packed.w4a16 import inverse
 from qconvert.validators.kernels.device import Case
+from qconvert.validators.reading.decode import int4_floats
 
 # Tokens and rows a program works on, and columns at a time. In the interpreter a program costs much,
 # an element little.
@@ -107,9 +106,12 @@ def product(
 def reference(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and |x| |W|, both float64 [T, N] in torch, over `inverse`'s weights."""
+    """The product, and |x| |W|, both float64 [T, N] in torch, over codes decoded on the
+    host."""
     words, factors = packed.cpu().contiguous().numpy(), scales.cpu().float().contiguous().numpy()
-    weight = torch.from_numpy(inverse(words, factors, group)).to(x.device).double()
+    codes = int4_floats(words.view("u1").reshape(-1)).reshape(*factors.shape, group)
+    weight = torch.from_numpy(codes * factors[:, :, None]).reshape(words.shape[0], -1)
+    weight = weight.to(x.device).double()
     wide = x.double()
     return wide @ weight.T, wide.abs() @ weight.abs().T
 

@@ -1,0 +1,91 @@
+"""What AMXINT4 and AMXINT8 mean, from their definition: sizes, the order of bytes, codes and scales.
+Nothing here is shared with what makes them.
+
+Format source: kt-kernel 0.7.2 (`kt_kernel/utils/loader.py` for names and cuts; the order of bytes is
+that of its own converter's output). A matrix [N, K] is codes and one float32 scale a row, no zero
+point. A weight is code * scale (int8) or code * 16 * scale (int4). Rows stand in blocks of `STEP`; of a
+block, columns in blocks of 3584, the last one shorter; of those, tiles of 32 rows; of a tile, `STEP`
+columns at a time; of these, two halves of 16 rows, each as 16 words of 4 bytes for 16 rows side by
+side. Of int8 the 64 bytes of a row are 64 codes; of int4 byte j holds code j in its low half and code
+j + 64 in its high one, as four-bit two's complements.
+
+Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.core.errors import PlanError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+    Codes = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
+
+Method = Literal["int4", "int8"]
+
+RUNTIME_NAME: dict[Method, str] = {"int4": "AMXINT4", "int8": "AMXINT8"}
+BITS: dict[Method, int] = {"int4": 4, "int8": 8}
+# Rows that lie together, and columns that a tile load takes at once.
+STEP: dict[Method, int] = {"int4": 128, "int8": 64}
+LARGEST: dict[Method, int] = {"int4": 7, "int8": 127}
+_K_BLOCK, _TILE = 3584, 32
+
+
+def size_fault(method: Method, hidden: int, intermediate: int, numa: int) -> str | None:
+    """Why kt-kernel's kernels cannot hold experts of these sizes; None where they can."""
+    step = STEP[method]
+    if hidden % step:
+        return f"{RUNTIME_NAME[method]} takes hidden sizes in multiples of {step}, found {hidden}"
+    if intermediate % (numa * step):
+        return (
+            f"{RUNTIME_NAME[method]} takes intermediate sizes in multiples of {step} for each of {numa} "
+            f"NUMA nodes, found {intermediate}"
+        )
+    return None
+
+
+def tile_codes(method: Method, packed: Bytes, rows: int, columns: int) -> Codes:
+    """Codes int8 [rows, columns] of whole blocks of rows, as they lie in a file. Raises PlanError where
+    the sizes do not fit."""
+    import numpy as np
+
+    step = STEP[method]
+    if rows % step or columns % step or packed.size * 8 != rows * columns * BITS[method]:
+        raise PlanError(
+            f"{packed.size} bytes are no {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
+        )
+    lines = np.empty((rows, columns // step, 64), np.uint8)  # 64 bytes of a row at a time
+    blocks = packed.reshape(rows // step, -1)
+    of_block = step * 64
+    for first in range(0, columns // step, _K_BLOCK // step):
+        last = min(first + _K_BLOCK // step, columns // step)
+        part = blocks[:, first * of_block : last * of_block]
+        # [block, tile, step, half, word, row, byte] -> [block, tile, half, row, step, word, byte]
+        cells = part.reshape(-1, step // _TILE, last - first, 2, 16, 16, 4)
+        lines[:, first:last] = cells.transpose(0, 1, 3, 5, 2, 4, 6).reshape(rows, -1, 64)
+    if method == "int8":
+        return lines.reshape(rows, columns).view(np.int8)
+    both = np.concatenate([lines & np.uint8(15), lines >> np.uint8(4)], axis=2).view(np.int8)
+    codes: Codes = ((both ^ np.int8(8)) - np.int8(8)).reshape(rows, columns)
+    return codes
+
+
+def tile_floats(method: Method, packed: Bytes, scales: Floats, columns: int) -> Floats:
+    """The weights float32 [N, columns] that the consumer computes with, of codes and scales [N]."""
+    import numpy as np
+
+    values = tile_codes(method, packed, scales.size, columns).astype(np.float32)
+    with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
+        np.multiply(values, steps(method, scales)[:, None], out=values)
+    return values
+
+
+def steps(method: Method, scales: Floats) -> Floats:
+    """What lies between two codes of each row."""
+    import numpy as np
+
+    return scales if method == "int8" else scales * np.float32(16)
