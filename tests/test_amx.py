@@ -31,10 +31,9 @@ from qconvert.formats.amx.encode import (
     Method,
     Rounding,
     check_dims,
-    inverse,
     numa_counts,
-    unpack,
 )
+from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -218,7 +217,7 @@ def test_golden_small_numbers(method: Method) -> None:
     bits[2, :] = 0x007F  # the largest denormal
     bits[3, 0], bits[3, 1] = amx_rows.bf16(np.array([2.0**-119]))[0], 0x807F
     ((weight, scale),) = quantize(Amx(method), bits)
-    codes = unpack(method, weight, 128, 128)
+    codes = tile_codes(method, weight, 128, 128)
     # 2^-119 = 128 * 2^-126 lies just above either limit.
     assert np.flatnonzero(scale).tolist() == [0, 3]
     assert scale[0] == 2.0**-126
@@ -461,11 +460,11 @@ def test_codes_come_back(
     codes[:, seed % columns] = largest
     ((weight, scale),) = quantize(Amx(method), amx_rows.bf16(codes * unit), limit)
     assert np.all(scale == 1)
-    found = unpack(method, weight, rows, columns)
+    found = tile_codes(method, weight, rows, columns)
     assert found.dtype == np.int8
     assert np.array_equal(found, codes)
     assert weight.tobytes() == pack(method, codes.astype(np.int8))
-    assert np.array_equal(inverse(method, weight, scale, columns), codes * unit)
+    assert np.array_equal(tile_floats(method, weight, scale, columns), codes * unit)
 
 
 @settings(max_examples=25, deadline=None)
@@ -506,7 +505,7 @@ def test_error_bound(method: Method, blocks: int, steps: int, shards: int, seed:
     parts = np.split(bits, shards, axis=1)
     for (weight, scale), part in zip(quantize(Amx(method, shards), bits), parts, strict=True):
         exact = widen(part).astype(np.float64)
-        back = inverse(method, weight, scale, columns)
+        back = tile_floats(method, weight, scale, columns)
         assert back.dtype == np.float32
         assert np.all(np.isfinite(back))
         halves = 8.5 if method == "int4" else 0.5
@@ -520,10 +519,10 @@ def test_inverse_by_hand() -> None:
     packed = np.zeros(64 * 64, np.uint8)
     packed[0] = 5
     scale = np.full(64, 3, np.float32)
-    assert inverse("int8", packed, scale, 64)[0, :2].tolist() == [15, 0]
+    assert tile_floats("int8", packed, scale, 64)[0, :2].tolist() == [15, 0]
     packed, scale = np.zeros(64 * 128, np.uint8), np.full(128, 3, np.float32)
     packed[0] = 0xB5  # 5 in the low half, 11 - 16 = -5 in the high one
-    assert inverse("int4", packed, scale, 128)[0, [0, 64, 1]].tolist() == [240, -240, 0]
+    assert tile_floats("int4", packed, scale, 128)[0, [0, 64, 1]].tolist() == [240, -240, 0]
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -594,7 +593,7 @@ def test_sizes_that_are_no_packed_matrix(size: int, rows: int, columns: int) -> 
     with pytest.raises(
         PlanError, match=f"{size} bytes are no AMXINT4 matrix of {rows} x {columns}"
     ):
-        unpack("int4", np.zeros(size, np.uint8), rows, columns)
+        tile_codes("int4", np.zeros(size, np.uint8), rows, columns)
 
 
 INT8_TOO = "AMXINT8 (--method int8) could be"

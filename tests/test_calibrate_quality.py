@@ -18,7 +18,8 @@ from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme
-from qconvert.formats.amx.encode import Amx, inverse
+from qconvert.formats.amx.encode import Amx
+from qconvert.validators.reading.amx import tile_floats
 
 SETTINGS = Settings(min_tokens=1)
 Key = tuple[int, int, str]
@@ -109,7 +110,7 @@ def amx_searched(weight: torch.Tensor, shards: int) -> torch.Tensor:
     outs = [Buffer(t, memoryview(bytearray(t.nbytes))) for t in op.infer(kind)]
     op.run([Buffer(kind, memoryview(data))], outs, memoryview(bytearray(op.scratch(kind))))
     parts = [
-        inverse(
+        tile_floats(
             "int4", np.frombuffer(outs[2 * n].data, np.uint8),
             np.frombuffer(outs[2 * n + 1].data, np.float32), columns // shards,
         )

@@ -21,7 +21,8 @@ from amx_rows import Bits
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
-from qconvert.formats.amx.encode import Amx, Method, Rounding, inverse, unpack
+from qconvert.formats.amx.encode import Amx, Method, Rounding
+from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
@@ -46,7 +47,7 @@ def exact(bits: Bits) -> Doubles:
 def squares(bits: Bits, method: Method, rounding: Rounding) -> Doubles:
     """Sum of squared errors of each row; those of the largest bf16 stay below float64's largest."""
     weight, scale = quantize(bits, method, rounding)
-    found = inverse(
+    found = tile_floats(
         method, np.frombuffer(weight, np.uint8), np.frombuffer(scale, np.float32), bits.shape[1]
     )
     assert np.all(np.isfinite(found))
@@ -195,7 +196,7 @@ def test_codes_and_scales_stay_in_range(method: Method) -> None:
     """No code is -8 or -128, no scale negative, NaN or infinite, whatever the row."""
     for bits in (amx_rows.matrix(256, 640, 1), strange("cauchy", 256, 640)):
         weight, scale = quantize(bits, method)
-        codes = unpack(method, np.frombuffer(weight, np.uint8), *bits.shape)
+        codes = tile_codes(method, np.frombuffer(weight, np.uint8), *bits.shape)
         assert codes.max() == LARGEST[method]
         assert codes.min() == -LARGEST[method]
         scales = np.frombuffer(scale, np.float32)

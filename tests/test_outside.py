@@ -16,13 +16,13 @@ from test_kt import qwen3_moe
 from qconvert.calibrate.maker import maker_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import OutputError, PlanError, RunError
-from qconvert.formats.amx import encode as amx
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, nodes, run_passes
 from qconvert.run.executor import Options, Silent, execute
 from qconvert.samples.request import Calibration
+from qconvert.validators.reading.amx import tile_codes
 
 HIDDEN, INTERMEDIATE = 128, 256
 
@@ -66,7 +66,7 @@ def test_codes_are_read_back_as_they_were_handed_in(
             step = codes.scale[:, min(shard, codes.scale.shape[1] - 1)] if down else (
                 codes.scale[shard * height :][:height, 0]
             )  # fmt: skip
-            assert np.array_equal(amx.unpack("int4", packed, height, width), part)
+            assert np.array_equal(tile_codes("int4", packed, height, width), part)
             # A weight is code * 16 * stored scale.
             assert np.array_equal(scale * np.float32(16), step)
 

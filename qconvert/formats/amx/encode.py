@@ -13,7 +13,7 @@ Codes, with `rounding: peer`, as that converter makes them (its build flushes de
     int8 code = x           int4 code = x / 16 rounded half away from zero, -7 to 7
 
 A weight is code * d (int8) or code * 16 * d (int4). The order of bytes serves the tile loads: words
-of four codes (int8) or eight (int4), for 16 rows side by side; see `pack`.
+of four codes (int8) or eight (int4), for 16 rows side by side; see `_place`.
 """
 
 from __future__ import annotations
@@ -335,53 +335,3 @@ def _place(method: Method, lines: Bytes, target: Bytes, top: int, rows: int, col
                 goal.reshape(count, 2, 16, 16),
                 source[number, :, :, first : first + count].transpose(2, 0, 3, 1),
             )
-
-
-def unpack(
-    method: Method, weight: Bytes, rows: int, columns: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
-    """Codes [rows, columns] of a packed shard: the inverse of the order of bytes, worked out from
-    where each byte of the file belongs and sharing nothing with what writes it. Raises PlanError
-    where the sizes do not fit."""
-    import numpy as np
-
-    step = STEP[method]
-    if rows % step or columns % step or weight.size * 8 != rows * columns * BITS[method]:
-        raise PlanError(
-            f"{weight.size} bytes are no {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
-        )
-    codes = np.empty((rows, columns), np.int8)
-    at = 0
-    for block in range(0, rows, step):
-        for first in range(0, columns, K_BLOCK):
-            count = (min(first + K_BLOCK, columns) - first) // step
-            for tile in range(block, block + step, _TILE_ROWS):
-                size = _TILE_ROWS * count * 64
-                words = weight[at : at + size].view(np.int32).reshape(count, 2, 16, 16)
-                at += size
-                # [K step, half, word, row] -> [half, row, K step, word], of four bytes each
-                moved = np.ascontiguousarray(words.transpose(1, 3, 0, 2))
-                lines = moved.view(np.int8).reshape(_TILE_ROWS, count, 64)
-                goal = codes[tile : tile + _TILE_ROWS, first : first + count * step]
-                if method == "int8":
-                    goal[:] = lines.reshape(_TILE_ROWS, -1)
-                    continue
-                both = np.empty((_TILE_ROWS, count, 2, 64), np.int8)
-                np.left_shift(lines, 4, out=both[:, :, 0])
-                np.right_shift(both[:, :, 0], 4, out=both[:, :, 0])  # with its sign
-                np.right_shift(lines, 4, out=both[:, :, 1])
-                goal[:] = both.reshape(_TILE_ROWS, -1)
-    return codes
-
-
-def inverse(
-    method: Method, weight: Bytes, scale: Floats, columns: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The weights a consumer computes with: float32 [N, columns] of a packed shard and its scales
-    [N]."""
-    import numpy as np
-
-    result: Floats = unpack(method, weight, scale.size, columns).astype(np.float32)
-    step = scale if method == "int8" else scale * np.float32(16)
-    np.multiply(result, step[:, None], out=result)
-    return result

@@ -15,7 +15,6 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.roles import Cut
-from qconvert.samples.request import FACT
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validators.reading.matrices import matrices
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.core.shown import count
-from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
