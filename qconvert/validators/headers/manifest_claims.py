@@ -173,9 +173,31 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
             if source.type.dtype in FP8 and not weight_candidates(name):
                 message = f"is {source.type}, and {MANIFEST} says it was dequantized"
                 yield Finding("QC053", "error", name, message)
+    yield from _draft_count(checkpoint, manifest)
     pair = manifest.get("pair")
     if pair is not None:
         yield from _pair(checkpoint, manifest, pair)
+
+
+def _draft_count(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
+    """Draft layers that were all dropped are not to be counted: runtimes would look for them. Another
+    folder may hold those of a stage or of a pair."""
+    dims, family = checkpoint.census.dims, checkpoint.family
+    if "stage" in manifest or "amx" in manifest or not dims.mtp_layers:
+        return
+    gone = [
+        name
+        for rule, names in manifest["dropped"].items()
+        if not rule.startswith(_ELSEWHERE)
+        for name in names
+        if isinstance(name, str) and family.is_mtp(name, dims) and name.endswith(".weight")
+    ]
+    if gone and not any(family.is_mtp(name, dims) for name in checkpoint):
+        message = (
+            f"counts {dims.mtp_layers} draft layers, and {MANIFEST} says they were dropped, "
+            f"{gone[0]!r} among them"
+        )
+        yield Finding("QC053", "error", "config.json", message)
 
 
 def _pair(checkpoint: Checkpoint, manifest: dict[str, Any], pair: Any) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 QC101 the config says that activations are quantized, and input scales are missing.
 QC102 the config says weights only, and there are input scales.
-QC103 the config's dialect and the tensors' disagree (by names; by numbers in nvfp4_scales).
+QC103 the config states no NVFP4, or another dialect than the tensors' (by names; by numbers in
+      nvfp4_scales).
 QC104 an NVFP4 matrix lacks a part, or one has another type or shape than its codes lead to.
 
 Dialects as sglang 0.5.23 (`modelopt_quant.py`) and compressed-tensors 0.19 (`nvfp4-pack-quantized`)
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.nvfp4 import Parts, Stated, all_parts, fault, stated
+from qconvert.validators.reading.nvfp4 import (
+    Parts,
+    Stated,
+    all_parts,
+    fault,
+    speaks_of_nvfp4,
+    stated,
+)
 from qconvert.validators.reading.quantization import judged
 
 RULES = (
@@ -37,7 +45,7 @@ RULES = (
     ),
     Rule(
         "QC103",
-        "NVFP4 tensors are of another dialect than the config says",
+        "NVFP4 tensors are of another dialect than the config says, or it states none",
         "modelopt's own scale multiplies (weight_scale_2), compressed-tensors' divides "
         "(weight_global_scale). A tool renamed tensors, or copied the scale and did not invert it: "
         "weights are off by its square.",
@@ -68,6 +76,12 @@ class Nvfp4Headers:
             if wrong is not None:
                 yield Finding("QC104", "error", *wrong)
         block = judged(folder.checkpoint.quantization_configs)
+        if block is not None and found and not speaks_of_nvfp4(block):
+            message = (
+                f"{len(found)} matrices are NVFP4, and {block.where} states none: expected a quant_algo "
+                "of NVFP4, or in compressed-tensors a group of 4-bit floats with strategy tensor_group"
+            )
+            yield Finding("QC103", "error", found[0].weight.name, message)
         said = None if block is None else stated(block)
         if said is None:
             return  # QC012, QC037, or a form of config that is not read here

@@ -1,6 +1,7 @@
 """Every quantization block against the actual tensors, in the names runtimes look for.
 
-QC034 a quantized module is listed as left out, or no target names it; or an entry cannot be read.
+QC034 a quantized module is listed as left out, or no target names it, or runtimes never build it
+      quantized; or an entry cannot be read.
 QC035 an unquantized linear layer is not listed as left out, under a name that its runtime asks for.
 QC036 unquantized draft layers are listed by patterns that do not fit the draft model's names.
 QC037 quantization blocks contradict each other.
@@ -25,6 +26,7 @@ from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
     LISTS,
     Listed,
+    gptq_block,
     ignored,
     judged,
     named_targets,
@@ -35,11 +37,13 @@ from qconvert.validators.reading.quantization import (
 RULES = (
     Rule(
         "QC034",
-        "a quantized module is one that the config leaves out, or an entry of its lists cannot be read",
+        "a quantized module is one that the config, or every runtime, leaves out; or an entry cannot be "
+        "read",
         "The ignore list is another release's, or entries are shorter than meant and name more "
         "modules. Runtimes make the layer unquantized and read codes as weights; of an entry behind "
         "`re:` that is no regular expression, they fail.",
-        "Take the module's name out of the list (or let a target name it); correct the expression.",
+        "Take the module's name out of the list (or let a target name it); correct the expression; "
+        "convert again without routers and gates.",
     ),
     Rule(
         "QC035",
@@ -77,6 +81,8 @@ _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
 )
+# Read in float by every runtime, whatever the config says.
+_NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
 
 
@@ -99,7 +105,7 @@ class QuantizationConfig:
         yield from contradictions
         for config in configs:
             yield from _two_lists(config)
-        taken = judged(configs)
+        taken = judged(configs) or gptq_block(configs)
         if any(found.severity == "error" for found in contradictions):
             return  # which block is meant cannot be said
         if taken is None and configs:
@@ -112,6 +118,7 @@ class QuantizationConfig:
         yield from _left_out(taken, listed, quantized)
         if checkpoint.census.family.name == "generic":
             return  # which of its modules are linear layers is not known
+        yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
         plain = [m for m in _plain_linears(checkpoint) if m not in quantized]
         yield from _uncovered(checkpoint, listed, named, plain)
@@ -123,8 +130,8 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
     """Every module that is stored quantized, and its weight. A stack of experts is a module."""
     found: dict[str, str] = {}
     for name, source in checkpoint.items():
-        if name.endswith(".weight_packed"):
-            found[name.removesuffix(".weight_packed")] = name
+        if name.endswith((".weight_packed", ".qweight")):
+            found[name.rpartition(".")[0]] = name
         elif source.type.dtype in FP8 and not weight_candidates(name):
             found[name.removesuffix(".weight")] = name
         elif name.endswith(".weight_scale_2") and f"{name.removesuffix('_scale_2')}" in checkpoint:
@@ -167,6 +174,14 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
             and not named.names(module)
         ):
             message = f"is quantized, and no target of {config.where} names {module!r}"
+            yield Finding("QC034", "error", weight, message)
+
+
+def _never_quantized(checkpoint: Checkpoint, quantized: dict[str, str]) -> Iterator[Finding]:
+    for weight in quantized.values():
+        place = checkpoint.census.places.get(weight)
+        if place is not None and place.role.name.rpartition(".")[2] in _NEVER_QUANTIZED:
+            message = "is quantized, and runtimes build it unquantized, whatever the config says"
             yield Finding("QC034", "error", weight, message)
 
 

@@ -184,6 +184,13 @@ def stated(config: QuantConfig) -> Stated | None:
     return None
 
 
+def speaks_of_nvfp4(config: QuantConfig) -> bool:
+    """Whether a block says anything of NVFP4, be it several things."""
+    return stated(config) is not None or any(
+        True for _ in _group_inputs(config.block.get("config_groups"))
+    )
+
+
 def _group_inputs(groups: Any) -> Iterator[bool]:
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

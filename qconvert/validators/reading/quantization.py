@@ -264,7 +264,16 @@ class Listed:
 
 
 def ignored(config: QuantConfig) -> Listed:
-    """The modules a block leaves out; an empty list where it has none."""
+    """The modules a block leaves out; an empty list where it has none. GPTQ's are patterns in `dynamic`
+    that begin with `-:` (GPTQModel; sglang 0.5.23 `get_dynamic_override`); where the block names what is
+    quantized instead (`modules_in_block_to_quantize`), nothing is asked of others."""
+    if config.method == "gptq":
+        dynamic = config.block.get("dynamic")
+        names = [name for name in dynamic or () if isinstance(name, str)]
+        left = [f"re:{name.removeprefix('-:')}" for name in names if name.startswith("-:")]
+        if config.block.get("modules_in_block_to_quantize"):
+            left = ["re:"]
+        return Listed(config.method, tuple(left))
     for key in LISTS.get(config.method, ()):
         value = config.block.get(key)
         if isinstance(value, list) and value:

@@ -1,0 +1,415 @@
+"""Wrong lines: what would be published if one line of the code that makes an output were another.
+
+A `Mutant` names a function (or a constant) and what to write in it instead. While it is applied, the
+package behaves as if its source were so, in every module that has imported the function: also in
+validators, if one shared the code that it judges. A `Case` is a small checkpoint, heavy-tailed, and the
+command that converts it. Conversions and validation run in this process, so what is applied holds.
+
+Mutants of compiled kernels can stand here too: `applied` takes any function of the package.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import importlib
+import pkgutil
+import sys
+import textwrap
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import gdn_models
+import numpy as np
+import pytest
+from checkpoints import Model, Tensor, run_cli, tree
+
+import qconvert
+from qconvert.validation.findings import Finding
+from qconvert.validation.runner import Request, validate_folder
+from qconvert.validators.headers import receipt
+from qconvert.validators.weights import hashes, sources
+
+# Rules that compare hashes or the receipt alone: they see that bytes changed, not that they are wrong.
+_BY_HASH = {rule.id for module in (receipt, hashes, sources) for rule in module.RULES}
+_NEVER_IMPORTED = ("qconvert.validators.kernels.triton.", "qconvert.contrib.", "qconvert.__main__")
+
+
+# --- Mutants -------------------------------------------------------------------------------------
+
+
+class Mutant(NamedTuple):
+    """In `qconvert.{module}`, within the function, `Class.method` or constant `place`, `new` instead of
+    `old`, which stands there once."""
+
+    name: str
+    case: str
+    module: str
+    place: str
+    old: str
+    new: str
+
+
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """The package as if its source had the mutant's line."""
+    modules = _all_modules()
+    module = modules[f"qconvert.{mutant.module}"]
+    above, _, name = mutant.place.rpartition(".")
+    owner = getattr(module, above) if above else module
+    right = getattr(owner, name)
+    wrong = _mutated(module, mutant)
+    with pytest.MonkeyPatch.context() as patch:
+        _forget(modules.values())
+        patch.setattr(owner, name, wrong)
+        for other in modules.values() if not above else ():
+            if vars(other).get(name) is right:
+                patch.setattr(other, name, wrong)
+        yield
+    _forget(modules.values())
+
+
+def _mutated(module: ModuleType, mutant: Mutant) -> Any:
+    """The function, or the constant, that the changed lines make."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    found: list[ast.AST] = [ast.parse(text)]
+    for part in mutant.place.split("."):
+        found = [node for tree in found for node in ast.iter_child_nodes(tree) if _is(node, part)]
+    (node,) = found
+    assert isinstance(node, ast.stmt)
+    decorators = getattr(node, "decorator_list", [])
+    first = min(one.lineno for one in (node, *decorators))
+    lines = textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    assert lines.count(mutant.old) == 1, f"{mutant.place} has other lines now: change the mutant"
+    code = compile(
+        lines.replace(mutant.old, mutant.new), f"<{mutant.name}>", "exec",
+        __future__.annotations.compiler_flag, dont_inherit=True,
+    )  # fmt: skip
+    made: dict[str, Any] = {}
+    exec(code, vars(module), made)
+    return made[mutant.place.rpartition(".")[2]]
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name == name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+@cache
+def _all_modules() -> Mapping[str, ModuleType]:
+    """Every module, imported now: one that was imported later would keep a mutant for ever."""
+    names = [info.name for info in pkgutil.walk_packages(qconvert.__path__, "qconvert.")]
+    for name in names:
+        if not name.startswith(_NEVER_IMPORTED):
+            importlib.import_module(name)
+    return {name: module for name, module in sys.modules.items() if name.startswith("qconvert.")}
+
+
+def _forget(modules: Any) -> None:
+    """What functions remember was made by other lines."""
+    for module in modules:
+        for value in list(vars(module).values()):
+            clear = getattr(value, "cache_clear", None)
+            if clear is not None and not isinstance(value, FunctionType | type):
+                clear()
+
+
+# --- Checkpoints ---------------------------------------------------------------------------------
+
+Array = np.ndarray[Any, Any]
+Form = Callable[[str, int, int], dict[str, Tensor]]
+
+
+def plain(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+    return gdn_models.plain(f"{module}.weight", rows, columns)
+
+
+def fp8(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+    """E4M3 in blocks of 48 rows and 64 columns, the last one short."""
+    random = _random(module)
+    codes = random.integers(0, 0x7F, (rows, columns), np.uint8)
+    codes |= random.integers(0, 2, (rows, columns), np.uint8) << 7
+    scales = 0.002 * np.exp(random.standard_normal((-(-rows // 48), columns // 64)))
+    return {
+        f"{module}.weight": Tensor("F8_E4M3", codes.shape, codes.tobytes()),
+        f"{module}.weight_scale_inv": Tensor("F32", scales.shape, scales.astype("<f4").tobytes()),
+    }
+
+
+def fp8_rows(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+    """E5M2 with a scale a row."""
+    random = _random(module)
+    codes = random.integers(0, 0x60, (rows, columns), np.uint8)
+    codes |= random.integers(0, 2, (rows, columns), np.uint8) << 7
+    scales = 0.002 * np.exp(random.standard_normal((rows, 1)))
+    return {
+        f"{module}.weight": Tensor("F8_E5M2", codes.shape, codes.tobytes()),
+        f"{module}.weight_scale": Tensor("F32", scales.shape, scales.astype("<f4").tobytes()),
+    }
+
+
+def half(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+    values = gdn_models.numbers(module, rows, columns).astype("<f2")
+    return {f"{module}.weight": Tensor("F16", values.shape, values.tobytes())}
+
+
+def _random(module: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(module.encode()))
+
+
+def packed(bits: int, *, zeros: bool) -> Form:
+    """compressed-tensors' form in groups of 32, every word another."""
+
+    def make(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+        random, word = _random(module), 32 // bits
+        scales = gdn_models.bf16(0.01 * np.exp(random.standard_normal((rows, columns // 32))))
+        made = {"weight_packed": words(random, rows, columns // word), "weight_scale": scales}
+        if zeros:
+            made["weight_zero_point"] = words(random, rows // word, columns // 32)
+        shape = np.array([rows, columns], "<i8")
+        made["weight_shape"] = Tensor("I64", (2,), shape.tobytes())
+        return {f"{module}.{part}": value for part, value in made.items()}
+
+    return make
+
+
+def words(random: np.random.Generator, rows: int, columns: int) -> Tensor:
+    return Tensor("I32", (rows, columns), random.bytes(4 * rows * columns))
+
+
+def gptq(module: str, rows: int, columns: int) -> dict[str, Tensor]:
+    """GPTQ's first version, four bits, asymmetric, columns in an order of their own."""
+    random, groups = _random(module), columns // 32
+    scales = (0.01 * np.exp(random.standard_normal((groups, rows)))).astype("<f2")
+    zeros = random.integers(0, 15, (groups, rows), np.uint8)  # 15 stored is no zero point
+    pairs = zeros[:, ::2] | zeros[:, 1::2] << 4
+    order = random.permutation(np.arange(columns) // 32).astype("<i4")
+    return {
+        f"{module}.qweight": words(random, columns // 8, rows),
+        f"{module}.qzeros": Tensor("I32", (groups, rows // 8), pairs.tobytes()),
+        f"{module}.scales": Tensor("F16", (groups, rows), scales.tobytes()),
+        f"{module}.g_idx": Tensor("I32", (columns,), order.tobytes()),
+    }
+
+
+def _in_groups(bits: int, *, symmetric: bool) -> dict[str, Any]:
+    weights = {
+        "type": "int", "num_bits": bits, "strategy": "group", "symmetric": symmetric,
+        "group_size": 32,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+def moe(
+    form: Form = plain,
+    quantization: Mapping[str, Any] | None = None,
+    *,
+    hidden: int = 128,
+    intermediate: int = 256,
+    experts: int = 2,
+    drafts: int = 0,
+) -> Model:
+    """Experts of two layers and of draft layers, and little else."""
+    tensors = gdn_models.plain("model.embed_tokens.weight", 16, hidden)
+    homes = [f"model.layers.{n}" for n in range(2)] + [f"mtp.layers.{n}" for n in range(drafts)]
+    for home in homes:
+        for expert in range(experts):
+            at = f"{home}.mlp.experts.{expert}"
+            tensors |= form(f"{at}.gate_proj", intermediate, hidden)
+            tensors |= form(f"{at}.up_proj", intermediate, hidden)
+            tensors |= form(f"{at}.down_proj", hidden, intermediate)
+    extra = {} if quantization is None else {"quantization_config": dict(quantization)}
+    return Model(
+        _settings("qwen3_5_moe_text", hidden, intermediate, experts, drafts) | extra, tensors
+    )
+
+
+def stacks(form: str = "") -> Model:
+    """Experts in stacks [E, rows, columns]; `turned`: [E, columns, rows], as Qwen3-VL publishes them;
+    `fp8`: in blocks of 64."""
+    hidden, intermediate, experts = 128, 256, 2
+    turned = form == "turned"
+    base = "model.language_model" if turned else "model"
+    tensors = gdn_models.plain(f"{base}.embed_tokens.weight", 16, hidden)
+    for layer in range(2):
+        at = f"{base}.layers.{layer}.mlp.experts"
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate),
+        ):  # fmt: skip
+            if turned:
+                tensors |= gdn_models.plain(f"{at}.{name}", experts, columns, rows)
+            elif not form:
+                tensors |= gdn_models.plain(f"{at}.{name}", experts, rows, columns)
+            else:
+                random, grid = _random(f"{at}.{name}"), (experts, rows // 64, columns // 64)
+                codes = random.integers(0, 0x7F, (experts, rows, columns), np.uint8)
+                scales = (0.002 * np.exp(random.standard_normal(grid))).astype("<f4")
+                tensors[f"{at}.{name}"] = Tensor("F8_E4M3", codes.shape, codes.tobytes())
+                tensors[f"{at}.{name}_scale_inv"] = Tensor("F32", grid, scales.tobytes())
+    kind = "qwen3_vl_moe_text" if turned else "qwen3_5_moe_text"
+    settings = _settings(kind, hidden, intermediate, experts, 0)
+    if turned:
+        settings = {"model_type": "qwen3_vl_moe", "text_config": settings, "vision_config": {}}
+    elif form:
+        settings["quantization_config"] = {**_FP8, "weight_block_size": [64, 64]}
+    return Model(settings, tensors)
+
+
+def listed_apart() -> Model:
+    """A list of modules left out that has no fused name."""
+    model = gdn_models.model(scale="F32")
+    block = model.config["quantization_config"]
+    names = block["modules_to_not_convert"]
+    block["modules_to_not_convert"] = [name for name in names if not name.endswith("in_proj_ba")]
+    return model
+
+
+def _settings(
+    kind: str, hidden: int, intermediate: int, experts: int, drafts: int
+) -> dict[str, Any]:
+    return {
+        "model_type": kind, "hidden_size": hidden, "num_hidden_layers": 2, "num_experts": experts,
+        "moe_intermediate_size": intermediate, "mtp_num_hidden_layers": drafts,
+    }  # fmt: skip
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 64]}
+_FP8_ROWS = {"quant_method": "fp8", "fmt": "e5m2"}
+_GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True,
+    "checkpoint_format": "gptq",
+}  # fmt: skip
+
+SOURCES: Mapping[str, Callable[[], Model]] = {
+    "experts": lambda: moe(drafts=1),
+    "wide experts": lambda: moe(intermediate=3712, experts=1),
+    "fp8 experts": lambda: moe(fp8, _FP8),
+    "int4 experts": lambda: moe(packed(4, zeros=False), _in_groups(4, symmetric=True)),
+    "int4 experts, asymmetric": lambda: moe(
+        packed(4, zeros=True), _in_groups(4, symmetric=False)
+    ),
+    "int8 experts": lambda: moe(packed(8, zeros=False), _in_groups(8, symmetric=True)),
+    "gptq experts": lambda: moe(gptq, _GPTQ),
+    "fp8 rows": lambda: moe(fp8_rows, _FP8_ROWS),
+    "float16 experts": lambda: moe(half),
+    "stacks": stacks,
+    "turned stacks": lambda: stacks("turned"),
+    "fp8 stacks": lambda: stacks("fp8"),
+    "bf16": gdn_models.model,
+    "bf16 stacks": lambda: gdn_models.model(stacked=True),
+    "fp8": lambda: gdn_models.model(scale="F32"),
+    "fp8, bf16 scales": lambda: gdn_models.model(scale="BF16"),
+    "fp8, listed apart": listed_apart,
+    "exponents": lambda: gdn_models.model(scale="U8"),
+    "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
+}  # fmt: skip
+
+
+# --- Conversions ---------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A checkpoint of SOURCES, and a command or a recipe of one pass."""
+
+    source: str
+    command: str
+
+
+CASES: Mapping[str, Case] = {
+    "amx int4": Case("experts", "amx --method int4 --numa 2"),
+    "amx int8": Case("experts", "amx --method int8 --numa 2"),
+    "amx search": Case("experts", "amx --method int4 --numa 1 --rounding search"),
+    "amx wide": Case("wide experts", "amx --method int4 --numa 1"),
+    "amx of fp8": Case("fp8 experts", "amx --method int8 --numa 2"),
+    "amx of channels": Case("fp8 rows", "amx --method int8 --numa 1"),
+    "amx of float16": Case("float16 experts", "amx --method int8 --numa 1"),
+    "amx of fp8 stacks": Case("fp8 stacks", "amx --method int8 --numa 1"),
+    "amx of int4": Case("int4 experts", "amx --method int8 --numa 1"),
+    "amx of asymmetric": Case("int4 experts, asymmetric", "amx --method int8 --numa 1"),
+    "amx of int8": Case("int8 experts", "amx --method int8 --numa 1"),
+    "amx of gptq": Case("gptq experts", "amx --method int8 --numa 1"),
+    "amx of stacks": Case("stacks", "amx --method int8 --numa 1"),
+    "amx of turned stacks": Case("turned stacks", "amx --method int8 --numa 1"),
+    "dequant": Case("fp8", "dequant"),
+    "dequant exponents": Case("exponents", "dequant"),
+    "dequant bf16 scales": Case("fp8, bf16 scales", "dequant"),
+    "fuse, listed apart": Case("fp8, listed apart", "fuse --for sglang"),
+    "fuse": Case("fp8", "fuse --for sglang"),
+    "interleave": Case("bf16", "fuse --for qwen3-next"),
+    "unfuse": Case("next", "run qwen3-next-to-qwen3.5"),
+    "stack": Case("bf16", "experts stack"),
+    "stack fp8": Case("fp8", "experts stack"),
+    "unstack": Case("bf16 stacks", "experts unstack"),
+    "drop": Case("bf16", "recipe drop: {what: mtp}"),
+    "w4a16": Case("bf16", "recipe w4a16: {group: 16}"),
+    "w4a16 of fp8": Case("fp8", "recipe w4a16: {group: 16}"),
+    "w4a16 of stacks": Case("bf16 stacks", "recipe w4a16: {group: 16}"),
+    "w4a16 of linears": Case(
+        "bf16", "recipe w4a16: {group: 16, targets: [Linear], ignore: ['re:.*o_proj$']}"
+    ),
+    "w8a16": Case("bf16", "recipe w4a16: {group: null, bits: 8}"),
+    "asymmetric": Case("bf16", "recipe w4a16: {group: 16, symmetric: false}"),
+    "gptq": Case("bf16", "recipe w4a16: {group: 16, packing: gptq}"),
+    "gptq v2": Case("bf16", "recipe w4a16: {group: 16, packing: gptq-v2, symmetric: false}"),
+    "nvfp4": Case("bf16", "recipe nvfp4: {dialect: modelopt}"),
+    "nvfp4 packed": Case("bf16", "recipe nvfp4: {dialect: compressed-tensors}"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Sources and sound outputs, made once below a folder."""
+
+    folder: Path
+
+    def source(self, name: str) -> Path:
+        where = self.folder / f"source {name}"
+        return where if where.is_dir() else SOURCES[name]().write(where)
+
+    def converted(self, case: str, out: Path) -> Path:
+        source, command = CASES[case]
+        first, _, rest = command.partition(" ")
+        head, more = [first], rest.split()
+        if first == "recipe":
+            recipe = self.folder / f"{case}.yaml"
+            recipe.write_text(f"passes:\n- {rest}\n")
+            head, more = ["run", str(recipe)], []
+        elif first in ("experts", "run"):
+            head, more = [first, rest], []
+        done = run_cli(*head, self.source(source), out, *more, "--jobs", "1")
+        assert done.code == 0, done.err
+        return out
+
+    def sound(self, case: str) -> Path:
+        out = self.folder / f"sound {case}"
+        return out if out.is_dir() else self.converted(case, out)
+
+    def findings(self, case: str, out: Path) -> list[Finding]:
+        source = self.source(CASES[case].source)
+        return validate_folder(out, str(source), request=Request("full", jobs=1)).findings
+
+
+def found_wrong(findings: list[Finding]) -> list[Finding]:
+    """Errors that no hash and no receipt is needed for."""
+    return [f for f in findings if f.severity == "error" and f.rule not in _BY_HASH]
+
+
+def differ(one: Path, other: Path) -> bool:
+    """Whether two outputs hold other weights, or state something else."""
+    first, second = (
+        {name: data for name, data in tree(folder).items() if "receipt" not in name}
+        for folder in (one, other)
+    )
+    return first != second

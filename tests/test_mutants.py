@@ -1,0 +1,446 @@
+"""Each wrong line of what makes outputs is found by `validate --level full --against`, although it holds
+while validators run: none of them judges with the code that passes convert with.
+
+A mutant whose output is not found would be published as "proved". A new decoder, encoder or order gets
+its mutants here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutants import CASES, Bench, Mutant, applied, differ, found_wrong
+
+MUTANTS = (
+    # --- which matrix is which
+    Mutant(
+        "gate and up exchanged", "amx int4", "matrices.experts", "_read",
+        'kind = role.rpartition(".")[2]',
+        'kind = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(k := role.rpartition(".")[2], k)',
+    ),
+    Mutant(
+        "experts exchanged", "amx int4", "matrices.experts", "_read",
+        "yield Projection(layer, place.expert, kind", "yield Projection(layer, place.expert ^ 1, kind",
+    ),
+    Mutant(
+        "layers exchanged", "amx int8", "matrices.experts", "_read",
+        "layer = place.layer\n", "layer = place.layer if draft else place.layer ^ 1\n",
+    ),
+    Mutant(
+        "gate and up of stacks exchanged", "amx of stacks", "matrices.experts", "_read",
+        "for part, weight in parts:",
+        "for part, (_, weight) in zip([p for p, _ in parts], parts[::-1]):",
+    ),
+    Mutant(
+        "gate and up of stacks exchanged, packed", "w4a16 of stacks", "matrices.experts", "_read",
+        "for part, weight in parts:",
+        "for part, (_, weight) in zip([p for p, _ in parts], parts[::-1]):",
+    ),
+    Mutant(
+        "stacks from the last expert on", "amx of stacks", "matrices.stored", "read_of_stack",
+        "plan.tensors[name].index(expert)",
+        "plan.tensors[name].index(plan.tensors[name].type.shape[0] - 1 - expert)",
+    ),
+    Mutant(
+        "columns of turned stacks cut from the first on", "amx of turned stacks",
+        "matrices.stored", "Stored.cut",
+        "first=self.decoder.first + start", "first=self.decoder.first",
+    ),
+    Mutant(
+        "columns of turned stacks one on", "amx of turned stacks", "ops.transpose", "Columns.run",
+        "source = source[:, self.first : self.first + self.count]",
+        "source = np.roll(source, 1, axis=1)[:, self.first : self.first + self.count]",
+    ),
+    Mutant(
+        "stack: up before gate", "stack", "passes.experts", "Stack.__call__",
+        '("gate_proj", "up_proj")', '("up_proj", "gate_proj")',
+    ),
+    Mutant(
+        "stack: experts from the last on", "stack fp8", "passes.experts", "_stacked",
+        "range(census.dims.num_experts)", "reversed(range(census.dims.num_experts))",
+    ),
+    Mutant(
+        "unstack: up called gate", "unstack", "passes.experts", "_halves",
+        'yield "gate_proj", matrix.rows(0, rows // 2)\n    yield "up_proj"',
+        'yield "up_proj", matrix.rows(0, rows // 2)\n    yield "gate_proj"',
+    ),
+    # --- scales of others
+    Mutant(
+        "scales of another expert", "amx of fp8", "matrices.stored", "read_matrix",
+        "plan.tensors[scale], fp8_scheme_of",
+        "plan.tensors[scale.replace('rts.0', 'rts.9').replace('rts.1', 'rts.0')"
+        ".replace('rts.9', 'rts.1')], fp8_scheme_of",
+    ),
+    Mutant(
+        "scales of another layer, dequantized", "dequant", "passes.dequant", "Dequant.__call__",
+        "_dequantized(name, scales[name], plan)",
+        "_dequantized(name, scales[name].translate({48: 49, 49: 48}) "
+        "if '.0.linear_attn.out_proj' in name or '.1.linear_attn.out_proj' in name "
+        "else scales[name], plan)",
+    ),
+    Mutant(
+        "scales of another group", "w4a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
+        "np.copyto(scale[start:stop], beside", "np.copyto(scale[start:stop], np.roll(beside, 1)",
+    ),
+    Mutant(
+        "scales of another NUMA node", "amx int4", "passes.amx", "ExpertsToAmx.named",
+        "results[2 * shard + 1]", "results[2 * (self.numa - 1 - shard) + 1]",
+    ),
+    # --- FP8
+    Mutant(
+        "E4M3's bias off by one", "dequant", "ops.fp8", "_BIAS", "2.0**120", "2.0**119",
+    ),
+    Mutant(
+        "FP8 rounded towards zero", "dequant", "ops.fp8", "DequantFp8.run",
+        "np.add(tile_bits, 0x8000, out=tile_bits)", "np.add(tile_bits, 0, out=tile_bits)",
+    ),
+    Mutant(
+        "block scales' rows and columns exchanged", "dequant", "ops.fp8", "DequantFp8.run",
+        "_spread(factors[first]", "_spread(factors.T[first] if factors.shape[0] == factors.shape[1] "
+        "else factors[first]",
+    ),
+    Mutant(
+        "scales divide", "amx of fp8", "ops.fp8", "DequantFp8.run",
+        "np.multiply(values, spread, out=values)", "np.divide(values, spread, out=values)",
+    ),
+    Mutant(
+        "exponents' bias off by one", "dequant exponents", "ops.fp8", "_decode_scale",
+        "np.left_shift(bits, 23, out=bits)", "np.left_shift(bits + 1, 23, out=bits)",
+    ),
+    Mutant(
+        "bf16's ties away from zero", "dequant bf16 scales", "ops.cast", "round_to_bf16",
+        "0x7FFF", "0x8000",
+    ),
+    Mutant(
+        "E5M2 read as E4M3", "amx of channels", "ops.fp8", "_decode",
+        'if dtype == "F8_E5M2":', 'if dtype == "":',
+    ),
+    Mutant(
+        "scales of other rows", "amx of channels", "ops.fp8", "_scale_rows",
+        "scale[:, number : number + 1]", "scale[::-1, number : number + 1]",
+    ),
+    Mutant(
+        "scales of another expert of a stack", "amx of fp8 stacks", "matrices.stored",
+        "read_of_stack", "scale = scale.index(expert)",
+        "scale = scale.index(scale.type.shape[0] - 1 - expert)",
+    ),
+    Mutant(
+        "a cut inside a block of scales", "amx of fp8", "matrices.stored", "_regrid",
+        "scale.rows(row // block[0], row // block[0] + 1)",
+        "scale.rows(min(-(-row // block[0]), scale.type.shape[0] - 1), "
+        "min(-(-row // block[0]), scale.type.shape[0] - 1) + 1)",
+    ),
+    Mutant(
+        "float16's bias off by one", "amx of float16", "ops.cast", "_decode_f16",
+        "np.float32(2.0**112)", "np.float32(2.0**111)",
+    ),
+    # --- packed integers, read
+    Mutant(
+        "nibbles exchanged, read", "amx of int4", "ops.int4", "spread_nibbles",
+        "np.copyto(out, source)", "np.copyto(out, source >> 4 | source << 4)",
+    ),
+    Mutant(
+        "codes read less 7", "amx of int4", "ops.int4", "DequantInt4.run",
+        "np.subtract(codes, _ZERO_CODE, out=codes)", "np.subtract(codes, 7, out=codes)",
+    ),
+    Mutant(
+        "nibbles exchanged, asymmetric", "amx of asymmetric", "ops.ints", "spread",
+        "out=out[:, ::2]", "out=out[:, ::-2]",
+    ),
+    Mutant(
+        "zero points less 7", "amx of asymmetric", "ops.ints", "_along_first",
+        "np.int16(1 << (bits - 1))", "np.int16((1 << (bits - 1)) - 1)",
+    ),
+    Mutant(
+        "zero points added", "amx of asymmetric", "ops.ints", "Products.multiply",
+        "np.subtract(apart, zeros[:, :, None], out=apart)",
+        "np.add(apart, zeros[:, :, None], out=apart)",
+    ),
+    Mutant(
+        "int8 codes signed", "amx of int8", "ops.ints", "DequantInts.run",
+        "np.subtract(codes, 1 << (self.bits - 1), out=codes)",
+        "np.copyto(codes, codes.astype(np.uint8).view(np.int8))",
+    ),
+    Mutant(
+        "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq", "DequantGptq._zeros",
+        "return mine + np.int16(1)", "return mine",
+    ),
+    Mutant(
+        "GPTQ's groups side by side", "amx of gptq", "ops.gptq", "DequantGptq._decode",
+        "None if side_by_side else column_group", "None",
+    ),
+    # --- AMX
+    Mutant(
+        "NUMA nodes exchanged, rows", "amx int4", "passes.amx", "ExpertsToAmx.shards",
+        "range(0, stored.rows, height)", "reversed(range(0, stored.rows, height))",
+    ),
+    Mutant(
+        "NUMA nodes exchanged, columns", "amx int8", "formats.amx.encode", "Amx.run",
+        "for shard, target in enumerate(weights):",
+        "for shard, target in enumerate(weights[::-1]):",
+    ),
+    Mutant(
+        "halves of AMX bytes exchanged", "amx int4", "formats.amx.encode", "_pair_up",
+        "np.bitwise_or(eight[:, :, 0], paired[:, :, 1]",
+        "np.bitwise_or(eight[:, :, 1], paired[:, :, 0]",
+    ),
+    Mutant(
+        "AMX codes' sign", "amx int4", "formats.amx.encode", "_pair_up",
+        "0x8888888888888888", "0x7777777777777777",
+    ),
+    Mutant(
+        "halves of tiles exchanged", "amx int8", "formats.amx.encode", "_place",
+        ".reshape(-1, 2, 16, steps, 16)", ".reshape(-1, 2, 16, steps, 16)[:, ::-1]",
+    ),
+    Mutant(
+        "rows and words of tiles exchanged", "amx int8", "formats.amx.encode", "_place",
+        "transpose(0, 3, 1, 4, 2)", "transpose(0, 3, 1, 2, 4)",
+    ),
+    Mutant(
+        "columns in one block", "amx wide", "formats.amx.encode", "K_BLOCK", "3584", "7168",
+    ),
+    Mutant(
+        "AMX int4 a sixteenth up", "amx int4", "formats.amx.encode", "Amx._quantize",
+        "(128 if", "(130 if",
+    ),
+    Mutant(
+        "AMX int8 a code up", "amx int8", "formats.amx.encode", "Amx._quantize",
+        '(128 if self.method == "int4" else 0)', '(128 if self.method == "int4" else 1)',
+    ),
+    Mutant(
+        "AMX scales of 128", "amx int8", "formats.amx.encode", "_ONE_127TH", "0x3C010204", "0x3C000000",
+    ),
+    Mutant(
+        "AMX scales in steps", "amx search", "formats.amx.encode", "Amx._quantize",
+        "np.float32(1 / 16)", "np.float32(1)",
+    ),
+    Mutant(
+        "AMX codes towards zero", "amx search", "formats.amx.encode", "Amx._quantize",
+        "np.clip(cut, -limit, limit, out=cut)", "np.trunc(np.clip(cut, -limit, limit), out=cut)",
+    ),
+    Mutant(
+        "AMX sizes exchanged in the manifest", "amx int4", "passes.amx", "ExpertsToAmx.with_shards",
+        '"hidden_size": dims.hidden_size', '"hidden_size": dims.moe_intermediate_size',
+    ),
+    Mutant(
+        "AMX method in the manifest", "amx int4", "passes.amx", "ExpertsToAmx.with_shards",
+        '"method": RUNTIME_NAME[self.method]', '"method": "AMXINT8"',
+    ),
+    Mutant(
+        "draft layer left out of the manifest", "amx int4", "passes.amx",
+        "ExpertsToAmx.with_shards",
+        "{p.layer for p in self.kept(experts)}", "{p.layer for p in self.kept(experts) if not p.draft}",
+    ),
+    # --- packed integers, written
+    Mutant(
+        "nibbles exchanged, written", "w4a16", "formats.int_packed.w4a16", "_pack",
+        "np.copyto(out, codes.view(np.uint16), casting=\"unsafe\")",
+        "np.copyto(out, codes.view(np.uint16) << 4 | codes.view(np.uint16) >> 4 & 15, "
+        "casting=\"unsafe\")",
+    ),
+    Mutant(
+        "a code up", "w4a16 of fp8", "formats.int_packed.w4a16", "_PackSymmetric.run",
+        "np.float32(_ROUNDER + half)", "np.float32(_ROUNDER + half + 1)",
+    ),
+    Mutant(
+        "codes towards zero", "w8a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
+        "np.minimum(values, np.float32(half - 1), out=values)",
+        "np.trunc(np.minimum(values, np.float32(half - 1)), out=values)",
+    ),
+    Mutant(
+        "scales of half as many steps", "w4a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
+        "_scales(largest, half - 0.5,", "_scales(largest, half / 2 - 0.5,",
+    ),
+    Mutant(
+        "words from the highest bits on", "gptq", "formats.int_packed.packers", "along_rows",
+        "stored[:, ::2] | stored[:, 1::2] << np.uint8(4)",
+        "stored[:, 1::2] | stored[:, ::2] << np.uint8(4)",
+    ),
+    Mutant(
+        "zero points of the other version", "gptq", "formats.int_packed.packers", "PackGptq.pack",
+        "1 if self.version == 1 else 0", "0 if self.version == 1 else 1",
+    ),
+    Mutant(
+        "zero points one off", "asymmetric", "formats.int_packed.packers", "_zero_words",
+        "turned[:, :rows] = zero.T", "turned[:, :rows] = np.clip(zero.T + 1, lowest, -lowest - 1)",
+    ),
+    Mutant(
+        "zero points along the other axis", "asymmetric", "formats.int_packed.packers",
+        "_zero_words", "turned[:, :rows] = zero.T", "turned[:, :rows] = zero.T[:, ::-1]",
+    ),
+    Mutant(
+        "scales along the other axis", "gptq v2", "formats.int_packed.packers", "PackGptq.pack",
+        "_put(codes.scale.T, scales)", "_put(codes.scale.reshape(scales.type.shape), scales)",
+    ),
+    Mutant(
+        "groups from the last on", "gptq v2", "formats.int_packed.packers", "_put_g_idx",
+        "np.arange(columns)", "np.arange(columns)[::-1]",
+    ),
+    Mutant(
+        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.rounding",
+        "_round", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
+    ),
+    Mutant(
+        "shape exchanged", "w4a16", "passes.w4a16", "ExpertsToW4A16.named",
+        "constant_i64((stored.rows, stored.columns))", "constant_i64((stored.columns, stored.rows))",
+    ),
+    # --- config blocks
+    Mutant(
+        "group_size of another", "w4a16", "formats.int_packed.config", "group_config",
+        '"group_size": scheme.group', '"group_size": 2 * scheme.group',
+    ),
+    Mutant(
+        "strategy of another", "w4a16", "formats.int_packed.config", "group_config",
+        '"channel" if scheme.group is None else "group"', '"channel"',
+    ),
+    Mutant(
+        "asymmetric called symmetric", "asymmetric", "formats.int_packed.config", "group_config",
+        '"symmetric": scheme.symmetric', '"symmetric": True',
+    ),
+    Mutant(
+        "symmetric called asymmetric", "w4a16", "formats.int_packed.config", "group_config",
+        '"symmetric": scheme.symmetric', '"symmetric": False',
+    ),
+    Mutant(
+        "bits of another", "w8a16", "formats.int_packed.config", "group_config",
+        '"num_bits": scheme.bits', '"num_bits": 4',
+    ),
+    Mutant(
+        "targets of another", "w4a16", "passes.w4a16", "ExpertsToW4A16._quantization",
+        "targets = [EXPERTS]", 'targets = ["re:.*self_attn.*"]',
+    ),
+    Mutant(
+        "version 2 called the first", "gptq v2", "formats.int_packed.config", "gptq_config",
+        '"gptq" if version == 1 else "gptq_v2"', '"gptq"',
+    ),
+    Mutant(
+        "version 1 called the second", "gptq", "formats.int_packed.config", "gptq_config",
+        '"gptq" if version == 1 else "gptq_v2"', '"gptq_v2"',
+    ),
+    Mutant(
+        "GPTQ's patterns of modules that stay", "gptq", "formats.int_packed.config", "gptq_config",
+        'f"-:{pattern}": {} for pattern in dynamic', 'f"-:{pattern}": {} for pattern in ()',
+    ),
+    Mutant(
+        "no o_proj in the ignore list", "w4a16 of linears", "matrices.unquantized", "ignored",
+        "found.append(split_parameter(name)[0])",
+        'found.append(split_parameter(name)[0].replace("o_proj", "x_proj"))',
+    ),
+    Mutant(
+        "packed experts in the ignore list", "w4a16", "matrices.unquantized", "ignored",
+        "if kept:", "if True:",
+    ),
+    Mutant(
+        "blocks of the linears beside packed experts", "w4a16 of fp8",
+        "formats.int_packed.config", "fp8_group_config",
+        '"block_structure": list(block)', '"block_structure": [2 * block[0], block[1]]',
+    ),
+    Mutant(
+        "routers packed", "w4a16 of linears", "matrices.linears", "quantizable",
+        "role in _NO_LINEARS", 'role in ("embed_tokens", "lm_head", "fc")',
+    ),
+    # --- NVFP4
+    Mutant(
+        "E2M1 codes exchanged in bytes", "nvfp4", "ops.fp4", "pack",
+        "np.bitwise_or(pairs, beside, out=pairs)",
+        "np.bitwise_or(pairs << 4, pairs >> 8, out=pairs)",
+    ),
+    Mutant(
+        "E2M1 codes without a sign", "nvfp4", "ops.fp4", "to_codes",
+        "np.multiply(spare, _SIGN, out=out)", "np.multiply(spare, 0, out=out)",
+    ),
+    Mutant(
+        "E2M1 rounded up", "nvfp4 packed", "ops.fp4", "to_codes",
+        "np.float32(halfway)", "np.float32(halfway - 0.25)",
+    ),
+    Mutant(
+        "E4M3 scales one on", "nvfp4", "formats.nvfp4.encode", "_blocks",
+        "np.multiply(each, own, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
+    ),
+    Mutant(
+        "own scale inverted", "nvfp4 packed", "formats.nvfp4.scales", "OwnScale.run",
+        "own[np.isinf(own)] = 1", "np.divide(1, own, out=own)",
+    ),
+    Mutant(
+        "own scales of modelopt half as large", "nvfp4", "formats.nvfp4.scales", "OwnScale.run",
+        "np.divide(amax, np.float32(RANGE), out=own)", "np.divide(amax, np.float32(2 * RANGE), out=own)",
+    ),
+    Mutant(
+        "gate and up with scales of their own", "nvfp4", "passes.nvfp4_groups", "shared_groups",
+        "tuple(sets.get(last, (last,)))", "(last,)",
+    ),
+    Mutant(
+        "another strategy in the config", "nvfp4 packed", "formats.nvfp4.config", "group_config",
+        '"strategy": "tensor_group"', '"strategy": "group"',
+    ),
+    Mutant(
+        "modelopt's list without heads", "nvfp4", "passes.nvfp4", "_modelopt_block",
+        "ignored_globs(plan, others, ", "(lambda *a: [])(plan, others, ",
+    ),
+    # --- linear attention
+    Mutant(
+        "rows of fused projections from the last group on", "interleave", "core.row_order",
+        "Layout.runs", "yield segment, group * size, (group + 1) * size",
+        "yield segment, (self.groups - 1 - group) * size, (self.groups - group) * size",
+    ),
+    Mutant(
+        "interleaved by half as many heads", "interleave", "passes.fuse", "_moved",
+        "Layout(qkvz, target), range(4)", "Layout(qkvz, target // 2), range(4)",
+    ),
+    Mutant(
+        "k before q", "fuse", "passes.fuse", "_moved",
+        "chosen = [sets[i] for i in members]",
+        "chosen = [sets[{0: 1, 1: 0}.get(i, i)] for i in members]",
+    ),
+    Mutant(
+        "a before b", "unfuse", "passes.fuse", "_moved",
+        "zip((_Z, _B, _A), sets[3:], strict=True)", "zip((_Z, _A, _B), sets[3:], strict=True)",
+    ),
+    Mutant(
+        "block scales left where they were", "unfuse", "passes.fused_rows", "_layout_of",
+        "return layout.of_blocks(block[0])", "return Layout(layout.of_blocks(block[0]).segments, 1)",
+    ),
+    Mutant(
+        "another order in the manifest", "fuse", "passes.fuse", "_reorder",
+        "FACT: target", "FACT: 4",
+    ),
+    Mutant(
+        "no fused name in the ignore list", "fuse, listed apart", "passes.fuse", "_reorder",
+        "config=true_lists(plan.config, _unquantized(tensors, moved))", "config=plan.config",
+    ),
+    # --- what is left out
+    Mutant(
+        "more dropped than draft layers", "drop", "passes.drop", "Drop.__call__",
+        "return family.is_mtp(name, dims)",
+        'return family.is_mtp(name, dims) or name.endswith("1.input_layernorm.weight")',
+    ),
+    Mutant(
+        "draft layers dropped and still counted", "drop", "passes.drop", "_without_mtp",
+        "kept[key] = 0", "kept[key] = value",
+    ),
+    Mutant(
+        "no quantization block left out", "dequant", "passes.dequant", "Dequant.__call__",
+        "config=without_quantization(plan.config)", "config=dict(plan.config)",
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_right_lines_have_no_finding(case: str, bench: Bench) -> None:
+    assert bench.findings(case, bench.sound(case)) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_wrong_line_is_found(mutant: Mutant, bench: Bench, tmp_path: Path) -> None:
+    sound = bench.sound(mutant.case)
+    with applied(mutant):
+        out = bench.converted(mutant.case, tmp_path / "out")
+        findings = bench.findings(mutant.case, out)
+    assert differ(out, sound), "it makes the same output: it is no mutant"
+    assert found_wrong(findings), "not found, and the report says that the weights are proved"
