@@ -205,7 +205,7 @@ def kernel(script: str) -> Any:
 def test_the_kernel_gives_what_its_reference_gives() -> None:
     found = kernel(
         "import json; from qconvert.validators.kernels.device import device; where = device();"
-        "from qconvert.validators.kernels.device import nvfp4;"
+        "from qconvert.validators.kernels.triton import nvfp4;"
         "print(json.dumps([case.difference for case in nvfp4.random_cases(where)]))"
     )
     assert len(found) >= 30
