@@ -444,3 +444,11 @@ def test_a_wrong_line_is_found(mutant: Mutant, bench: Bench, tmp_path: Path) -> 
         findings = bench.findings(mutant.case, out)
     assert differ(out, sound), "it makes the same output: it is no mutant"
     assert found_wrong(findings), "not found, and the report says that the weights are proved"
+
+
+def test_right_lines_are_back_afterwards(bench: Bench, tmp_path: Path) -> None:
+    sound, mutant = bench.sound("amx int4"), MUTANTS[0]
+    with pytest.raises(KeyboardInterrupt), applied(mutant):
+        assert differ(bench.converted(mutant.case, tmp_path / "wrong"), sound)
+        raise KeyboardInterrupt
+    assert not differ(bench.converted(mutant.case, tmp_path / "right"), sound)
