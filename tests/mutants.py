@@ -276,6 +276,34 @@ def listed_apart() -> Model:
     return model
 
 
+def mxfp4() -> Model:
+    """A whole model with MXFP4 experts, in compressed-tensors' form."""
+    model, left = gdn_models.model(), []
+    model.config["text_config"]["moe_intermediate_size"] = 32
+    for name, value in [*model.tensors.items()]:
+        if name.endswith(".weight") and len(value.shape) == 2 and ".experts." not in name:
+            left.append(name.removesuffix(".weight"))
+        if ".experts." not in name:
+            continue
+        del model.tensors[name]
+        module, random = name.removesuffix(".weight"), _random(name)
+        exponents = random.integers(118, 130, (32, 1), np.uint8)
+        model.tensors[f"{module}.weight_packed"] = Tensor("U8", (32, 16), random.bytes(512))
+        model.tensors[f"{module}.weight_scale"] = Tensor("U8", (32, 1), exponents.tobytes())
+    weights = {
+        "type": "float", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True
+    }  # fmt: skip
+    model.config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": left,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "weights": weights, "format": "mxfp4-pack-quantized"
+            }
+        },
+    }  # fmt: skip
+    return model
+
+
 def _settings(
     kind: str, hidden: int, intermediate: int, experts: int, drafts: int
 ) -> dict[str, Any]:
@@ -313,6 +341,7 @@ SOURCES: Mapping[str, Callable[[], Model]] = {
     "fp8, bf16 scales": lambda: gdn_models.model(scale="BF16"),
     "fp8, listed apart": listed_apart,
     "exponents": lambda: gdn_models.model(scale="U8"),
+    "mxfp4": mxfp4,
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
 }  # fmt: skip
 
@@ -364,6 +393,7 @@ CASES: Mapping[str, Case] = {
     "gptq": Case("bf16", "recipe w4a16: {group: 16, packing: gptq}"),
     "gptq v2": Case("bf16", "recipe w4a16: {group: 16, packing: gptq-v2, symmetric: false}"),
     "nvfp4": Case("bf16", "recipe nvfp4: {dialect: modelopt}"),
+    "nvfp4 of mxfp4": Case("mxfp4", "recipe nvfp4: {dialect: compressed-tensors}"),
     "nvfp4 packed": Case("bf16", "recipe nvfp4: {dialect: compressed-tensors}"),
 }  # fmt: skip
 

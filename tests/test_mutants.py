@@ -378,6 +378,19 @@ MUTANTS = (
         "modelopt's list without heads", "nvfp4", "passes.nvfp4", "_modelopt_block",
         "ignored_globs(plan, others, ", "(lambda *a: [])(plan, others, ",
     ),
+    Mutant(
+        "exponents of MXFP4 one less", "nvfp4 of mxfp4", "formats.mxfp4", "_power_code",
+        "(power + 7) << 3", "(power + 6) << 3",
+    ),
+    Mutant(
+        "own scales of MXFP4 multiply", "nvfp4 of mxfp4", "formats.mxfp4", "RelabelOwn.run",
+        "power = -power", "power = +power",
+    ),
+    Mutant(
+        "exponents of MXFP4 of other rows", "nvfp4 of mxfp4", "formats.mxfp4",
+        "RelabelBlocks.run", "np.array(table, np.uint8)[scale][..., None]",
+        "np.array(table, np.uint8)[scale[::-1]][..., None]",
+    ),
     # --- linear attention
     Mutant(
         "rows of fused projections from the last group on", "interleave", "core.row_order",
@@ -448,7 +461,6 @@ def test_a_wrong_line_is_found(mutant: Mutant, bench: Bench, tmp_path: Path) -> 
 
 def test_right_lines_are_back_afterwards(bench: Bench, tmp_path: Path) -> None:
     sound, mutant = bench.sound("amx int4"), MUTANTS[0]
-    with pytest.raises(KeyboardInterrupt), applied(mutant):
+    with applied(mutant):
         assert differ(bench.converted(mutant.case, tmp_path / "wrong"), sound)
-        raise KeyboardInterrupt
     assert not differ(bench.converted(mutant.case, tmp_path / "right"), sound)

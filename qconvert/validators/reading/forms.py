@@ -17,9 +17,25 @@ from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.validators.reading.decode import FP8, SCALES
-from qconvert.validators.reading.nvfp4 import BLOCK, NVFP4, Own, Parts, fault, parts_of
+from qconvert.validators.reading.nvfp4 import (
+    BLOCK,
+    FP4,
+    MX_BLOCK,
+    MXFP4,
+    NVFP4,
+    Own,
+    Parts,
+    fault,
+    parts_of,
+)
 from qconvert.validators.reading.prepared import blocks_of
-from qconvert.validators.reading.quantization import PackedInts, fp8_block_of, gptq_ints, ints_of
+from qconvert.validators.reading.quantization import (
+    PackedInts,
+    fp8_block_of,
+    gptq_ints,
+    ints_of,
+    states_mxfp4,
+)
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 RAW = "raw"  # no numbers, or in a form that is not read here: bytes
@@ -80,7 +96,7 @@ class Form:
         """Bytes of a row, scales apart."""
         if self.codes is not None:
             return self.columns * self.codes.bits // 8
-        if self.format == NVFP4:
+        if self.format in FP4:
             return self.columns // 2
         return self.columns * DTYPE_BITS[self.weight.type.dtype] // 8 if self.format != RAW else 1
 
@@ -153,6 +169,8 @@ class Forms:
         nvfp4 = parts_of(self.checkpoint, name)
         if nvfp4 is not None:
             return _nvfp4(nvfp4)
+        if name.endswith(".weight_packed") and weight.type.dtype == "U8":
+            return self._mxfp4(name, weight)
         if name.endswith(".weight_packed"):
             return self._packed(name, weight)
         if name.endswith(".qweight"):
@@ -220,6 +238,21 @@ class Forms:
         raise Unread(
             f"a scale {scale.type} fits no matrix [{rows}, {columns}] in blocks of {sizes}"
         )
+
+    def _mxfp4(self, name: str, packed: Source) -> Form:
+        """compressed-tensors' form, one exponent for 32 columns."""
+        scale = self.checkpoint.get(f"{name.removesuffix('_packed')}_scale")
+        if scale is None or not states_mxfp4(self.checkpoint.quantization_configs):
+            raise Unread(f"packed as {packed.type}, and the config states no MXFP4")
+        rows, columns = packed.type.shape[0], 2 * packed.type.shape[-1]
+        groups = columns // MX_BLOCK
+        if len(packed.type.shape) != 2 or columns % MX_BLOCK or scale.type.shape != (rows, groups):
+            raise Unread(
+                f"{scale.name} {scale.type} does not fit {packed.type} in blocks of {MX_BLOCK}"
+            )
+        if scale.type.dtype not in ("U8", "F8_E8M0"):
+            raise Unread(f"its scale is {scale.type.dtype}")
+        return Form(MXFP4, packed, 0, rows, columns, Grid(scale, 0, rows, groups, (1, MX_BLOCK)))
 
     def _packed(self, name: str, packed: Source) -> Form:
         """compressed-tensors' form."""

@@ -1,5 +1,6 @@
 """What NVFP4 means, from its definition: E2M1 codes, two a byte, the even column in the low half; an
-E4M3 scale for 16 columns; one float32 scale a matrix. Nothing here is shared with what makes it.
+E4M3 scale for 16 columns; one float32 scale a matrix. (MXFP4 has the codes with an E8M0 scale for 32
+columns, and no other.) Nothing here is shared with what makes it.
 
 Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors 0.19 (`nvfp4-pack-quantized`:
 its own scale is a divisor); nvidia-modelopt 0.47 (a multiplier). Not a validator itself: it has no
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-NVFP4 = "nvfp4"
-BLOCK = 16
+NVFP4, MXFP4 = "nvfp4", "mxfp4"
+FP4 = (NVFP4, MXFP4)
+BLOCK, MX_BLOCK = 16, 32
 MOST = 6.0 * 448.0  # the largest code under the largest block scale
 # Of a code's three lower bits: two of exponent, one of mantissa, bias 1; 0 and 1 are denormal.
 _SIZES = tuple(

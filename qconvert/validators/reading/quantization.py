@@ -70,6 +70,17 @@ def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
     return found
 
 
+def states_mxfp4(configs: Iterable[QuantConfig]) -> bool:
+    """Whether 4-bit floats in groups of 32 are stated (compressed-tensors 0.19,
+    `mxfp4-pack-quantized`)."""
+    kinds = (
+        (g.get("type"), g.get("num_bits"), g.get("group_size"))
+        for config in configs
+        for g in weight_groups(config)
+    )
+    return ("float", 4, 32) in kinds
+
+
 def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
     """Whether U8 scales are said to be exponents."""
     for config in configs:

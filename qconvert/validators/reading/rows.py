@@ -18,7 +18,7 @@ from qconvert.validators.reading.decode import (
 )
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.nvfp4 import NVFP4, fp4_floats
+from qconvert.validators.reading.nvfp4 import FP4, MXFP4, fp4_floats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
         values = code_floats(data, form.codes.bits)
     elif form.format == "fp8":
         values = fp8_floats(data, dtype)
-    elif form.format == NVFP4:
+    elif form.format in FP4:
         values = fp4_floats(data)
     else:
         values = floats(data, dtype)
@@ -110,7 +110,13 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
         at = 0
         with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic makes of it
             for first, last in matrix.spans(start, stop):
-                _scale(reader, form.grid, values[at : at + last - first], first)
+                part = values[at : at + last - first]
+                # Zeros are zeros, whatever exponent stands beside a block of them.
+                zeros = np.nonzero(part == 0) if form.format == MXFP4 else None
+                kept = None if zeros is None else part[zeros]
+                _scale(reader, form.grid, part, first)
+                if zeros is not None:
+                    part[zeros] = kept
                 at += last - first
     return values
 

@@ -12,7 +12,7 @@ from qconvert.validation.workers import Room
 from qconvert.validators.reading.decode import alike, as_bf16, is_rounded, rounded
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.nvfp4 import NVFP4, halfway
+from qconvert.validators.reading.nvfp4 import FP4, halfway
 from qconvert.validators.reading.results import Results, is_worth
 from qconvert.validators.reading.rows import (
     group_of,
@@ -102,7 +102,7 @@ class Compare:
     @property
     def _from_codes(self) -> bool:
         """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
-        coded = self.yours.format in ("fp8", NVFP4) or self.yours.form.codes is not None
+        coded = self.yours.format in ("fp8", *FP4) or self.yours.form.codes is not None
         return self.how != "equal" and coded
 
     @property

@@ -18,7 +18,7 @@ from qconvert.validation.workers import CHUNK, Room, Watch
 from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
 from qconvert.validators.reading.forms import Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
-from qconvert.validators.reading.nvfp4 import NVFP4, is_part
+from qconvert.validators.reading.nvfp4 import FP4, is_part
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _A_FEW = 8  # at level sample: tensors of each kind
 _STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
 # No weight of a trained model is as large, and these are the largest codes.
 _ABSURD = 2.0**15
-_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, NVFP4: 6.0}
+_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, **dict.fromkeys(FP4, 6.0)}
 _EXPONENTS = (64, 190)  # numbers that scales are when they are exponents: 2^-63 to 2^63
 
 
@@ -321,7 +321,7 @@ class _Scales:
                 here = slice(column * wide, (column + 1) * wide)
                 if bool(values[:, here if groups is None else groups == column].any()):
                     return True
-            elif form.format == NVFP4:
+            elif form.format in FP4:
                 half = wide // 2
                 if bool((lines[:, column * half : (column + 1) * half] & np.uint8(0x77)).any()):
                     return True

@@ -21,7 +21,7 @@ from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
-from qconvert.validators.reading.nvfp4 import NVFP4, is_part
+from qconvert.validators.reading.nvfp4 import MXFP4, NVFP4, is_part
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 
@@ -183,6 +183,8 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     if mine.format not in ("fp8", NVFP4) and not packed:
         return "equal"
     manifest = folder.checkpoint.manifest or {}
+    if mine.format == NVFP4 and yours.format == MXFP4:
+        return "equal"  # the same codes, under other scales
     if mine.format == NVFP4:
         made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
         return "nearest" if made or yours.format != NVFP4 else "equal"
