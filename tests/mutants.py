@@ -13,6 +13,7 @@ import __future__
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import sys
 import textwrap
@@ -427,8 +428,15 @@ class Bench:
         return out if out.is_dir() else self.converted(case, out)
 
     def findings(self, case: str, out: Path) -> list[Finding]:
-        source = self.source(CASES[case].source)
-        return validate_folder(out, str(source), request=Request("full", jobs=1)).findings
+        """What validation finds. kt-kernel, where it is installed, is not asked: it takes seconds."""
+        source, find = self.source(CASES[case].source), importlib.util.find_spec
+
+        def found(name: str, package: str | None = None) -> Any:
+            return None if name == "kt_kernel" else find(name, package)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(importlib.util, "find_spec", found)
+            return validate_folder(out, str(source), request=Request("full", jobs=1)).findings
 
 
 def found_wrong(findings: list[Finding]) -> list[Finding]:
