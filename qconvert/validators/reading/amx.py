@@ -58,15 +58,17 @@ def tile_codes(method: Method, packed: Bytes, rows: int, columns: int) -> Codes:
         raise PlanError(
             f"{packed.size} bytes are no {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
         )
-    lines = np.empty((rows, columns // step, 64), np.uint8)  # 64 bytes of a row at a time
-    blocks = packed.reshape(rows // step, -1)
-    of_block = step * 64
-    for first in range(0, columns // step, _K_BLOCK // step):
-        last = min(first + _K_BLOCK // step, columns // step)
+    count = columns // step
+    words = np.empty((rows // step, step // _TILE, 2, 16, count, 16), "<u4")
+    blocks = packed.view("<u4").reshape(rows // step, -1)
+    of_block = step * 16
+    for first in range(0, count, _K_BLOCK // step):
+        last = min(first + _K_BLOCK // step, count)
         part = blocks[:, first * of_block : last * of_block]
-        # [block, tile, step, half, word, row, byte] -> [block, tile, half, row, step, word, byte]
-        cells = part.reshape(-1, step // _TILE, last - first, 2, 16, 16, 4)
-        lines[:, first:last] = cells.transpose(0, 1, 3, 5, 2, 4, 6).reshape(rows, -1, 64)
+        # [block, tile, step, half, word, row] -> [block, tile, half, row, step, word]
+        cells = part.reshape(rows // step, step // _TILE, last - first, 2, 16, 16)
+        words[:, :, :, :, first:last] = cells.transpose(0, 1, 3, 5, 2, 4)
+    lines = words.reshape(rows, -1).view(np.uint8).reshape(rows, count, 64)
     if method == "int8":
         return lines.reshape(rows, columns).view(np.int8)
     both = np.concatenate([lines & np.uint8(15), lines >> np.uint8(4)], axis=2).view(np.int8)
