@@ -8,7 +8,7 @@ and the one that runs on the GPU that may serve it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
@@ -93,11 +93,17 @@ def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
 
 
 def _of(forms: Forms, made: Source, name: str) -> Iterator[_Matrix]:
-    """A tensor's matrix; of a stack, those of the first and the last expert."""
+    """A tensor's matrix; of a stack, those of the first and the last expert, or all rows as one where
+    all have one scale."""
     if len(made.type.shape) == 2:
         yield _Matrix(name, forms.of(name), made)
         return
     each = list(forms.of_stack(name, turned=False))
+    first, rows = each[0], sum(form.rows for form in each)
+    if first.grid is not None and first.grid.scale.type.numel == 1:
+        grid = replace(first.grid, block=(rows, first.columns))
+        yield _Matrix(name, replace(first, rows=rows, grid=grid), made)
+        return
     for i in dict.fromkeys((0, len(each) - 1)):
         yield _Matrix(f"{name}[{i}]", each[i], made)
 
