@@ -32,7 +32,8 @@ import pytest
 from checkpoints import Model, Tensor, run_cli, tree
 
 import qconvert
-from qconvert.validation.findings import Finding
+from qconvert.validation import judgement
+from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Request, validate_folder
 from qconvert.validators.headers import receipt
 from qconvert.validators.weights import hashes, sources
@@ -419,7 +420,10 @@ class Bench:
             head, more = ["run", str(recipe)], []
         elif first in ("experts", "run"):
             head, more = [first, rest], []
-        done = run_cli(*head, self.source(source), out, *more, "--jobs", "1")
+        with pytest.MonkeyPatch.context() as patch:
+            # Most wrong lines are refused while planning: here the finished folder is to be judged.
+            patch.setattr(judgement, "judged", lambda ready, source: [Verdict()] * len(ready))
+            done = run_cli(*head, self.source(source), out, *more, "--jobs", "1")
         assert done.code == 0, done.err
         return out
 

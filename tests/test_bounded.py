@@ -18,8 +18,8 @@ from qconvert.cli import main as cli
 from qconvert.core.errors import CheckpointError, RecipeError
 from qconvert.core.json_text import parse_json
 from qconvert.core.manifest_keys import parse_manifest
+from qconvert.core.yaml_lines import load
 from qconvert.recipe.recipe import parse_recipe
-from qconvert.recipe.yaml_lines import load
 
 FIRST = shard_name(1)
 MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"

@@ -13,12 +13,12 @@ from checkpoints import read_tensors, run_cli
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import RecipeError
 from qconvert.core.int_scheme import Actorder, IntScheme
+from qconvert.core.yaml_lines import compose
 from qconvert.matrices.linears import matches
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.recipe.llmcompressor import Foreign, is_foreign, parse_foreign, pattern_of
 from qconvert.recipe.llmcompressor_options import Group
 from qconvert.recipe.recipe import parse_recipe
-from qconvert.recipe.yaml_lines import compose
 from qconvert.samples.request import Calibration
 
 

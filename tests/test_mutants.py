@@ -16,12 +16,13 @@ MUTANTS = (
     # --- which matrix is which
     Mutant(
         "gate and up exchanged", "amx int4", "matrices.experts", "_read",
-        'kind = role.rpartition(".")[2]',
-        'kind = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(k := role.rpartition(".")[2], k)',
+        "place.expert, _PROJECTION[role], draft",
+        'place.expert, {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get('
+        "k := _PROJECTION[role], k), draft",
     ),
     Mutant(
         "experts exchanged", "amx int4", "matrices.experts", "_read",
-        "yield Projection(layer, place.expert, kind", "yield Projection(layer, place.expert ^ 1, kind",
+        "yield Projection(layer, place.expert, ", "yield Projection(layer, place.expert ^ 1, ",
     ),
     Mutant(
         "layers exchanged", "amx int8", "matrices.experts", "_read",
@@ -54,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "stack: up before gate", "stack", "passes.experts", "Stack.__call__",
-        '("gate_proj", "up_proj")', '("up_proj", "gate_proj")',
+        "(_STACKED[0], (gate, up))", "(_STACKED[0], (up, gate))",
     ),
     Mutant(
         "stack: experts from the last on", "stack fp8", "passes.experts", "_stacked",
@@ -62,8 +63,8 @@ MUTANTS = (
     ),
     Mutant(
         "unstack: up called gate", "unstack", "passes.experts", "_halves",
-        'yield "gate_proj", matrix.rows(0, rows // 2)\n    yield "up_proj"',
-        'yield "up_proj", matrix.rows(0, rows // 2)\n    yield "gate_proj"',
+        "yield Kind.EXPERT_GATE, matrix.rows(0, rows // 2)\n    yield Kind.EXPERT_UP",
+        "yield Kind.EXPERT_UP, matrix.rows(0, rows // 2)\n    yield Kind.EXPERT_GATE",
     ),
     # --- scales of others
     Mutant(
@@ -74,10 +75,10 @@ MUTANTS = (
     ),
     Mutant(
         "scales of another layer, dequantized", "dequant", "passes.dequant", "Dequant.__call__",
-        "_dequantized(name, scales[name], plan)",
+        "_dequantized(name, scales[name], plan,",
         "_dequantized(name, scales[name].translate({48: 49, 49: 48}) "
         "if '.0.linear_attn.out_proj' in name or '.1.linear_attn.out_proj' in name "
-        "else scales[name], plan)",
+        "else scales[name], plan,",
     ),
     Mutant(
         "scales of another group", "w4a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
@@ -308,7 +309,7 @@ MUTANTS = (
     ),
     Mutant(
         "targets of another", "w4a16", "passes.w4a16", "ExpertsToW4A16._quantization",
-        "targets = [EXPERTS]", 'targets = ["re:.*self_attn.*"]',
+        "targets = experts", 'targets = ["re:.*self_attn.*"]',
     ),
     Mutant(
         "version 2 called the first", "gptq v2", "formats.int_packed.config", "gptq_config",
@@ -338,7 +339,7 @@ MUTANTS = (
     ),
     Mutant(
         "routers packed", "w4a16 of linears", "matrices.linears", "quantizable",
-        "role in _NO_LINEARS", 'role in ("embed_tokens", "lm_head", "fc")',
+        "not kind.quantizable", 'not (kind.quantizable or kind.name == "ROUTER")',
     ),
     # --- NVFP4
     Mutant(
@@ -368,7 +369,7 @@ MUTANTS = (
     ),
     Mutant(
         "gate and up with scales of their own", "nvfp4", "passes.nvfp4_groups", "shared_groups",
-        "tuple(sets.get(last, (last,)))", "(last,)",
+        "if len(joined) > 1", "if not joined",
     ),
     Mutant(
         "another strategy in the config", "nvfp4 packed", "formats.nvfp4.config", "group_config",

@@ -348,7 +348,7 @@ _PARSING = {
     ("yaml", "compose"),
 }
 _PARSERS = {
-    "core/json_text.py", "recipe/yaml_lines.py", "checkpoint/safetensors.py",
+    "core/json_text.py", "core/yaml_lines.py", "checkpoint/safetensors.py",
     "run/workspace.py", "run/journal.py", "run/staging.py", "run/vouched.py", "run/finished.py",
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert

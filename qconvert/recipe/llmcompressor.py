@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qconvert.core.errors import RecipeError
+from qconvert.core.yaml_lines import construct, did_you_mean, entries, line_of, lines_of
 from qconvert.recipe.llmcompressor_options import Gptq, Group, Reader, Rtn
-from qconvert.recipe.yaml_lines import construct, did_you_mean, entries, line_of, lines_of
 
 _MODIFIERS: dict[str, type[Rtn]] = {"GPTQModifier": Gptq, "QuantizationModifier": Rtn}
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError, RecipeError
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme
 from qconvert.core.patterns import compiled
-from qconvert.recipe.yaml_lines import Path, did_you_mean
+from qconvert.core.yaml_lines import Path, did_you_mean
 
 # Weights alone, in widths that are packed here. All other presets quantize activations too, or to
 # floats or other widths.

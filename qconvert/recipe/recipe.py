@@ -25,10 +25,7 @@ from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.core.patterns import compiled
 from qconvert.core.regular import read_regular
 from qconvert.core.sizes import parse_size
-from qconvert.passes import passes
-from qconvert.plan.plan import Pass
-from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
-from qconvert.recipe.yaml_lines import (
+from qconvert.core.yaml_lines import (
     MOST_BYTES,
     compose,
     construct,
@@ -36,6 +33,9 @@ from qconvert.recipe.yaml_lines import (
     entries,
     line_of,
 )
+from qconvert.passes import passes
+from qconvert.plan.plan import Pass
+from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
 
 _KEYS = ("passes", "max_shard_size")
 

@@ -13,9 +13,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import CheckpointError
+from qconvert.core.yaml_lines import load
 from qconvert.hub.card.front import base_model_of, front_matter
 from qconvert.hub.card.sections import made, proof, serve, title
-from qconvert.recipe.yaml_lines import load
 
 if TYPE_CHECKING:
     import yaml

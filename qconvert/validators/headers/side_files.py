@@ -22,7 +22,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
 from qconvert.checkpoint.family import vision_config
 from qconvert.core.errors import CheckpointError
-from qconvert.recipe.yaml_lines import load
+from qconvert.core.yaml_lines import load
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule
 from qconvert.validation.runner import Folder, Need
 

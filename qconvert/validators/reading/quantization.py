@@ -14,12 +14,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.quantization_config import groups_of
-from qconvert.core.errors import PlanError
 from qconvert.core.patterns import compiled
 
 T = TypeVar("T")
@@ -91,6 +89,70 @@ def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class Listed:
+    """Entries that name modules, as one method matches them."""
+
+    method: str
+    entries: tuple[str, ...]
+
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(entry.rpartition(".")[2] for entry in self._plain)
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str] | None, dict[str, str]]:
+        """All patterns as one, and those that are none, with what is wrong with each."""
+        good: list[str] = []
+        broken: dict[str, str] = {}
+        for entry in self.entries:
+            is_shell = self.method == "modelopt"
+            if entry.startswith("re:") == is_shell:
+                continue
+            part = translate(entry) if is_shell else entry[3:]
+            try:
+                re.compile(part) if is_shell else compiled(part)
+                good.append(part)
+            except re.error as error:
+                broken[entry] = str(error)
+        whole = re.compile("|".join(f"(?:{part})" for part in good)) if good else None
+        return whole, broken
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Entries that are no regular expressions, and why. They name nothing here; loaders fail."""
+        return self._patterns[1]
+
+    def pattern_names(self, module: str) -> bool:
+        """Whether a pattern fits."""
+        pattern = self._patterns[0]
+        return pattern is not None and pattern.match(module) is not None
+
+    def literal(self, module: str) -> bool:
+        """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
+        run of its dotted segments."""
+        if module in self._plain:
+            return True
+        if self.method == "compressed-tensors":
+            return False
+        parts = module.split(".")
+        if self._ends.isdisjoint(parts):
+            return False
+        for stop, part in enumerate(parts, 1):
+            if part in self._ends and any(
+                ".".join(parts[start:stop]) in self._plain for start in range(stop)
+            ):
+                return True
+        return False
+
+    def names(self, module: str) -> bool:
+        return self.literal(module) or self.pattern_names(module)
+
+
 @dataclass(frozen=True, slots=True)
 class Ints:
     """Packed whole numbers of `bits`, a scale for each `group` columns (None: for a row)."""
@@ -121,21 +183,59 @@ def _stated_for(
     one thing. Blocks that cannot be read say nothing."""
     own: set[T] = set()
     every: set[T] = set()
-    try:
-        by_block = {id(groups.config): groups for groups in groups_of(checkpoint)}
-    except PlanError:
-        by_block = {}
-    for config in checkpoint.quantization_configs:
-        stated = {one for g in weight_groups(config) if (one := read(g)) is not None}
-        groups = by_block.get(id(config))
-        weights = groups.weights(module) if groups is not None and len(stated) > 1 else None
-        mine = None if weights is None else read(weights)
-        if mine is not None:
-            own.add(mine)
+    for config, groups in _groups(checkpoint):
+        stated = {one for _, g in groups if (one := read(g)) is not None}
+        mine = _group_of(config, groups, module) if len(stated) > 1 else None
+        one = None if mine is None else read(mine)
+        if one is not None:
+            own.add(one)
         else:
             every |= stated
     found = own or every
     return found.pop() if len(found) == 1 else None
+
+
+_Group = tuple[Listed, Mapping[str, Any]]  # a target of its own, and what its group says of weights
+
+
+@lru_cache(maxsize=8)  # asked for each matrix
+def _groups(checkpoint: Checkpoint) -> tuple[tuple[QuantConfig, tuple[_Group, ...]], ...]:
+    """Every target of every block; a target that two groups have is the last one's."""
+    found = []
+    for config in checkpoint.quantization_configs:
+        groups = config.block.get("config_groups")
+        by_target: dict[str, Mapping[str, Any]] = {}
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            names = group.get("targets") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping):
+                every = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+                by_target.update(
+                    dict.fromkeys(every or [f"re:no target {len(by_target)}"], weights)
+                )
+        found.append(
+            (config, tuple((Listed(config.method, (t,)), w) for t, w in by_target.items()))
+        )
+    return tuple(found)
+
+
+def _group_of(
+    config: QuantConfig, groups: Iterable[_Group], module: str
+) -> Mapping[str, Any] | None:
+    """compressed-tensors 0.19 (`utils/match.py`, `match_targets`): a module's own name counts before
+    patterns, those before names of classes; among equals the first in the order of their letters."""
+    if ignored(config).names(module):
+        return None
+    fits = []
+    for target, weights in groups:
+        (entry,) = target.entries
+        if target.literal(module):
+            fits.append((0, entry, weights))
+        elif target.pattern_names(module):
+            fits.append((1, entry, weights))
+        elif entry in ("Linear", "Module"):
+            fits.append((2, entry, weights))
+    return min(fits, key=lambda fit: fit[:2])[2] if fits else None
 
 
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
@@ -208,70 +308,6 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
         return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
     return config.method, _pair(block.get("weight_block_size")), algorithm
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Entries that name modules, as one method matches them."""
-
-    method: str
-    entries: tuple[str, ...]
-
-    @cached_property
-    def _plain(self) -> frozenset[str]:
-        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
-
-    @cached_property
-    def _ends(self) -> frozenset[str]:
-        return frozenset(entry.rpartition(".")[2] for entry in self._plain)
-
-    @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str] | None, dict[str, str]]:
-        """All patterns as one, and those that are none, with what is wrong with each."""
-        good: list[str] = []
-        broken: dict[str, str] = {}
-        for entry in self.entries:
-            is_shell = self.method == "modelopt"
-            if entry.startswith("re:") == is_shell:
-                continue
-            part = translate(entry) if is_shell else entry[3:]
-            try:
-                re.compile(part) if is_shell else compiled(part)
-                good.append(part)
-            except re.error as error:
-                broken[entry] = str(error)
-        whole = re.compile("|".join(f"(?:{part})" for part in good)) if good else None
-        return whole, broken
-
-    @property
-    def broken(self) -> dict[str, str]:
-        """Entries that are no regular expressions, and why. They name nothing here; loaders fail."""
-        return self._patterns[1]
-
-    def pattern_names(self, module: str) -> bool:
-        """Whether a pattern fits."""
-        pattern = self._patterns[0]
-        return pattern is not None and pattern.match(module) is not None
-
-    def literal(self, module: str) -> bool:
-        """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
-        run of its dotted segments."""
-        if module in self._plain:
-            return True
-        if self.method == "compressed-tensors":
-            return False
-        parts = module.split(".")
-        if self._ends.isdisjoint(parts):
-            return False
-        for stop, part in enumerate(parts, 1):
-            if part in self._ends and any(
-                ".".join(parts[start:stop]) in self._plain for start in range(stop)
-            ):
-                return True
-        return False
-
-    def names(self, module: str) -> bool:
-        return self.literal(module) or self.pattern_names(module)
 
 
 def ignored(config: QuantConfig) -> Listed:
