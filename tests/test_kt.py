@@ -687,7 +687,7 @@ def test_numa_counts_that_do_not_fit_are_refused_while_planning(
         done = kt(plain, tmp_path / "cpu", gpu, numa=3)
         assert done.code == 1
         assert f"size {INTERMEDIATE} cannot be cut for 3 NUMA nodes" in done.err
-        assert "counts that would do: 1, 2" in done.err
+        assert "supported counts: 1, 2" in done.err
     assert reads == []
     assert os.listdir(tmp_path) == []
 

@@ -380,6 +380,28 @@ MUTANTS = (
         "ignored_globs(plan, others, ", "(lambda *a: [])(plan, others, ",
     ),
     Mutant(
+        "the other dialect, read", "dequant nvfp4", "ops.fp4", "factors",
+        'if dialect == "modelopt":', 'if dialect != "modelopt":',
+    ),
+    Mutant(
+        "E2M1's largest size, read", "dequant nvfp4 packed", "ops.fp4", "SIZES",
+        "3.0, 4.0, 6.0", "3.0, 4.0, 5.0",
+    ),
+    Mutant(
+        "E4M3's bias off by one, NVFP4", "dequant nvfp4", "ops.fp4", "from_e4m3",
+        "2.0**120", "2.0**119",
+    ),
+    Mutant(
+        "block scales of other rows, NVFP4", "dequant nvfp4", "ops.fp4", "DequantNvfp4.run",
+        "factors(scale[start:stop],", "factors(scale[start:stop][::-1],",
+    ),
+    Mutant(
+        "global scales of others", "dequant nvfp4 packed", "formats.nvfp4.decode",
+        "Nvfp4Matrix.decoded", "names = self.weight, *self.scales",
+        "names = self.weight, self.scales[0], "
+        "self.scales[1].replace('up_', '_').replace('gate_', 'up_').replace('._', '.gate_')",
+    ),
+    Mutant(
         "exponents of MXFP4 one less", "nvfp4 of mxfp4", "formats.mxfp4", "_power_code",
         "(power + 7) << 3", "(power + 6) << 3",
     ),
@@ -434,8 +456,8 @@ MUTANTS = (
         "kept[key] = 0", "kept[key] = value",
     ),
     Mutant(
-        "no quantization block left out", "dequant", "passes.dequant", "Dequant.__call__",
-        "config=without_quantization(plan.config)", "config=dict(plan.config)",
+        "no quantization block left out", "dequant", "passes.replace_weights",
+        "replace_weights", "config = without_quantization(plan.config)", "config = dict(plan.config)",
     ),
 )  # fmt: skip
 

@@ -367,7 +367,7 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
         model.tensors |= bf16(module, 64, 96)
     source = model.write(tmp_path / "source")
     err = refused(source, tmp_path / "out", "--target", "Linear")
-    assert "found 96; group 32 would do, or leave_bf16 leaves such a matrix as it is" in err
+    assert "found 96; group 32 is supported, or leave_bf16 leaves such a matrix as it is" in err
     out = rtn(source, tmp_path / "out", "--target", "Linear", "--leave-bf16")
     tensors, ignored = read_tensors(out), quantization(out)["ignore"]
     for name in ("q_proj", "k_proj", "v_proj"):

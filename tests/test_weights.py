@@ -34,7 +34,7 @@ from qconvert.cli.progress import Bar
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
 from qconvert.formats.amx.encode import Amx, Method, Rounding
-from qconvert.matrices.experts import SPENT_RULE
+from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import DequantFp8
@@ -428,7 +428,7 @@ def test_packed_int4(method: Method, intermediate: int, numa: int, tmp_path: Pat
     assert "quantization_config" not in json.loads((out / "config.json").read_bytes())
     shapes = {name for name in case.model.tensors if name.endswith(".weight_shape")}
     rules = {dropped(out)[name] for name in shapes}
-    assert rules == {SPENT_RULE}
+    assert rules == {STALE_RULE}
 
 
 def test_searched_rounding(tmp_path: Path) -> None:
@@ -630,7 +630,7 @@ def test_a_numa_count_that_does_not_divide_is_refused_before_data_is_read(
     reads = watched_reads(monkeypatch)
     case = apart(plain("BF16"), 128, 384, layers=1)
     said = refused(case, tmp_path, "int4", 2)
-    assert "counts that would do: 1, 3;" in said
+    assert "supported counts: 1, 3;" in said
     assert "--method int8" in said
     assert reads == []
     result = amx(tmp_path / "source", tmp_path / "out", "int4", 3)

@@ -39,7 +39,7 @@ def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Out
             raise PlanError(f"{module}: {error}") from error
         made[f"{module}.{names.weight}"] = weight
         made[f"{module}.{names.scale}"] = scale
-        made[f"{module}.{names.own}"] = own.reshape(names.scalar)
+        made[f"{module}.{names.global_scale}"] = own.reshape(names.scalar)
     return made
 
 

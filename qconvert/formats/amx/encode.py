@@ -79,7 +79,7 @@ def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> Non
             f"experts of intermediate size {intermediate} cannot be cut for "
             f"{count(numa, 'NUMA node')}: "
             f"{RUNTIME_NAME[method]} takes shards in multiples of {step} columns; "
-            + (f"counts that would do: {found}" if fitting else "no count would do")
+            + (f"supported counts: {found}" if fitting else "no count is supported")
             + _other_method(method, hidden, intermediate, numa)
         )
 

@@ -18,7 +18,7 @@ class Names:
 
     weight: str
     scale: str
-    own: str
+    global_scale: str
     input: str
     scalar: tuple[int, ...]
 

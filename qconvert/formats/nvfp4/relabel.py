@@ -53,7 +53,7 @@ def relabelled(plan: Plan, modules: tuple[str, ...], dialect: Dialect) -> dict[s
         blocks = apply(RelabelBlocks(dialect), plan.tensors[f"{module}.weight_scale"], own)[0]
         made[f"{module}.{names.weight}"] = plan.tensors[f"{module}.weight_packed"]
         made[f"{module}.{names.scale}"] = blocks
-        made[f"{module}.{names.own}"] = own.reshape(names.scalar)
+        made[f"{module}.{names.global_scale}"] = own.reshape(names.scalar)
     return made
 
 
