@@ -26,13 +26,8 @@ from test_amx_peer import layer_of, ours, run_kt
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.formats.amx.encode import (
-    Amx,
-    Method,
-    Rounding,
-    check_dims,
-    numa_counts,
-)
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import Method, check_dims, numa_counts
 from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

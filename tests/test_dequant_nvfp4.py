@@ -154,14 +154,6 @@ def test_a_scale_of_another_type_is_refused(dialect: str, tmp_path: Path) -> Non
     assert "expected scales F8_E4M3" in said
 
 
-def test_packed_integers_beside_fp8_are_not_left_without_a_config(tmp_path: Path) -> None:
-    model = source("modelopt")
-    model.tensors["model.layers.0.self_attn.q_proj.weight_packed"] = Tensor("I32", (1, 1), bytes(4))
-    said = refused(model, tmp_path)
-    assert "q_proj.weight_packed" in said
-    assert "is packed" in said
-
-
 def beyond(dialect: str) -> tuple[Model, str]:
     """One matrix whose global scale makes its largest weights infinite, not its block scales."""
     model = source(dialect)

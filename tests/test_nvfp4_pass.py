@@ -23,8 +23,8 @@ from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.roles import Kind
-from qconvert.formats.mxfp4 import ExponentRange, RelabelBlocks, RelabelOwn
 from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
+from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
 from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 from qconvert.ops.fp4 import SIZES, Dialect
 from qconvert.passes.input_scales import input_maxima

@@ -33,12 +33,13 @@ from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.cli.progress import Bar
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
-from qconvert.formats.amx.encode import Amx, Method, Rounding
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import Method
 from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.int4 import DequantInt4
+from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
 
@@ -476,7 +477,7 @@ def test_any_rows_of_any_rows_are_those_of_the_matrix(
         if name != ".weight_shape"
     )
     decoders: dict[str, RowOp] = {
-        "F32": ToBf16(), "fp8": DequantFp8(block), "int4": DequantInt4(32),
+        "F32": ToBf16(), "fp8": DequantFp8(block), "int4": DequantInts(4, 32),
         "turned": Columns(0, rows),
     }  # fmt: skip
     stored = Stored(decoders.get(kind), args, rows, columns)

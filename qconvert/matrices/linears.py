@@ -1,5 +1,5 @@
-"""The matrices that runtimes build as linear layers, beside the routed experts: which there are, which
-of them can be quantized to integers, which must be so together, and how tensor parallelism cuts them.
+"""The matrices that runtimes build as linear layers, beside the routed experts: which exist, which
+of them can be quantized, and which must be quantized together.
 
 What runtimes do was read in sglang 0.5.23 and vLLM 0.33.
 """
@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
-from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
-from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.core.roles import Kind, joined_with
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
-TP_SIZES = (1, 2, 4, 8, 16)
-_GROUPS = (128, 32)  # what all kernels take (sglang's Triton WNA16 no other)
-
 # Matrices that no runtime asks a quantization config about.
 _NEVER_ASKED = (Kind.EMBEDDING, Kind.HEAD, Kind.ROUTER, Kind.DRAFT_JOIN)
-# A scale a row is on every rank; what a rank has of a row fits kernels in multiples of this.
-_CHANNEL_STEP = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A quantized matrix [rows, columns] by its module's name, and how tensor parallelism cuts it."""
-
-    module: str
-    rows: int
-    columns: int
-    cut: Cut
 
 
 def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]:
@@ -96,31 +79,3 @@ def check_sets(chosen: Mapping[str, Kind], left: Mapping[str, Kind]) -> None:
                     f"{module!r} is to be quantized and {others[parent, member]} is not; runtimes "
                     "make one layer of them: target or ignore both"
                 )
-
-
-def loads_at(matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False) -> bool:
-    """Whether each of `tp` ranks gets whole groups of every matrix, and whole words of zero points where
-    the format packs those along rows: `words`, or asymmetric."""
-    for matrix in matrices:
-        if matrix.cut is Cut.COLUMNS:
-            step = _CHANNEL_STEP if scheme.group is None else scheme.group
-            if tp > 1 and matrix.columns % (tp * step):
-                return False
-        elif matrix.cut is Cut.ROWS:
-            step = scheme.word if tp > 1 and (words or not scheme.symmetric) else 1
-            if matrix.rows % (tp * step):
-                return False
-    return True
-
-
-def fitting_groups(
-    matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False
-) -> list[int]:
-    """Group sizes that hold every matrix whole and load at `tp`, largest first."""
-    known = list(matrices)
-    return [
-        group
-        for group in _GROUPS
-        if all(matrix.columns % group == 0 for matrix in known)
-        and loads_at(known, replace(scheme, group=group), tp, words)
-    ]

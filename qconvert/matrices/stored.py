@@ -16,7 +16,6 @@ from qconvert.core.names import scale_candidates, split_parameter, weight_candid
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.gptq import DequantGptq
-from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
@@ -206,11 +205,7 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     elif order in plan.tensors:
         raise PlanError(f"{order!r} is there, and the config says no actorder group")
     args = _stored(plan, names)
-    decoder: RowOp
-    if scheme.bits == 4 and scheme.symmetric and scheme.group is not None and not ordered:
-        decoder = DequantInt4(scheme.group)
-    else:
-        decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
+    decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
     kind = _decoded(decoder, names, args)
     shape = f"{module}.weight_shape"
     taken = (*names, shape) if shape in plan.tensors else tuple(names)

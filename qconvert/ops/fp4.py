@@ -18,7 +18,7 @@ from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
-from qconvert.ops.int4 import spread_nibbles
+from qconvert.ops.ints import spread_nibbles
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:

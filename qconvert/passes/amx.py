@@ -15,7 +15,8 @@ from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
-from qconvert.formats.amx.encode import RUNTIME_NAME, Amx, Method, Rounding, check_dims
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import RUNTIME_NAME, Method, check_dims
 from qconvert.matrices.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import replace_weights, source_names, sources_of

@@ -7,13 +7,13 @@ rows is silently wrong for hundreds of ragged row counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
-from qconvert.core.names import split_parameter, weight_candidates
+from qconvert.core.names import weight_candidates
 from qconvert.formats.nvfp4.config import NAMES
 from qconvert.formats.nvfp4.decode import nvfp4_matrices
 from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of
@@ -25,18 +25,16 @@ STALE_RULE = "dequant: activation and KV-cache scales of an FP8 model"
 _STALE = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
 NVFP4_RULE = "dequant: activation scales of NVFP4 weights"
 _INPUTS = tuple(names.input for names in NAMES.values())
-_PACKED = ("weight_packed", "qweight")
 
 
 @dataclass(frozen=True, slots=True)
 class Dequant:
     """FP8 weights (block, per-channel or per-tensor scales) and NVFP4 weights of either dialect to BF16.
 
-    Raises PlanError where there are none, where others are packed, where the config does not say how
-    FP8 is scaled, where a weight lacks its scale or a scale its weight, where a grid does not fit, and
-    where a role it touches lacks a layer or expert that the config counts. A weight times its scale
-    that is beyond bf16 ends the run, unless `allow_overflow`: then it is written as infinite, and for
-    FP8 counted.
+    Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
+    weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
+    lacks a layer or expert that the config counts. A weight times its scale that is beyond bf16 ends the
+    run, unless `allow_overflow`: then it is written as infinite, and counted.
     """
 
     name: ClassVar[str] = "dequant"
@@ -71,7 +69,6 @@ class Dequant:
                 made.append(weight)
             elif name not in consumed and name not in stale:
                 tensors[name] = output
-        _check_none_packed(tensors)
         expected = _require_complete(replace(plan, tensors=tensors), made)
         dropped = {}
         for name, rule in stale.items():
@@ -94,16 +91,6 @@ def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> O
         return apply(replace(op, overflow=overflow), *args)[0].reshape(weight.type.shape)
     except PlanError as error:
         raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
-
-
-def _check_none_packed(tensors: Collection[str]) -> None:
-    """The config will say nothing of packed weights. Raises PlanError for one that would stay."""
-    for name in tensors:
-        if split_parameter(name)[1] in _PACKED:
-            raise PlanError(
-                f"{name!r} is packed, and this pass reads FP8 and NVFP4 alone: no config would describe "
-                "it any more; start from the FP8 or BF16 release"
-            )
 
 
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
     group_config,
@@ -25,7 +26,7 @@ from qconvert.formats.nvfp4.config import (
     input_scale,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.relabel import mxfp4_modules, relabelled, relabelled_block
+from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
 from qconvert.matrices.experts import Projection, check_described, routed_experts
 from qconvert.matrices.linears import check_sets, runtime_linears
 from qconvert.matrices.stored import Stored

@@ -23,8 +23,9 @@ from qconvert.formats.int_packed.config import (
     group_config,
     left_pattern,
 )
+from qconvert.formats.int_packed.encode import RoundToNearest, encoder
+from qconvert.formats.int_packed.limits import TP_SIZES, Matrix, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
-from qconvert.formats.int_packed.rounding import RoundToNearest, encoder
 from qconvert.matrices.causes import check_experts
 from qconvert.matrices.experts import (
     Experts,
@@ -33,15 +34,7 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.matrices.linears import (
-    TP_SIZES,
-    Matrix,
-    check_sets,
-    fitting_groups,
-    loads_at,
-    matches,
-    runtime_linears,
-)
+from qconvert.matrices.linears import check_sets, matches, runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 
-_TILE = 1 << 20  # codes packed at a time
+_TILE = 1 << 16  # codes packed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +160,16 @@ def packer(packing: Packing, scheme: IntScheme) -> Packer:
 
 
 def along_rows(codes: Int8s, bits: int) -> UInt32s:
-    """Signed codes [n, K], K in whole words -> words [n, K / word]."""
+    """Signed codes [n, K], K in whole words -> words [n, K / word]. Adding half the range to a two's
+    complement changes its highest bit alone."""
     import numpy as np
 
-    stored = np.ascontiguousarray(codes).view(np.uint8) + np.uint8(1 << (bits - 1))
-    if bits == 4:
-        stored &= np.uint8(15)  # what is outside would spill into its neighbour
-        stored = stored[:, ::2] | stored[:, 1::2] << np.uint8(4)
-    return stored.view("<u4")
+    bytes_ = np.ascontiguousarray(codes).view(np.uint8)
+    if bits == 8:
+        return (bytes_ ^ np.uint8(0x80)).view("<u4")
+    pairs = bytes_.view("<u2") & np.uint16(0x0F0F)  # what is outside would spill into its neighbour
+    np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)
+    return (pairs.astype(np.uint8) ^ np.uint8(0x88)).view("<u4")
 
 
 def _tiles(codes: Int8s) -> list[tuple[int, int]]:
