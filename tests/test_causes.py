@@ -27,7 +27,7 @@ def unknown() -> Model:
 
 
 _NO_EXPERTS = "this model has no experts: the config of model_type 'llama' counts none"
-_UNKNOWN = "model_type 'foo_moe' is not known: it has experts, and nobody has described how"
+_UNKNOWN = "model_type 'foo_moe' is not known: it has experts, and no file in layouts/ says how"
 _NO_GDN = "this model has no linear-attention layers"
 _EXPERTS = {
     "amx": "amx S O --method int4 --numa 1",

@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq", "DequantGptq._zeros",
-        "return mine + np.int16(1)", "return mine",
+        "return mine + np.uint16(1)", "return mine",
     ),
     Mutant(
         "GPTQ's groups side by side", "amx of gptq", "ops.gptq", "DequantGptq._decode",
@@ -262,11 +262,11 @@ MUTANTS = (
     ),
     Mutant(
         "zero points one off", "asymmetric", "formats.int_packed.packers", "_zero_words",
-        "turned[:, :rows] = zero.T", "turned[:, :rows] = np.clip(zero.T + 1, lowest, -lowest - 1)",
+        "fields[:, :rows] = zero.T", "fields[:, :rows] = np.clip(zero.T + 1, lowest, -lowest - 1)",
     ),
     Mutant(
         "zero points along the other axis", "asymmetric", "formats.int_packed.packers",
-        "_zero_words", "turned[:, :rows] = zero.T", "turned[:, :rows] = zero.T[:, ::-1]",
+        "_zero_words", "fields[:, :rows] = zero.T", "fields[:, :rows] = zero.T[:, ::-1]",
     ),
     Mutant(
         "scales along the other axis", "gptq v2", "formats.int_packed.packers", "PackGptq.pack",

@@ -25,6 +25,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.roles import Cut
 from qconvert.formats.int_packed.limits import Matrix, loads_at
+from qconvert.matrices.experts import STALE_RULE
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
@@ -470,3 +471,28 @@ def test_what_the_config_says_wrongly_is_refused(
     done = run_cli("amx", out, tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
     assert done.code == 1
     assert says in done.err
+
+
+@pytest.mark.parametrize("command", ["w4a16", "nvfp4"])
+def test_what_described_the_old_weights_goes(command: str, tmp_path: Path) -> None:
+    """Scales of activations that were static FP8, of a linear too, and side files of a quantization."""
+    model = qwen3_moe()
+    scale = Tensor("F32", (), np.float32(0.5).tobytes())
+    for name in [name for name in model.tensors if name.endswith("o_proj.weight")]:
+        shape = model.tensors[name].shape
+        model.tensors[name] = Tensor("F8_E4M3", shape, b"\x38" * (shape[0] * shape[1]))
+        model.tensors[f"{name}_scale"] = scale
+        model.tensors[f"{name.removesuffix('weight')}input_scale"] = scale
+    model.config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    model.side_files["quantize_config.json"] = b"{}"
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    if command == "w4a16":
+        rtn(source, out, "--target", "Linear")
+    else:
+        done = run_cli("nvfp4", source, out, "--dialect", "compressed-tensors", "--targets", "all")
+        assert done.code == 0, done.err
+    assert [name for name in read_tensors(out) if name.endswith("input_scale")] == []
+    dropped = json.loads((out / "qconvert.json").read_bytes())
+    assert STALE_RULE in dropped["dropped"]
+    assert not (out / "quantize_config.json").exists()
+    assert "quantize_config.json" in dropped["dropped_files"]

@@ -64,7 +64,7 @@ class Experts:
 
 
 def routed_experts(plan: Plan) -> Experts:
-    """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
+    """Find every routed expert of a plan. Raises PlanError for a family that layouts/ has not, a
     dense model, a matrix that is missing, of another shape than the config says, or in a form that
     is not read."""
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
@@ -110,7 +110,7 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
             found[key] = projection
             read.update(names)
     if not found:
-        raise PlanError("no routed expert found, although the config counts them")
+        raise PlanError("no routed expert found, although the config counts some")
     return found, frozenset(read)
 
 

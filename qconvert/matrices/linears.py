@@ -23,7 +23,7 @@ _NEVER_ASKED = (Kind.EMBEDDING, Kind.HEAD, Kind.ROUTER, Kind.DRAFT_JOIN)
 
 def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]:
     """Modules among `others` of which a config may have to say that they are not quantized, and whether
-    they are FP8. Names that no role fits are among them: one too many does no harm here."""
+    they are FP8. Names that no role fits are among them: an extra name does no harm here."""
     found = {}
     for name, output in others.items():
         module, parameter = split_parameter(name)
@@ -36,13 +36,13 @@ def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]
 
 
 def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
-    """Modules of linears that are known to be loaded quantized, and what they are; but for those of the
-    tensors `taken` (experts). What no role fits is none. Draft layers' are left: a draft that is wrong
-    more often costs more than its bytes."""
-    spent, dims = set(taken), plan.census.dims
+    """Modules of linears that runtimes are known to load quantized, and their kinds, except those of the
+    tensors `taken` (experts). A name that no role fits is not among them. Nor are draft layers: a draft
+    that is wrong more often costs more than its bytes."""
+    known, dims = set(taken), plan.census.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
-        if name in spent or parameter not in ("weight", "weight_packed", "qweight"):
+        if name in known or parameter not in ("weight", "weight_packed", "qweight"):
             continue
         kind = plan.census.kind(name)
         if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):
@@ -51,9 +51,9 @@ def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
 
 
 def matches(module: str, patterns: Iterable[str]) -> str | None:
-    """The first that fits of patterns as compressed-tensors and runtimes have them: a whole name, the
+    """The first that fits of patterns as compressed-tensors and runtimes match them: a whole name, the
     end of one, `re:` and a pattern that is matched from the beginning, or `Linear`, the class of all.
-    Raises PlanError for a pattern that is none."""
+    Raises PlanError for an invalid pattern."""
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:

@@ -38,8 +38,8 @@ class Stored:
             return self
         height = stop - start
         if isinstance(self.decoder, Columns | DequantGptq):
-            turned = replace(self.decoder, first=self.decoder.first + start, count=height)
-            return replace(self, decoder=turned, rows=height)
+            decoder = replace(self.decoder, first=self.decoder.first + start, count=height)
+            return replace(self, decoder=decoder, rows=height)
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
@@ -198,12 +198,14 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     if not scheme.symmetric:
         names.append(zero)
     elif zero in plan.tensors:
-        raise PlanError(f"{zero!r} is there, and the config says symmetric: one of them is wrong")
+        raise PlanError(f"{zero!r} exists, and the config says symmetric: one of them is wrong")
     ordered = scheme.actorder == "group"
     if ordered:
         names.append(order)
     elif order in plan.tensors:
-        raise PlanError(f"{order!r} is there, and the config says no actorder group")
+        raise PlanError(
+            f"{order!r} exists, and the config states no actorder group: one of them is wrong"
+        )
     args = _stored(plan, names)
     decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
     kind = _decoded(decoder, names, args)
@@ -213,7 +215,7 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
 
 
 def _read_gptq(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
-    """GPTQ's own form, turned."""
+    """GPTQ's form, transposed."""
     form = gptq_form(plan.checkpoint, module)
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
     args = _stored(plan, names)

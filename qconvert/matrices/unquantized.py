@@ -1,4 +1,5 @@
-"""What stands beside packed weights: layers in bf16, which ignore lists name, and in block FP8."""
+"""Modules left unquantized next to packed weights: layers in bf16, which ignore lists name, and layers
+in block FP8."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
-    """Every unquantized matrix beside the packed ones, by the module's name, linear or not: a name too
-    many does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
+    """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
+    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
     runtimes name vision towers as they like; experts that stay are one pattern."""
     census, dims = plan.census, plan.census.dims
     paths = plan.family.expert_paths

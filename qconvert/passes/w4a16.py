@@ -53,7 +53,7 @@ from qconvert.plan.plan import Plan
 from qconvert.samples.request import Calibration, digest_of, identity
 
 GROUP = 128
-# How recipes spell the routed experts, whatever a family calls them.
+# The routed experts in recipes, whatever their names in a family.
 EXPERTS = r"re:.*\.mlp\.experts\..*"
 
 

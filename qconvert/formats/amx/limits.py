@@ -20,7 +20,7 @@ STEP: dict[str, int] = {"int4": 128, "int8": 64}
 
 def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> None:
     """Raise PlanError where kt-kernel's kernels cannot hold these sizes, naming the NUMA counts that
-    would do. `intermediate` is that of a routed expert."""
+    are supported. `intermediate` is that of a routed expert."""
     step = STEP[method]
     if numa < 1:
         raise PlanError(f"the NUMA count must be at least 1, found {numa}")

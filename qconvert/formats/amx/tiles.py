@@ -57,7 +57,7 @@ def pair_up(codes: Bytes, spare: Bytes) -> Bytes:
     shifted = spare.reshape(-1).view(np.uint64)
     np.left_shift(codes.reshape(-1).view(np.uint64), np.uint64(4), out=shifted)
     paired = shifted.reshape(rows, steps, 2, 8)
-    # Written over the shifted low halves, which nobody needs, then drawn together in `codes`.
+    # Written over the shifted low halves, which are not needed, then moved together in `codes`.
     np.bitwise_or(eight[:, :, 0], paired[:, :, 1], out=paired[:, :, 0])
     together = codes.reshape(-1).view(np.uint64)[: rows * steps * 8].reshape(rows, steps, 8)
     np.bitwise_xor(paired[:, :, 0], np.uint64(0x8888888888888888), out=together)

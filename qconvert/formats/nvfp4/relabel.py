@@ -138,9 +138,10 @@ class RelabelBlocks:
     dialect: Dialect
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        scale, own = args
-        if scale.dtype != "U8" or len(scale.shape) != 2 or own != TensorType("F32", (1,)):
-            raise PlanError(f"expected U8 scales and an F32 [1], found {scale} and {own}")
+        scale, global_scale = args
+        wanted = TensorType("F32", (1,))
+        if scale.dtype != "U8" or len(scale.shape) != 2 or global_scale != wanted:
+            raise PlanError(f"expected U8 scales and an {wanted}, found {scale} and {global_scale}")
         return (TensorType("F8_E4M3", (scale.shape[0], 2 * scale.shape[1])),)
 
     def row_step(self, *args: TensorType) -> int:
