@@ -355,7 +355,7 @@ MUTANTS = (
     ),
     Mutant(
         "E4M3 scales one on", "nvfp4", "formats.nvfp4.encode", "_blocks",
-        "np.multiply(each, own, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
+        "np.multiply(each, global_scale, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
     ),
     Mutant(
         "own scale inverted", "nvfp4 packed", "formats.nvfp4.scales", "OwnScale.run",

@@ -161,8 +161,9 @@ def dequant(
 ) -> None:
     """Turn the FP8 and NVFP4 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
 
-    Block, per-channel and per-tensor scales, and NVFP4 in both dialects; MTP layers are kept unless dropped by --drop-mtp. A weight
-    that BF16 cannot hold ends the run and is named; with --allow-overflow qconvert.json says so.
+    Block, per-channel and per-tensor scales of FP8, and NVFP4 in both dialects; MTP layers are kept
+    unless dropped by --drop-mtp. A weight that BF16 cannot hold ends the run and is named; with
+    --allow-overflow qconvert.json says so.
 
     \b
     Examples:

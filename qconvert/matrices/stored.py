@@ -38,8 +38,8 @@ class Stored:
             return self
         height = stop - start
         if isinstance(self.decoder, Columns | DequantGptq):
-            decoder = replace(self.decoder, first=self.decoder.first + start, count=height)
-            return replace(self, decoder=decoder, rows=height)
+            part = replace(self.decoder, first=self.decoder.first + start, count=height)
+            return replace(self, decoder=part, rows=height)
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)

@@ -70,7 +70,7 @@ class Dequant:
             elif name not in consumed and name not in stale:
                 tensors[name] = output
         expected = _require_complete(replace(plan, tensors=tensors), made)
-        dropped = {}
+        dropped: dict[str, str] = {}
         for name, rule in stale.items():
             dropped |= sources_of(plan, (name,), rule)
         entry = LogEntry(self.name, repr(self), len(made), expected)

@@ -34,8 +34,8 @@ def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Out
     made: dict[str, Output] = {}
     for module, stored in matrices.items():
         try:
-            op = PackNvfp4(_decoder(stored), dialect)
-            weight, scale = apply(op, *stored.args, global_scale)
+            encoder = PackNvfp4(_decoder(stored), dialect)
+            weight, scale = apply(encoder, *stored.args, global_scale)
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
         made[f"{module}.{names.weight}"] = weight
