@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from qconvert.core.int_scheme import Bits, IntScheme
+from qconvert.formats.int_packed.encode import RoundToNearest
+from qconvert.formats.int_packed.packers import PackQuantized
+
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
@@ -55,3 +59,9 @@ def from_gptq(parts: Mapping[str, np.ndarray], bits: int, version: int) -> Float
     codes = unpacked(parts["qweight"].T, bits, columns)
     zero = unpacked(parts["qzeros"], bits, rows).T + (1 if version == 1 else 0)
     return quantized_values(codes, zero, scale, parts["g_idx"])
+
+
+def rtn(bits: Bits, group: int | None) -> RoundToNearest:
+    """The op under test that rounds to compressed-tensors' symmetric form."""
+    scheme = IntScheme(bits, group)
+    return RoundToNearest(scheme, PackQuantized(scheme))

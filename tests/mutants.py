@@ -30,6 +30,7 @@ import gdn_models
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, run_cli, tree
+from nvfp4_moe import numbers_only, nvfp4_moe
 
 import qconvert
 from qconvert.validation import judgement
@@ -344,6 +345,8 @@ SOURCES: Mapping[str, Callable[[], Model]] = {
     "fp8, listed apart": listed_apart,
     "exponents": lambda: gdn_models.model(scale="U8"),
     "mxfp4": mxfp4,
+    "nvfp4": lambda: numbers_only(nvfp4_moe("modelopt")),
+    "nvfp4 packed": lambda: numbers_only(nvfp4_moe("compressed-tensors")),
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
 }  # fmt: skip
 
@@ -383,6 +386,8 @@ CASES: Mapping[str, Case] = {
     "stack": Case("bf16", "experts stack"),
     "stack fp8": Case("fp8", "experts stack"),
     "unstack": Case("bf16 stacks", "experts unstack"),
+    "dequant nvfp4": Case("nvfp4", "dequant"),
+    "dequant nvfp4 packed": Case("nvfp4 packed", "dequant"),
     "drop": Case("bf16", "recipe drop: {what: mtp}"),
     "w4a16": Case("bf16", "recipe w4a16: {group: 16}"),
     "w4a16 of fp8": Case("fp8", "recipe w4a16: {group: 16}"),

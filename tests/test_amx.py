@@ -26,13 +26,8 @@ from test_amx_peer import layer_of, ours, run_kt
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.formats.amx.encode import (
-    Amx,
-    Method,
-    Rounding,
-    check_dims,
-    numa_counts,
-)
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import Method, check_dims, numa_counts
 from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -603,14 +598,14 @@ INT8_TOO = "AMXINT8 (--method int8) could be"
     ("method", "hidden", "intermediate", "numa", "says", "int8_too"),
     [
         # GLM-4.5-Air: 704 are 5.5 times 128, and 11 times 64.
-        ("int4", 4096, 1408, 2, "counts that would do: 1;", True),
-        ("int4", 2048, 768, 4, "counts that would do: 1, 2, 3, 6;", True),
-        ("int4", 2048, 768, 5, "counts that would do: 1, 2, 3, 6", False),
-        ("int8", 2048, 768, 5, "counts that would do: 1, 2, 3, 4, 6", False),
-        ("int4", 128, 192, 1, "no count would do;", True),
-        ("int4", 128, 100, 1, "no count would do", False),
-        ("int8", 128, 100, 1, "no count would do", False),
-        ("int8", 128, 0, 1, "no count would do", False),
+        ("int4", 4096, 1408, 2, "supported counts: 1;", True),
+        ("int4", 2048, 768, 4, "supported counts: 1, 2, 3, 6;", True),
+        ("int4", 2048, 768, 5, "supported counts: 1, 2, 3, 6", False),
+        ("int8", 2048, 768, 5, "supported counts: 1, 2, 3, 4, 6", False),
+        ("int4", 128, 192, 1, "no count is supported;", True),
+        ("int4", 128, 100, 1, "no count is supported", False),
+        ("int8", 128, 100, 1, "no count is supported", False),
+        ("int8", 128, 0, 1, "no count is supported", False),
         ("int4", 192, 256, 1, "hidden sizes in multiples of 128, found 192;", True),
         ("int4", 100, 256, 1, "hidden sizes in multiples of 128, found 100", False),
         ("int8", 100, 256, 1, "hidden sizes in multiples of 64, found 100", False),

@@ -21,7 +21,8 @@ from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.formats.amx.encode import Amx, Method, check_dims
+from qconvert.formats.amx.encode import Amx
+from qconvert.formats.amx.limits import Method, check_dims
 
 pytestmark = pytest.mark.peer
 

@@ -27,7 +27,7 @@ def unknown() -> Model:
 
 
 _NO_EXPERTS = "this model has no experts: the config of model_type 'llama' counts none"
-_UNKNOWN = "model_type 'foo_moe' is not known: it has experts, and nobody has described how"
+_UNKNOWN = "model_type 'foo_moe' is not known: it has experts, and no file in layouts/ says how"
 _NO_GDN = "this model has no linear-attention layers"
 _EXPERTS = {
     "amx": "amx S O --method int4 --numa 1",
@@ -75,11 +75,23 @@ def packed() -> Model:
     return nvfp4_moe()
 
 
+def mxfp4() -> Model:
+    """No global scale says that it is NVFP4."""
+    model = nvfp4_moe("compressed-tensors", inputs=False)
+    for name in [name for name in model.tensors if name.endswith("_global_scale")]:
+        del model.tensors[name]
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "line", "says"),
     [
-        (lambda: dense("llama"), "dequant S O", "all is BF16, so nothing is to be dequantized"),
-        (packed, "dequant S O", "its quantized weights are packed in U8"),
+        (
+            lambda: dense("llama"),
+            "dequant S O",
+            "all tensors are BF16, so there is nothing to dequantize",
+        ),
+        (mxfp4, "dequant S O", "quantized weights are packed in U8"),
         (packed, "dequant S O --drop-mtp", "no tensor is known as one of an MTP (draft) layer"),
         (packed, "unprepare S O", "found a plain checkpoint"),
     ],

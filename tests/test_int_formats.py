@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from int_forms import rtn
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.formats.int_packed import encode
+from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.packers import PackGptq, Packing, PackQuantized, packer
-from qconvert.formats.int_packed.rounding import RoundToNearest, encoder
-from qconvert.formats.int_packed.w4a16 import PackInt4, PackInt8
 from qconvert.ops.gptq import DequantGptq
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Recode, RowOp
@@ -187,7 +188,7 @@ def test_golden_int8() -> None:
     Stored as code + 128: FF 01 C0 5A, the first one lowest.
     """
     source = buffer(TensorType("BF16", (1, 4)), bytes.fromhex("803f80bf003f9abe"))
-    (packed, scale), _ = run_op(PackInt8(None), [source])
+    (packed, scale), _ = run_op(rtn(8, None), [source])
     assert packed.hex() == "ff01c05a"
     assert scale.hex() == "013c"
 
@@ -199,7 +200,7 @@ def test_golden_int8_is_held_to_its_range() -> None:
     quotient 127.5, in bf16 as it is, to even 128, held to 127: FF; and -128: 00.
     """
     source = buffer(TensorType("BF16", (2, 4)), bytes.fromhex("813f813f813f81bfff3fff3fff3fffbf"))
-    (packed, scale), _ = run_op(PackInt8(None), [source])
+    (packed, scale), _ = run_op(rtn(8, None), [source])
     assert packed.hex() == "ffffff01ffffff00"
     assert scale.hex() == "023c803c"
 
@@ -270,14 +271,14 @@ def test_golden_zero_points_beyond_the_rows_are_nothing() -> None:
     assert parts["weight_zero_point"].data.hex() == "800f0000"
 
 
-def test_the_quick_ops_are_the_general_one() -> None:
+def test_the_quick_arithmetic_is_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
     source = weight(37, 512)
-    for bits, kind in ((4, PackInt4), (8, PackInt8)):
+    for bits in (4, 8):
         for group in (32, 128, None):
-            scheme = IntScheme(bits, group)  # type: ignore[arg-type]
-            general = RoundToNearest(scheme, PackQuantized(scheme))
-            assert run_op(kind(group), [source])[0] == run_op(general, [source])[0]
-            assert encoder(scheme, PackQuantized(scheme)) == kind(group)
+            quick, _ = run_op(rtn(bits, group), [source])
+            with monkeypatch.context() as patch:
+                patch.setattr(encode, "_is_plain", lambda scheme: False)
+                assert run_op(rtn(bits, group), [source])[0] == quick
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])

@@ -21,12 +21,12 @@ import amx_rows
 import faults
 import pytest
 from checkpoints import Model, Result, Tensor, published, read_tensors, run_cli, tree, watched_reads
+from int_forms import rtn
 from ops_harness import buffer, run_op
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.progress import Bar
 from qconvert.core.dtypes import TensorType
-from qconvert.formats.int_packed.w4a16 import PackInt4
 from qconvert.runtimes.ktransformers import reads_as_it_is
 
 HIDDEN, INTERMEDIATE, EXPERTS, GROUP, BLOCK = 128, 256, 2, 128, 128
@@ -257,7 +257,7 @@ def packed(model: Model, module: str) -> dict[str, Tensor]:
     """What a module's weight becomes in the GPU folder."""
     rows, columns = model.tensors[f"{module}.weight"].shape
     weight = buffer(TensorType("BF16", (rows, columns)), decoded(model, module))
-    (words, scale), _ = run_op(PackInt4(GROUP), [weight])
+    (words, scale), _ = run_op(rtn(4, GROUP), [weight])
     return {
         f"{module}.weight_packed": Tensor("I32", (rows, columns // 8), words),
         f"{module}.weight_scale": Tensor("BF16", (rows, columns // GROUP), scale),
@@ -687,7 +687,7 @@ def test_numa_counts_that_do_not_fit_are_refused_while_planning(
         done = kt(plain, tmp_path / "cpu", gpu, numa=3)
         assert done.code == 1
         assert f"size {INTERMEDIATE} cannot be cut for 3 NUMA nodes" in done.err
-        assert "counts that would do: 1, 2" in done.err
+        assert "supported counts: 1, 2" in done.err
     assert reads == []
     assert os.listdir(tmp_path) == []
 

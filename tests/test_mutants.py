@@ -81,8 +81,8 @@ MUTANTS = (
         "else scales[name], plan,",
     ),
     Mutant(
-        "scales of another group", "w4a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
-        "np.copyto(scale[start:stop], beside", "np.copyto(scale[start:stop], np.roll(beside, 1)",
+        "scales of another group", "w4a16", "formats.int_packed.packers", "PackQuantized.pack",
+        "_put(codes.scale, scale)", "_put(np.roll(codes.scale, 1), scale)",
     ),
     Mutant(
         "scales of another NUMA node", "amx int4", "passes.amx", "ExpertsToAmx.named",
@@ -138,34 +138,34 @@ MUTANTS = (
     ),
     # --- packed integers, read
     Mutant(
-        "nibbles exchanged, read", "amx of int4", "ops.int4", "spread_nibbles",
+        "nibbles exchanged, read", "amx of int4", "ops.ints", "spread_nibbles",
         "np.copyto(out, source)", "np.copyto(out, source >> 4 | source << 4)",
     ),
     Mutant(
-        "codes read less 7", "amx of int4", "ops.int4", "DequantInt4.run",
-        "np.subtract(codes, _ZERO_CODE, out=codes)", "np.subtract(codes, 7, out=codes)",
+        "codes read less 7", "amx of int4", "ops.ints", "Products.multiply",
+        "np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)",
+        "np.subtract(codes, np.uint8((1 << (self._bits - 1)) - 1), out=codes)",
     ),
     Mutant(
-        "nibbles exchanged, asymmetric", "amx of asymmetric", "ops.ints", "spread",
-        "out=out[:, ::2]", "out=out[:, ::-2]",
+        "a bit of every other code lost, asymmetric", "amx of asymmetric", "ops.ints",
+        "spread_nibbles", "0x0F0F", "0x0F07",
     ),
     Mutant(
-        "zero points less 7", "amx of asymmetric", "ops.ints", "_along_first",
-        "np.int16(1 << (bits - 1))", "np.int16((1 << (bits - 1)) - 1)",
+        "zero points of other rows", "amx of asymmetric", "ops.ints", "DequantInts.run",
+        "unpacked(words.T, self.bits).T[:rows]", "unpacked(words.T, self.bits).T[:rows][::-1]",
     ),
     Mutant(
         "zero points added", "amx of asymmetric", "ops.ints", "Products.multiply",
-        "np.subtract(apart, zeros[:, :, None], out=apart)",
-        "np.add(apart, zeros[:, :, None], out=apart)",
+        "np.subtract(grouped, zeros.reshape(-1, 1), out=grouped)",
+        "np.add(grouped, zeros.reshape(-1, 1), out=grouped)",
     ),
     Mutant(
-        "int8 codes signed", "amx of int8", "ops.ints", "DequantInts.run",
-        "np.subtract(codes, 1 << (self.bits - 1), out=codes)",
-        "np.copyto(codes, codes.astype(np.uint8).view(np.int8))",
+        "int8 codes signed", "amx of int8", "ops.ints", "Products.multiply",
+        "np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)", "pass",
     ),
     Mutant(
         "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq", "DequantGptq._zeros",
-        "return mine + np.int16(1)", "return mine",
+        "return mine + np.uint16(1)", "return mine",
     ),
     Mutant(
         "GPTQ's groups side by side", "amx of gptq", "ops.gptq", "DequantGptq._decode",
@@ -182,24 +182,24 @@ MUTANTS = (
         "for shard, target in enumerate(weights[::-1]):",
     ),
     Mutant(
-        "halves of AMX bytes exchanged", "amx int4", "formats.amx.encode", "_pair_up",
+        "halves of AMX bytes exchanged", "amx int4", "formats.amx.tiles", "pair_up",
         "np.bitwise_or(eight[:, :, 0], paired[:, :, 1]",
         "np.bitwise_or(eight[:, :, 1], paired[:, :, 0]",
     ),
     Mutant(
-        "AMX codes' sign", "amx int4", "formats.amx.encode", "_pair_up",
+        "AMX codes' sign", "amx int4", "formats.amx.tiles", "pair_up",
         "0x8888888888888888", "0x7777777777777777",
     ),
     Mutant(
-        "halves of tiles exchanged", "amx int8", "formats.amx.encode", "_place",
+        "halves of tiles exchanged", "amx int8", "formats.amx.tiles", "place",
         ".reshape(-1, 2, 16, steps, 16)", ".reshape(-1, 2, 16, steps, 16)[:, ::-1]",
     ),
     Mutant(
-        "rows and words of tiles exchanged", "amx int8", "formats.amx.encode", "_place",
+        "rows and words of tiles exchanged", "amx int8", "formats.amx.tiles", "place",
         "transpose(0, 3, 1, 4, 2)", "transpose(0, 3, 1, 2, 4)",
     ),
     Mutant(
-        "columns in one block", "amx wide", "formats.amx.encode", "K_BLOCK", "3584", "7168",
+        "columns in one block", "amx wide", "formats.amx.tiles", "K_BLOCK", "3584", "7168",
     ),
     Mutant(
         "AMX int4 a sixteenth up", "amx int4", "formats.amx.encode", "Amx._quantize",
@@ -235,28 +235,26 @@ MUTANTS = (
     ),
     # --- packed integers, written
     Mutant(
-        "nibbles exchanged, written", "w4a16", "formats.int_packed.w4a16", "_pack",
-        "np.copyto(out, codes.view(np.uint16), casting=\"unsafe\")",
-        "np.copyto(out, codes.view(np.uint16) << 4 | codes.view(np.uint16) >> 4 & 15, "
-        "casting=\"unsafe\")",
+        "nibbles exchanged, written", "w4a16", "formats.int_packed.packers", "along_rows",
+        "np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)",
+        "np.bitwise_or(pairs << np.uint16(4), pairs >> np.uint16(8), out=pairs)",
     ),
     Mutant(
-        "a code up", "w4a16 of fp8", "formats.int_packed.w4a16", "_PackSymmetric.run",
-        "np.float32(_ROUNDER + half)", "np.float32(_ROUNDER + half + 1)",
+        "a code up", "w4a16 of fp8", "formats.int_packed.encode", "_round_plain",
+        "np.float32(_ROUNDER)", "np.float32(_ROUNDER + 1)",
     ),
     Mutant(
-        "codes towards zero", "w8a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
-        "np.minimum(values, np.float32(half - 1), out=values)",
-        "np.trunc(np.minimum(values, np.float32(half - 1)), out=values)",
+        "codes towards zero", "w8a16", "formats.int_packed.encode", "_round_plain",
+        "np.minimum(values, spare, out=values)", "np.trunc(np.minimum(values, spare), out=values)",
     ),
     Mutant(
-        "scales of half as many steps", "w4a16", "formats.int_packed.w4a16", "_PackSymmetric.run",
-        "_scales(largest, half - 0.5,", "_scales(largest, half / 2 - 0.5,",
+        "scales of half as many steps", "w4a16", "formats.int_packed.encode", "_round_plain",
+        "np.float32(half - 0.5)", "np.float32(half / 2 - 0.5)",
     ),
     Mutant(
         "words from the highest bits on", "gptq", "formats.int_packed.packers", "along_rows",
-        "stored[:, ::2] | stored[:, 1::2] << np.uint8(4)",
-        "stored[:, 1::2] | stored[:, ::2] << np.uint8(4)",
+        "np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)",
+        "np.bitwise_or(pairs << 4, pairs >> np.uint16(8), out=pairs)",
     ),
     Mutant(
         "zero points of the other version", "gptq", "formats.int_packed.packers", "PackGptq.pack",
@@ -264,11 +262,11 @@ MUTANTS = (
     ),
     Mutant(
         "zero points one off", "asymmetric", "formats.int_packed.packers", "_zero_words",
-        "turned[:, :rows] = zero.T", "turned[:, :rows] = np.clip(zero.T + 1, lowest, -lowest - 1)",
+        "fields[:, :rows] = zero.T", "fields[:, :rows] = np.clip(zero.T + 1, lowest, -lowest - 1)",
     ),
     Mutant(
         "zero points along the other axis", "asymmetric", "formats.int_packed.packers",
-        "_zero_words", "turned[:, :rows] = zero.T", "turned[:, :rows] = zero.T[:, ::-1]",
+        "_zero_words", "fields[:, :rows] = zero.T", "fields[:, :rows] = zero.T[:, ::-1]",
     ),
     Mutant(
         "scales along the other axis", "gptq v2", "formats.int_packed.packers", "PackGptq.pack",
@@ -279,8 +277,8 @@ MUTANTS = (
         "np.arange(columns)", "np.arange(columns)[::-1]",
     ),
     Mutant(
-        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.rounding",
-        "_round", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
+        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.encode",
+        "_round_any", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
     ),
     Mutant(
         "shape exchanged", "w4a16", "passes.w4a16", "ExpertsToW4A16.named",
@@ -357,7 +355,7 @@ MUTANTS = (
     ),
     Mutant(
         "E4M3 scales one on", "nvfp4", "formats.nvfp4.encode", "_blocks",
-        "np.multiply(each, own, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
+        "np.multiply(each, global_scale, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
     ),
     Mutant(
         "own scale inverted", "nvfp4 packed", "formats.nvfp4.scales", "OwnScale.run",
@@ -380,15 +378,37 @@ MUTANTS = (
         "ignored_globs(plan, others, ", "(lambda *a: [])(plan, others, ",
     ),
     Mutant(
-        "exponents of MXFP4 one less", "nvfp4 of mxfp4", "formats.mxfp4", "_power_code",
+        "the other dialect, read", "dequant nvfp4", "ops.fp4", "factors",
+        'if dialect == "modelopt":', 'if dialect != "modelopt":',
+    ),
+    Mutant(
+        "E2M1's largest size, read", "dequant nvfp4 packed", "ops.fp4", "SIZES",
+        "3.0, 4.0, 6.0", "3.0, 4.0, 5.0",
+    ),
+    Mutant(
+        "E4M3's bias off by one, NVFP4", "dequant nvfp4", "ops.fp4", "from_e4m3",
+        "2.0**120", "2.0**119",
+    ),
+    Mutant(
+        "block scales of other rows, NVFP4", "dequant nvfp4", "ops.fp4", "DequantNvfp4.run",
+        "factors(scale[start:stop],", "factors(scale[start:stop][::-1],",
+    ),
+    Mutant(
+        "global scales of others", "dequant nvfp4 packed", "formats.nvfp4.decode",
+        "Nvfp4Matrix.decoded", "names = self.weight, *self.scales",
+        "names = self.weight, self.scales[0], "
+        "self.scales[1].replace('up_', '_').replace('gate_', 'up_').replace('._', '.gate_')",
+    ),
+    Mutant(
+        "exponents of MXFP4 one less", "nvfp4 of mxfp4", "formats.nvfp4.relabel", "_power_code",
         "(power + 7) << 3", "(power + 6) << 3",
     ),
     Mutant(
-        "own scales of MXFP4 multiply", "nvfp4 of mxfp4", "formats.mxfp4", "RelabelOwn.run",
+        "own scales of MXFP4 multiply", "nvfp4 of mxfp4", "formats.nvfp4.relabel", "RelabelOwn.run",
         "power = -power", "power = +power",
     ),
     Mutant(
-        "exponents of MXFP4 of other rows", "nvfp4 of mxfp4", "formats.mxfp4",
+        "exponents of MXFP4 of other rows", "nvfp4 of mxfp4", "formats.nvfp4.relabel",
         "RelabelBlocks.run", "np.array(table, np.uint8)[scale][..., None]",
         "np.array(table, np.uint8)[scale[::-1]][..., None]",
     ),
@@ -434,8 +454,8 @@ MUTANTS = (
         "kept[key] = 0", "kept[key] = value",
     ),
     Mutant(
-        "no quantization block left out", "dequant", "passes.dequant", "Dequant.__call__",
-        "config=without_quantization(plan.config)", "config=dict(plan.config)",
+        "no quantization block left out", "dequant", "passes.replace_weights",
+        "replace_weights", "config = without_quantization(plan.config)", "config = dict(plan.config)",
     ),
 )  # fmt: skip
 

@@ -89,7 +89,7 @@ def modelopt(weights: Sequence[torch.Tensor]) -> tuple[Made, ...]:
 
 
 def peers(dialect: Dialect, dtype: str, *matrices: Array) -> tuple[Made, ...]:
-    """compressed-tensors is given fp16 weights as float32; see qconvert/formats/nvfp4.py for why."""
+    """compressed-tensors is given fp16 weights as float32: see qconvert/formats/nvfp4/encode.py."""
     if dialect == "modelopt":
         return modelopt([as_torch(values, dtype) for values in matrices])
     wide = "F32" if dtype == "F16" else dtype

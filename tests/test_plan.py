@@ -16,7 +16,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source, Value, concat
-from qconvert.passes.dequant import SPENT_RULE, Dequant
+from qconvert.passes.dequant import STALE_RULE, Dequant
 from qconvert.passes.drop import Drop
 from qconvert.plan.plan import LogEntry, Plan, nodes, run_passes
 from qconvert.plan.units import Compute, Copy, units
@@ -188,7 +188,7 @@ def test_a_missing_expert_is_named_in_an_unknown_family_too() -> None:
 
 def test_no_fp8_weight_is_an_error() -> None:
     plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
-    with pytest.raises(PlanError, match="no FP8 weight found"):
+    with pytest.raises(PlanError, match="no FP8 or NVFP4 weight found"):
         run_passes(plan, (Dequant(),))
 
 
@@ -259,7 +259,7 @@ def test_compressed_tensors_configs() -> None:
 def test_activation_scales_go_by_a_named_rule() -> None:
     tensors = {**fp8(128, 128), "a.input_scale": TensorType("F32", ())}
     plan = run_passes(Plan.identity(checkpoint(tensors, FP8_BLOCKS)), (Dequant(),))
-    assert dict(plan.dropped) == {"a.input_scale": SPENT_RULE}
+    assert dict(plan.dropped) == {"a.input_scale": STALE_RULE}
 
 
 def test_nested_and_disagreeing_quantization_blocks() -> None:

@@ -24,7 +24,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.roles import Cut
-from qconvert.matrices.linears import Matrix, loads_at
+from qconvert.formats.int_packed.limits import Matrix, loads_at
+from qconvert.matrices.experts import STALE_RULE
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
@@ -274,7 +275,7 @@ def test_part_of_what_is_fused_is_refused(tmp_path: Path) -> None:
     err = refused(source, tmp_path / "out", "--target", "Linear", "--ignore", "q_proj")
     assert "q_proj is not; runtimes make one layer of them: target or ignore both" in err
     err = refused(source, tmp_path / "out", "--ignore", "re:.*experts.1.*")
-    assert "'model.layers.0.mlp.experts.1.down_proj' is no target or ignored" in err
+    assert "'model.layers.0.mlp.experts.1.down_proj' is no target or is ignored" in err
 
 
 @pytest.mark.parametrize(
@@ -358,16 +359,14 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
     narrow = qwen3_moe(intermediate=192).write(tmp_path / "narrow")
     for options in ([], ["--leave-bf16"]):
         err = refused(narrow, tmp_path / "out", *options)
-        assert (
-            "down_proj: expected columns in whole groups of 128, found 192; group 32 would" in err
-        )
+        assert "down_proj: expected columns in whole groups of 128, found 192; group 32 is" in err
     model = qwen3_moe()
     for name in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{name}.weight"
         model.tensors |= bf16(module, 64, 96)
     source = model.write(tmp_path / "source")
     err = refused(source, tmp_path / "out", "--target", "Linear")
-    assert "found 96; group 32 would do, or leave_bf16 leaves such a matrix as it is" in err
+    assert "found 96; group 32 is supported, or leave_bf16 leaves such a matrix as it is" in err
     out = rtn(source, tmp_path / "out", "--target", "Linear", "--leave-bf16")
     tensors, ignored = read_tensors(out), quantization(out)["ignore"]
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -472,3 +471,28 @@ def test_what_the_config_says_wrongly_is_refused(
     done = run_cli("amx", out, tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
     assert done.code == 1
     assert says in done.err
+
+
+@pytest.mark.parametrize("command", ["w4a16", "nvfp4"])
+def test_what_described_the_old_weights_goes(command: str, tmp_path: Path) -> None:
+    """Scales of activations that were static FP8, of a linear too, and side files of a quantization."""
+    model = qwen3_moe()
+    scale = Tensor("F32", (), np.float32(0.5).tobytes())
+    for name in [name for name in model.tensors if name.endswith("o_proj.weight")]:
+        shape = model.tensors[name].shape
+        model.tensors[name] = Tensor("F8_E4M3", shape, b"\x38" * (shape[0] * shape[1]))
+        model.tensors[f"{name}_scale"] = scale
+        model.tensors[f"{name.removesuffix('weight')}input_scale"] = scale
+    model.config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    model.side_files["quantize_config.json"] = b"{}"
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    if command == "w4a16":
+        rtn(source, out, "--target", "Linear")
+    else:
+        done = run_cli("nvfp4", source, out, "--dialect", "compressed-tensors", "--targets", "all")
+        assert done.code == 0, done.err
+    assert [name for name in read_tensors(out) if name.endswith("input_scale")] == []
+    dropped = json.loads((out / "qconvert.json").read_bytes())
+    assert STALE_RULE in dropped["dropped"]
+    assert not (out / "quantize_config.json").exists()
+    assert "quantize_config.json" in dropped["dropped_files"]

@@ -33,12 +33,13 @@ from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.cli.progress import Bar
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
-from qconvert.formats.amx.encode import Amx, Method, Rounding
-from qconvert.matrices.experts import SPENT_RULE
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import Method
+from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.int4 import DequantInt4
+from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
 
@@ -428,7 +429,7 @@ def test_packed_int4(method: Method, intermediate: int, numa: int, tmp_path: Pat
     assert "quantization_config" not in json.loads((out / "config.json").read_bytes())
     shapes = {name for name in case.model.tensors if name.endswith(".weight_shape")}
     rules = {dropped(out)[name] for name in shapes}
-    assert rules == {SPENT_RULE}
+    assert rules == {STALE_RULE}
 
 
 def test_searched_rounding(tmp_path: Path) -> None:
@@ -476,7 +477,7 @@ def test_any_rows_of_any_rows_are_those_of_the_matrix(
         if name != ".weight_shape"
     )
     decoders: dict[str, RowOp] = {
-        "F32": ToBf16(), "fp8": DequantFp8(block), "int4": DequantInt4(32),
+        "F32": ToBf16(), "fp8": DequantFp8(block), "int4": DequantInts(4, 32),
         "turned": Columns(0, rows),
     }  # fmt: skip
     stored = Stored(decoders.get(kind), args, rows, columns)
@@ -630,7 +631,7 @@ def test_a_numa_count_that_does_not_divide_is_refused_before_data_is_read(
     reads = watched_reads(monkeypatch)
     case = apart(plain("BF16"), 128, 384, layers=1)
     said = refused(case, tmp_path, "int4", 2)
-    assert "counts that would do: 1, 3;" in said
+    assert "supported counts: 1, 3;" in said
     assert "--method int8" in said
     assert reads == []
     result = amx(tmp_path / "source", tmp_path / "out", "int4", 3)

@@ -191,7 +191,7 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
         return Fp8Scheme(sizes.pop(), config.where, u8)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
-        if not algorithm.startswith("FP8"):
+        if not algorithm.startswith("FP8") and "moe_quant_algo" not in block:  # FP8 but for experts
             raise PlanError(f"{config.where}: quant_algo {algorithm!r} is not FP8")
         size = block.get("weight_block_size")
         return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)

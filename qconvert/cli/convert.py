@@ -159,10 +159,11 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
 def dequant(
     source: str, out: Path, drop_mtp: bool, allow_overflow: bool, **options: Unpack[RunOptions]
 ) -> None:
-    """Turn the FP8 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
+    """Turn the FP8 and NVFP4 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
 
-    Block, per-channel and per-tensor scales; MTP layers are kept unless dropped by --drop-mtp. A weight
-    that BF16 cannot hold ends the run and is named; with --allow-overflow qconvert.json says so.
+    Block, per-channel and per-tensor scales of FP8, and NVFP4 in both dialects; MTP layers are kept
+    unless dropped by --drop-mtp. A weight that BF16 cannot hold ends the run and is named; with
+    --allow-overflow qconvert.json says so.
 
     \b
     Examples:

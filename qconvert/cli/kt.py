@@ -178,7 +178,7 @@ def _tell_how(
 ) -> None:
     """The launch line; and where kt reads the source as it is, that too. To stderr where stdout is
     JSON."""
-    from qconvert.formats.amx.encode import RUNTIME_NAME
+    from qconvert.formats.amx.limits import RUNTIME_NAME
     from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
 
     name = RUNTIME_NAME[cpu_side.method]

@@ -21,8 +21,8 @@ def model_name(plan: Plan) -> str:
 
 def check_experts(plan: Plan, instead: str) -> None:
     """Raise PlanError for a plan whose routed experts cannot be worked on: they are in a form that only
-    a kernel reads, the model has none, or nobody has described the family. `instead` is what to do
-    with a model that has none."""
+    a kernel reads, the model has none, or no file in layouts/ describes the family. `instead` is what to
+    do with a model without experts."""
     if "amx" in (plan.checkpoint.manifest or {}):
         raise PlanError(
             "its experts are in a CPU kernel's format already (qconvert amx made this folder); start "
@@ -48,7 +48,7 @@ def check_experts(plan: Plan, instead: str) -> None:
         )
     if plan.family.name == "generic":
         raise PlanError(
-            f"{undescribed(plan.config)}: it has experts, and nobody has described how they are "
+            f"{undescribed(plan.config)}: it has experts, and no file in layouts/ says how they are "
             f"stored; {_UNKNOWN}"
         )
 
@@ -59,8 +59,8 @@ def check_linear_attention(plan: Plan, what: str) -> None:
         return
     if plan.family.name == "generic" and any(".linear_attn." in name for name in plan.tensors):
         raise PlanError(
-            f"{model_name(plan)} is not known: it has linear attention, and nobody has described its "
-            f"projections; {_UNKNOWN}"
+            f"{model_name(plan)} is not known: it has linear attention, and no file in layouts/ "
+            f"describes its projections; {_UNKNOWN}"
         )
     raise PlanError(
         f"this model has no linear-attention layers (Gated DeltaNet; {model_name(plan)}): there is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from qconvert.checkpoint.family import Place, undescribed
@@ -21,9 +21,10 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 KINDS = dict(zip(PROJECTIONS, (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN), strict=True))
 _PROJECTION = {kind: projection for projection, kind in KINDS.items()}
 _STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
-# Beside expert weights: shapes of packed ones, scales of activations.
-_SPENT = (".weight_shape", ".input_scale")
-SPENT_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
+# Ends of names beside a quantized weight that describe it alone: the shape of a packed one, the scale of
+# its activations.
+STALE = (".weight_shape", ".input_scale")
+STALE_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +43,93 @@ class Projection:
 
 @dataclass(frozen=True)
 class Experts:
-    """All of them, in the order a model runs in; the tensors they are read from; those of `taken`
-    that say nothing once the weights are others; and what the config's counts lead to."""
+    """All routed experts, in the order a model runs in; `taken`, every tensor that belongs to them;
+    `stale`, those of them that describe the old weights alone; and how many matrices the config's counts
+    lead to."""
 
     projections: tuple[Projection, ...]
     taken: frozenset[str]
-    spent: frozenset[str]
+    stale: frozenset[str]
     expected: int
+
+    def without_drafts(self, plan: Plan) -> Experts:
+        """Those of the model's own layers."""
+        dims, family = plan.census.dims, plan.family
+
+        def own(names: Iterable[str]) -> frozenset[str]:
+            return frozenset(name for name in names if not family.is_mtp(name, dims))
+
+        projections = tuple(p for p in self.projections if not p.draft)
+        return Experts(projections, own(self.taken), own(self.stale), _expected(plan, 0))
 
 
 def routed_experts(plan: Plan) -> Experts:
-    """Find every routed expert of a plan. Raises PlanError for a family nobody has described, a
+    """Find every routed expert of a plan. Raises PlanError for a family that layouts/ has not, a
     dense model, a matrix that is missing, of another shape than the config says, or in a form that
     is not read."""
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
-    census = plan.census
-    dims = census.dims
+    _check_dims(plan)
+    found, read = _found(plan)
+    of_experts = [name for name in plan.tensors if plan.census.kind(name).routed]
+    stale = frozenset(name for name in of_experts if name.endswith(STALE))
+    _check_all_read(plan, of_experts, read | stale)
+    drafts = _draft_layers(plan)
+    _check_complete(plan, found, drafts)
+    projections = tuple(found[key] for key in sorted(found))
+    return Experts(projections, read | stale, stale, _expected(plan, len(drafts)))
+
+
+def _check_dims(plan: Plan) -> None:
+    dims = plan.census.dims
     if not dims.num_experts:
         raise PlanError("the config counts no experts, and there are tensors of experts")
     stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
     for setting, size in stated.items():
         if size < 1:
             raise PlanError(f"the config states no {setting}")
-    found: dict[tuple[int, int, str], Projection] = {}
-    taken: set[str] = set()
-    for name, place in census.places.items():
+
+
+# A matrix by its layer, its expert, and which of PROJECTIONS it is.
+_Found = dict[tuple[int, int, str], Projection]
+
+
+def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
+    """Every matrix of an expert, and the tensors they are read from. Raises PlanError for one that is
+    stored twice, that the config does not count, or of another shape than it says."""
+    found: _Found = {}
+    read: set[str] = set()
+    counted = plan.census.dims.num_experts
+    for name, place in plan.census.places.items():
         for projection, names in _read(plan, name, place):
-            key = (projection.layer, projection.expert, projection.kind)
+            key = projection.layer, projection.expert, projection.kind
             if key in found:
-                raise PlanError(f"{name!r}: expert {found[key].module!r} is there in another form")
-            if projection.expert >= dims.num_experts:
-                raise PlanError(f"{name!r}: the config counts {dims.num_experts} experts")
+                raise PlanError(f"{name!r}: {found[key].module!r} already exists in another form")
+            if projection.expert >= counted:
+                raise PlanError(f"{name!r}: the config counts {counted} experts")
             _check_shape(plan, projection, name)
             found[key] = projection
-            taken.update(names)
+            read.update(names)
     if not found:
-        raise PlanError("no routed expert found, although the config counts them")
-    of_experts = [name for name in plan.tensors if census.kind(name).routed]
-    spent = {name for name in of_experts if name.endswith(_SPENT)}
+        raise PlanError("no routed expert found, although the config counts some")
+    return found, frozenset(read)
+
+
+def _check_all_read(plan: Plan, of_experts: Iterable[str], known: Set[str]) -> None:
+    """Raise PlanError for a tensor of an expert that would be lost: a bias, a second scale, an expert
+    beyond the config's."""
+    dims = plan.census.dims
     for name in of_experts:
-        if name not in taken and name not in spent:
+        if name not in known:
             raise PlanError(
                 f"{name!r}: belongs to an expert, and is none of the {dims.num_experts} experts' "
                 f"weights in the config's {dims.num_layers} layers; biases are not computed by the "
                 "kernels, and a weight has one scale"
             )
+
+
+def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
+    """Raise PlanError for a layer, an expert or a matrix that is missing."""
+    dims = plan.census.dims
     layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
     for layer in dims.groups.get("moe", ()):
         if (layer, False) not in layers:
@@ -96,18 +139,18 @@ def routed_experts(plan: Plan) -> Experts:
             for kind in PROJECTIONS:
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
-    drafts = _draft_layers(plan)
     for layer in drafts:
         if (layer, True) not in layers:
             raise PlanError(
                 f"MTP layer {layer}: its experts are missing, and other MTP tensors are there"
             )
-    counted = len(dims.groups.get("moe", ())) + len(drafts)
-    kinds = len(PROJECTIONS) * dims.num_experts
-    return Experts(
-        tuple(found[key] for key in sorted(found)), frozenset(taken | spent), frozenset(spent),
-        counted * kinds,
-    )  # fmt: skip
+
+
+def _expected(plan: Plan, drafts: int) -> int:
+    """Matrices of the experts of all the config's layers and so many draft layers."""
+    dims = plan.census.dims
+    layers = len(dims.groups.get("moe", ())) + drafts
+    return layers * dims.num_experts * len(PROJECTIONS)
 
 
 def check_described(plan: Plan) -> None:

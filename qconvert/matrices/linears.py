@@ -1,5 +1,5 @@
-"""The matrices that runtimes build as linear layers, beside the routed experts: which there are, which
-of them can be quantized to integers, which must be so together, and how tensor parallelism cuts them.
+"""The matrices that runtimes build as linear layers, beside the routed experts: which exist, which
+of them can be quantized, and which must be quantized together.
 
 What runtimes do was read in sglang 0.5.23 and vLLM 0.33.
 """
@@ -8,39 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
-from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
-from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.core.roles import Kind, joined_with
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
-TP_SIZES = (1, 2, 4, 8, 16)
-_GROUPS = (128, 32)  # what all kernels take (sglang's Triton WNA16 no other)
-
 # Matrices that no runtime asks a quantization config about.
 _NEVER_ASKED = (Kind.EMBEDDING, Kind.HEAD, Kind.ROUTER, Kind.DRAFT_JOIN)
-# A scale a row is on every rank; what a rank has of a row fits kernels in multiples of this.
-_CHANNEL_STEP = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A quantized matrix [rows, columns] by its module's name, and how tensor parallelism cuts it."""
-
-    module: str
-    rows: int
-    columns: int
-    cut: Cut
 
 
 def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]:
     """Modules among `others` of which a config may have to say that they are not quantized, and whether
-    they are FP8. Names that no role fits are among them: one too many does no harm here."""
+    they are FP8. Names that no role fits are among them: an extra name does no harm here."""
     found = {}
     for name, output in others.items():
         module, parameter = split_parameter(name)
@@ -53,13 +36,13 @@ def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]
 
 
 def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
-    """Modules of linears that are known to be loaded quantized, and what they are; but for those of the
-    tensors `taken` (experts). What no role fits is none. Draft layers' are left: a draft that is wrong
-    more often costs more than its bytes."""
-    spent, dims = set(taken), plan.census.dims
+    """Modules of linears that runtimes are known to load quantized, and their kinds, except those of the
+    tensors `taken` (experts). A name that no role fits is not among them. Nor are draft layers: a draft
+    that is wrong more often costs more than its bytes."""
+    known, dims = set(taken), plan.census.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
-        if name in spent or parameter not in ("weight", "weight_packed", "qweight"):
+        if name in known or parameter not in ("weight", "weight_packed", "qweight"):
             continue
         kind = plan.census.kind(name)
         if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):
@@ -68,9 +51,9 @@ def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
 
 
 def matches(module: str, patterns: Iterable[str]) -> str | None:
-    """The first that fits of patterns as compressed-tensors and runtimes have them: a whole name, the
+    """The first that fits of patterns as compressed-tensors and runtimes match them: a whole name, the
     end of one, `re:` and a pattern that is matched from the beginning, or `Linear`, the class of all.
-    Raises PlanError for a pattern that is none."""
+    Raises PlanError for an invalid pattern."""
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
@@ -96,31 +79,3 @@ def check_sets(chosen: Mapping[str, Kind], left: Mapping[str, Kind]) -> None:
                     f"{module!r} is to be quantized and {others[parent, member]} is not; runtimes "
                     "make one layer of them: target or ignore both"
                 )
-
-
-def loads_at(matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False) -> bool:
-    """Whether each of `tp` ranks gets whole groups of every matrix, and whole words of zero points where
-    the format packs those along rows: `words`, or asymmetric."""
-    for matrix in matrices:
-        if matrix.cut is Cut.COLUMNS:
-            step = _CHANNEL_STEP if scheme.group is None else scheme.group
-            if tp > 1 and matrix.columns % (tp * step):
-                return False
-        elif matrix.cut is Cut.ROWS:
-            step = scheme.word if tp > 1 and (words or not scheme.symmetric) else 1
-            if matrix.rows % (tp * step):
-                return False
-    return True
-
-
-def fitting_groups(
-    matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False
-) -> list[int]:
-    """Group sizes that hold every matrix whole and load at `tp`, largest first."""
-    known = list(matrices)
-    return [
-        group
-        for group in _GROUPS
-        if all(matrix.columns % group == 0 for matrix in known)
-        and loads_at(known, replace(scheme, group=group), tp, words)
-    ]

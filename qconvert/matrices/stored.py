@@ -16,7 +16,6 @@ from qconvert.core.names import scale_candidates, split_parameter, weight_candid
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.gptq import DequantGptq
-from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
@@ -39,8 +38,8 @@ class Stored:
             return self
         height = stop - start
         if isinstance(self.decoder, Columns | DequantGptq):
-            turned = replace(self.decoder, first=self.decoder.first + start, count=height)
-            return replace(self, decoder=turned, rows=height)
+            part = replace(self.decoder, first=self.decoder.first + start, count=height)
+            return replace(self, decoder=part, rows=height)
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
@@ -199,18 +198,16 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     if not scheme.symmetric:
         names.append(zero)
     elif zero in plan.tensors:
-        raise PlanError(f"{zero!r} is there, and the config says symmetric: one of them is wrong")
+        raise PlanError(f"{zero!r} exists, and the config says symmetric: one of them is wrong")
     ordered = scheme.actorder == "group"
     if ordered:
         names.append(order)
     elif order in plan.tensors:
-        raise PlanError(f"{order!r} is there, and the config says no actorder group")
+        raise PlanError(
+            f"{order!r} exists, and the config states no actorder group: one of them is wrong"
+        )
     args = _stored(plan, names)
-    decoder: RowOp
-    if scheme.bits == 4 and scheme.symmetric and scheme.group is not None and not ordered:
-        decoder = DequantInt4(scheme.group)
-    else:
-        decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
+    decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
     kind = _decoded(decoder, names, args)
     shape = f"{module}.weight_shape"
     taken = (*names, shape) if shape in plan.tensors else tuple(names)
@@ -218,7 +215,7 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
 
 
 def _read_gptq(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
-    """GPTQ's own form, turned."""
+    """GPTQ's form, transposed."""
     form = gptq_form(plan.checkpoint, module)
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
     args = _stored(plan, names)

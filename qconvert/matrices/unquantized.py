@@ -1,4 +1,5 @@
-"""What stands beside packed weights: layers in bf16, which ignore lists name, and in block FP8."""
+"""Modules left unquantized next to packed weights: layers in bf16, which ignore lists name, and layers
+in block FP8."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
-    """Every unquantized matrix beside the packed ones, by the module's name, linear or not: a name too
-    many does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
+    """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
+    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
     runtimes name vision towers as they like; experts that stay are one pattern."""
     census, dims = plan.census, plan.census.dims
     paths = plan.family.expert_paths
@@ -112,21 +113,20 @@ def check_nothing_packed(others: Named) -> None:
             )
 
 
-def check_plain_scales(others: Named) -> None:
-    """compressed-tensors' float-quantized scales are numbers."""
+def with_weight_scales(others: Named) -> dict[str, Output]:
+    """Tensors under compressed-tensors' names: it calls a block scale `weight_scale`. Raises PlanError
+    for exponents: its float-quantized scales are numbers."""
+    found = {}
     for name, output in others.items():
-        if name.endswith(".weight_scale_inv") and output.type.dtype in ("U8", "F8_E8M0"):
-            raise PlanError(
-                f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
-                "dequantize the checkpoint first (qconvert dequant)"
-            )
-
-
-def as_weight_scale(name: str, others: Named) -> str:
-    """compressed-tensors' name of a block scale."""
-    if not name.endswith(".weight_scale_inv"):
-        return name
-    renamed = name.removesuffix("_inv")
-    if renamed in others:
-        raise PlanError(f"{name!r} would become {renamed!r}, which is there already")
-    return renamed
+        renamed = name
+        if name.endswith(".weight_scale_inv"):
+            renamed = name.removesuffix("_inv")
+            if output.type.dtype in ("U8", "F8_E8M0"):
+                raise PlanError(
+                    f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
+                    "dequantize the checkpoint first (qconvert dequant)"
+                )
+            if renamed in others:
+                raise PlanError(f"{name!r} would become {renamed!r}, which already exists")
+        found[renamed] = output
+    return found

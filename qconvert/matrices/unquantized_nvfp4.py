@@ -1,4 +1,4 @@
-"""What stands beside NVFP4 weights, as either dialect's config names it."""
+"""Modules left unquantized next to NVFP4 weights, as either dialect's config names them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
-from qconvert.ops.int4 import spread_nibbles
+from qconvert.ops.ints import spread_nibbles
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ _HALFWAYS = (
     (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False),
 )  # fmt: skip
 _SIGN = 8
-_E4M3_NAN = 0x7F
+_E4M3_NAN, _E4M3_MAX = 0x7F, 448.0
+# Half a step above bf16's largest number: from there on bf16 is infinite.
+_BF16_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
 
 
 def to_codes(values: Float32s, out: UInt8s, spare: UInt8s) -> None:
@@ -96,37 +98,40 @@ def from_e4m3(codes: UInt8s) -> Float32s:
     return found
 
 
-def factors(scale: UInt8s, world: float, dialect: Dialect) -> Float32s:
-    """What the codes of each block are multiplied with: E4M3 scales and the matrix's own, float32."""
+def factors(scale: UInt8s, global_scale: float, dialect: Dialect) -> Float32s:
+    """What the codes of each block are multiplied with: E4M3 scales and the global one, float32."""
     import numpy as np
 
     found = from_e4m3(scale)
     if dialect == "modelopt":
-        return found * np.float32(world)
-    return found / np.float32(world)
+        return found * np.float32(global_scale)
+    return found / np.float32(global_scale)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantNvfp4:
-    """packed U8 [N, K/2], scale F8_E4M3 [N, K/16] and the matrix's own F32 [] or [1] -> BF16 [N, K]:
-    bf16(code * factor), factor = scale * own (modelopt) or scale / own (compressed-tensors) in float32.
+    """packed U8 [N, K/2], scale F8_E4M3 [N, K/16] and the global scale F32 [] or [1] -> BF16 [N, K]:
+    bf16(code * factor), factor = scale * global (modelopt) or scale / global (compressed-tensors) in
+    float32.
 
-    Raises PlanError where dtypes or shapes do not fit, RowError for a scale that is NaN, RunError for
-    an own scale that is not a finite number above 0.
+    Raises PlanError where dtypes or shapes do not fit, RowError for a scale that is NaN and for a result
+    beyond bf16 (with `overflow` that is written as infinite), RunError for a global scale that is not a
+    finite number above 0.
     """
 
     dialect: Dialect
+    overflow: bool = False
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        packed, scale, own = args
+        packed, scale, global_scale = args
         if packed.dtype != "U8" or len(packed.shape) != 2:
             raise PlanError(f"expected packed E2M1 codes in a U8 matrix, found {packed}")
         rows, columns = packed.shape[0], 2 * packed.shape[1]
         wanted = TensorType("F8_E4M3", (rows, columns // BLOCK))
         if columns % BLOCK or scale != wanted:
             raise PlanError(f"expected scales {wanted} for {packed}, found {scale}")
-        if own.dtype != "F32" or own.numel != 1:
-            raise PlanError(f"expected a global scale in F32 [1] or [], found {own}")
+        if global_scale.dtype != "F32" or global_scale.numel != 1:
+            raise PlanError(f"expected a global scale in F32 [1] or [], found {global_scale}")
         return (TensorType("BF16", (rows, columns)),)
 
     def row_step(self, *args: TensorType) -> int:
@@ -151,7 +156,8 @@ class DequantNvfp4:
         return 8 * min(args[1].numel, TILE_ELEMENTS // BLOCK) * BLOCK
 
     def loss(self, *args: TensorType) -> str | None:
-        return "rounds fp4 x scales to bf16 (relative error at most 2^-9)"
+        beyond = "; what is beyond bf16 becomes infinite" if self.overflow else ""
+        return f"rounds fp4 x scales to bf16 (relative error at most 2^-9){beyond}"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
@@ -162,17 +168,26 @@ class DequantNvfp4:
         step = min(total, TILE_ELEMENTS // BLOCK)
         source = array(ins[0].data, np.uint8, (total * BLOCK // 2,))
         scale = array(ins[1].data, np.uint8, (total,))
-        own = float(array(ins[2].data, np.float32, (1,))[0])
-        if not 0 < own < float("inf"):
-            raise RunError(f"its global scale is {own}; the checkpoint is broken")
+        blocks = ins[1].type.shape[1]
+        global_scale = float(array(ins[2].data, np.float32, (1,))[0])
+        if not 0 < global_scale < float("inf"):
+            raise RunError(f"its global scale is {global_scale}; the checkpoint is broken")
+        factor = global_scale if self.dialect == "modelopt" else 1 / global_scale
+        if factor * _E4M3_MAX >= _BF16_OVERFLOW:
+            raise RunError(
+                f"its global scale is {global_scale:g}, with which block scales are beyond bf16; look "
+                "whether it is of the other dialect"
+            )
+        risky = factor * _E4M3_MAX * SIZES[-1] >= _BF16_OVERFLOW
         broken = np.flatnonzero((scale & 0x7F) == _E4M3_NAN)
         if broken.size:
-            row = int(broken[0]) // ins[1].type.shape[1]
+            row = int(broken[0]) // blocks
             raise RowError(row, "has a scale of NaN; the checkpoint is broken")
         bits = array(scratch[: 4 * step * BLOCK], np.int32, (step, BLOCK))
         spare = array(scratch[4 * step * BLOCK :], np.int32, (step, BLOCK))
         target = array(outs[0].data, np.uint16, (total, BLOCK))
         sizes = np.array((*SIZES, *(-size for size in SIZES)), np.float32)
+        infinite = 0
         with np.errstate(all="ignore"):  # overflow to infinity is what float32 arithmetic does
             for start in range(0, total, max(1, step)):
                 stop = min(start + step, total)
@@ -191,8 +206,19 @@ class DequantNvfp4:
                     out=values,
                     mode="clip",
                 )
-                each = factors(scale[start:stop], own, self.dialect)
+                each = factors(scale[start:stop], global_scale, self.dialect)
                 np.multiply(values, each[:, None], out=values)
+                if risky:
+                    beyond = ~(np.abs(values) < _BF16_OVERFLOW)
+                    if beyond.any() and not self.overflow:
+                        row = (start + int(np.flatnonzero(beyond.any(axis=1))[0])) // blocks
+                        raise RowError(
+                            row,
+                            f"has weights beyond bf16 (3.39e38 at most) under the global scale "
+                            f"{global_scale:g}; look whether that is of the other dialect, or write "
+                            "infinities with `dequant --allow-overflow`",
+                        )
+                    infinite += int(np.count_nonzero(beyond))
                 round_to_bf16(part, spare[:count])
                 np.copyto(target[start:stop], part, casting="unsafe")
-        return {}
+        return {"values beyond bf16, written as infinite": infinite} if infinite else {}

@@ -23,13 +23,13 @@ from qconvert.ops.ints import (
     product_scratch,
     scale_scratch,
     scales,
-    spread,
+    unpacked,
 )
 
 if TYPE_CHECKING:
     import numpy as np
 
-    Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 _WORD_BITS = 32
@@ -122,23 +122,19 @@ class DequantGptq:
         factors = scales(scale, scratch[:used]).T[mine]
         column_group = group_of_columns(g_idx, groups)
         side_by_side = np.array_equal(column_group, np.arange(columns) // (columns // groups))
-        work = Products(scratch[used:], rows, columns, factors)
+        work = Products(scratch[used:], rows, columns, self.bits, factors)
         target = array(out.data, np.uint16, (rows, columns))
         for start, stop in work.tiles():
-            turned = np.ascontiguousarray(source[:, start:stop].T).view(np.uint8)
-            spread(turned, self.bits, work.codes(stop - start))
+            packed = np.ascontiguousarray(source[:, start:stop].T).view(np.uint8)
             work.multiply(
-                start, stop, zero, None if side_by_side else column_group, target[start:stop]
+                packed, start, zero, None if side_by_side else column_group, target[start:stop]
             )
 
-    def _zeros(self, words: UInt32s) -> Int16s:
+    def _zeros(self, words: UInt32s) -> UInt16s:
         """Zero points [count, groups], counted from 0 as the stored codes are."""
         import numpy as np
 
-        groups, width = words.shape
-        found = np.empty((groups, width * self.word), np.int16)
-        spread(np.ascontiguousarray(words).view(np.uint8), self.bits, found)
-        mine = found.T[self.first : self.first + self.count]
+        mine = unpacked(words, self.bits).T[self.first : self.first + self.count]
         if self.version == 2:
             return mine
         most = (1 << self.bits) - 1
@@ -149,4 +145,4 @@ class DequantGptq:
                 f"has a stored zero point of {most}, which readers of GPTQ's first version take for 0 "
                 f"or for {most + 1}; have the model saved as gptq_v2",
             )
-        return mine + np.int16(1)
+        return mine + np.uint16(1)

@@ -1,10 +1,10 @@
 """Integer codes in compressed-tensors' packed form -> BF16: bf16((code - zero) * scale), rounded once.
 
 Format source: compressed-tensors 0.19, `compressors/pack_quantized/` and
-`quantization/lifecycle/forward_helpers.py` `_dequantize`. With BF16 scales this is what that
-project's decompression gives: a difference of two codes is a whole number of 8 bits, which bf16 holds.
-With F16 and F32 scales it decompresses to the scale's dtype instead. Symmetric 4-bit codes in groups
-have an op of their own, which is quicker: `ops/int4.py`.
+`quantization/lifecycle/forward_helpers.py` `_dequantize`. A 32-bit word holds 8 or 4 codes, the first in
+its lowest bits, each stored plus 8 or 128. With BF16 scales this is what that project's decompression
+gives: a difference of two codes is a whole number of 8 bits, which bf16 holds. With F16 and F32 scales
+it decompresses to the scale's dtype instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 _WORD_BITS = 32
@@ -45,6 +46,16 @@ class DequantInts:
     group: int | None
     symmetric: bool = True
     g_idx: bool = False
+
+    def __repr__(self) -> str:
+        """Symmetric 4-bit codes in groups have the name of an op that they once had: fingerprints and
+        journals hold it."""
+        if (self.bits, self.symmetric, self.g_idx) == (4, True, False) and self.group is not None:
+            return f"DequantInt4(group={self.group})"
+        return (
+            f"DequantInts(bits={self.bits}, group={self.group}, symmetric={self.symmetric}, "
+            f"g_idx={self.g_idx})"
+        )
 
     @property
     def word(self) -> int:
@@ -113,43 +124,39 @@ class DequantInts:
         packed, scale, *more = ins
         rows, columns = outs[0].type.shape
         groups = scale.type.shape[1]
-        width = packed.type.row_nbytes
-        source = array(packed.data, np.uint8, (rows, width))
+        source = array(packed.data, np.uint8, (rows, packed.type.row_nbytes))
+        target = array(outs[0].data, np.uint16, (rows, columns))
         zero = None
         if not self.symmetric:
-            words = array(more[0].data, np.int32, more[0].type.shape)
-            zero = _along_first(words, self.bits)[:rows]
+            words = array(more[0].data, np.uint32, more[0].type.shape)
+            zero = unpacked(words.T, self.bits).T[:rows]
         column_group = group_of_columns(more[-1], groups) if self.g_idx else None
         used = scale_scratch(scale.type)
         factors = scales(scale, scratch[:used])
-        work = Products(scratch[used:], rows, columns, factors)
+        work = Products(scratch[used:], rows, columns, self.bits, factors)
         for start, stop in work.tiles():
-            codes = work.codes(stop - start)
-            spread(source[start:stop], self.bits, codes)
-            np.subtract(codes, 1 << (self.bits - 1), out=codes)
-            target = array(outs[0].data, np.uint16, (rows, columns))[start:stop]
-            work.multiply(start, stop, zero, column_group, target)
+            work.multiply(source[start:stop], start, zero, column_group, target[start:stop])
         return {}
 
 
 class Products:
     """(code - zero) * scale, a tile of rows at a time, in given working memory."""
 
-    def __init__(self, scratch: memoryview, rows: int, columns: int, scale: Float32s) -> None:
+    def __init__(
+        self, scratch: memoryview, rows: int, columns: int, bits: int, scale: Float32s
+    ) -> None:
         """`scale` [rows, groups]. Raises RowError where one is not finite."""
         import numpy as np
 
-        self._rows, self._columns, self._scale = rows, columns, scale
+        self._rows, self._columns, self._bits, self._scale = rows, columns, bits, scale
         self._height = _tile_rows(rows, columns)
-        tile, at = self._height * columns, 0
-        cuts = []
-        for nbytes in (4 * tile, 4 * tile, 2 * tile):
-            cuts.append(scratch[at : at + nbytes])
-            at += aligned(nbytes)
-        shape = (self._height, columns)
-        self._bits = array(cuts[0], np.int32, shape)
-        self._spare = array(cuts[1], np.int32, shape)
-        self._codes = array(cuts[2], np.int16, shape)
+        size = 4 * self._height * columns
+        shape = self._height, columns
+        self._values = array(scratch[:size], np.float32, shape)
+        at = aligned(size)
+        self._spare = array(scratch[at : at + size], np.int32, shape)
+        at += aligned(size)
+        self._codes = array(scratch[at : at + size // 4], np.uint8, shape)
         finite = np.isfinite(scale)
         if not finite.all():
             row = int(np.argwhere(~finite)[0][0])
@@ -159,45 +166,50 @@ class Products:
         for start in range(0, self._rows, max(1, self._height)):
             yield start, min(start + self._height, self._rows)
 
-    def codes(self, count: int) -> Int16s:
-        """Where the codes of so many rows are put before `multiply`."""
-        return self._codes[:count]
-
     def multiply(
         self,
+        packed: UInt8s,
         start: int,
-        stop: int,
-        zero: Int16s | None,
+        zero: UInt16s | None,
         column_group: Int32s | None,
-        target: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+        target: UInt16s,
     ) -> None:
-        """The codes last put, of rows [start, stop), times their scales, as bf16 bits. `zero` has all
-        rows' [rows, groups]."""
+        """Codes [n, K] of the rows from `start` on, packed in bytes, times their scales, as bf16 bits.
+        `zero` has all rows' [rows, groups] as stored codes; None: all are the middle one. Where there is
+        no `column_group` groups are columns side by side."""
         import numpy as np
 
-        count = stop - start
-        codes, part, beside = self._codes[:count], self._bits[:count], self._spare[:count]
-        values = part.view(np.float32)
-        scale = self._scale[start:stop]
-        zeros = None if zero is None else zero[start:stop]
+        count = packed.shape[0]
+        codes, values, spare = self._codes[:count], self._values[:count], self._spare[:count]
+        scale = self._scale[start : start + count]
+        zeros = None if zero is None else zero[start : start + count].astype(np.float32)
+        if self._bits == 8:
+            np.copyto(codes, packed)
+        else:
+            pairs = spare.reshape(-1).view(np.uint16)[: packed.size]
+            spread_nibbles(packed.reshape(-1), codes.reshape(-1).view(np.uint16), pairs)
+        if zeros is None:
+            # What is less than 0 wraps, and is read as a signed byte.
+            np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)
+            np.copyto(values, codes.view(np.int8))
+        else:
+            np.copyto(values, codes)
         with np.errstate(all="ignore"):  # overflow to infinity is what fp32 arithmetic does
             if column_group is None:
-                groups = scale.shape[1]
-                shape = (count, groups, self._columns // groups)
+                grouped = values.reshape(scale.size, self._columns // max(1, scale.shape[1]))
                 if zeros is not None:
-                    apart = codes.reshape(shape)
-                    np.subtract(apart, zeros[:, :, None], out=apart)
-                np.copyto(values, codes)
-                grouped = values.reshape(shape)
-                np.multiply(grouped, scale[:, :, None], out=grouped)
+                    np.subtract(grouped, zeros.reshape(-1, 1), out=grouped)
+                np.multiply(grouped, scale.reshape(-1, 1), out=grouped)
             else:
+                each = spare.view(np.float32)
                 if zeros is not None:
-                    np.subtract(codes, zeros[:, column_group], out=codes)
-                np.copyto(values, codes)
-                np.take(scale, column_group, axis=1, out=beside.view(np.float32))
-                np.multiply(values, beside.view(np.float32), out=values)
-        round_to_bf16(part, beside)
-        np.copyto(target, part, casting="unsafe")
+                    np.take(zeros, column_group, axis=1, out=each)
+                    np.subtract(values, each, out=values)
+                np.take(scale, column_group, axis=1, out=each)
+                np.multiply(values, each, out=values)
+        bits = values.view(np.int32)
+        round_to_bf16(bits, spare)
+        np.copyto(target, bits, casting="unsafe")
 
 
 def _tile_rows(rows: int, columns: int) -> int:
@@ -207,7 +219,7 @@ def _tile_rows(rows: int, columns: int) -> int:
 def product_scratch(rows: int, columns: int) -> int:
     """Bytes that `Products` works in: a tile twice as float32, and its codes."""
     tile = _tile_rows(rows, columns) * columns
-    return 2 * aligned(4 * tile) + aligned(2 * tile)
+    return 2 * aligned(4 * tile) + aligned(tile)
 
 
 def scale_scratch(scale: TensorType) -> int:
@@ -227,27 +239,26 @@ def scales(scale: Buffer, scratch: memoryview) -> Float32s:
     return found
 
 
-def spread(source: UInt8s, bits: int, out: Int16s) -> None:
-    """Bytes [n, K * bits / 8] -> the codes as stored, 0 and up, [n, K]."""
+def spread_nibbles(source: UInt8s, out: UInt16s, spare: UInt16s) -> None:
+    """Each byte's low and high nibble -> the low and high byte of a 16-bit entry of `out`."""
     import numpy as np
 
+    np.copyto(out, source)
+    np.left_shift(out, 4, out=spare)
+    np.bitwise_or(out, spare, out=out)
+    np.bitwise_and(out, 0x0F0F, out=out)
+
+
+def unpacked(words: UInt32s, bits: int) -> UInt16s:
+    """Words [n, W] -> the codes in them as they are stored, 0 and up, [n, W * 32 / bits]."""
+    import numpy as np
+
+    packed = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
-        np.copyto(out, source)
-        return
-    np.bitwise_and(source, 15, out=out[:, ::2], casting="unsafe")
-    np.right_shift(source, 4, out=out[:, 1::2], casting="unsafe")
-
-
-def _along_first(words: Int32s, bits: int) -> Int16s:
-    """Words packed along the first dimension [ceil(N / word), groups] -> signed, [N or some more,
-    groups]."""
-    import numpy as np
-
-    height, groups = words.shape
-    turned = np.ascontiguousarray(words.T).view(np.uint8)
-    found = np.empty((groups, height * _WORD_BITS // bits), np.int16)
-    spread(turned, bits, found)
-    return found.T - np.int16(1 << (bits - 1))
+        return packed.astype(np.uint16)
+    pairs = np.empty(packed.shape, np.uint16)
+    spread_nibbles(packed, pairs, np.empty_like(pairs))
+    return pairs.view(np.uint8).astype(np.uint16)
 
 
 def group_of_columns(g_idx: Buffer, groups: int) -> Int32s:

@@ -1,6 +1,6 @@
 """Ops that work row by row, and a chain of them in one read.
 
-Quantizing a matrix looks at a row at a time, and so does decoding one from whatever form it is stored
+Quantizing a matrix looks at a row at a time, and so does decoding one from the form it is stored
 in. Chained part by part, a source in any form becomes any format without a bf16 copy of the matrix.
 """
 

@@ -1,8 +1,8 @@
 """amx: the routed experts as KTransformers' CPU kernels load them, and nothing else.
 
-Read from BF16, FP16, FP32, FP8 with scales, packed INT4, apart or stacked, in one pass over the
-source. The runtime reads all other layers from the folder on its GPU side, so they are dropped here,
-by a named rule.
+Experts are read in BF16, FP16, FP32, FP8 with scales, or packed INT4 and INT8, one matrix each or
+stacked, in one pass over the source. The runtime reads all other layers from the folder on its GPU side,
+so they are dropped here, by a named rule.
 """
 
 from __future__ import annotations
@@ -11,39 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source, apply, concat
+from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
-from qconvert.formats.amx.encode import RUNTIME_NAME, Amx, Method, Rounding, check_dims
-from qconvert.matrices.experts import SPENT_RULE, Experts, Projection, calibrated, routed_experts
+from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.limits import RUNTIME_NAME, Method, check_dims
+from qconvert.matrices.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.plan.plan import ELSEWHERE, Calibrating, LogEntry, Plan
+from qconvert.passes.replace_weights import replace_weights, source_names, sources_of
+from qconvert.plan.plan import ELSEWHERE, LogEntry, Plan
 from qconvert.runtimes.ktransformers import readme, reads_as_it_is
-from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.samples.request import Calibration, digest_of, identity
-from qconvert.samples.request import fact as calibration_fact
 
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"
 _DRAFT = "amx: mtp=drop"
-_LEFT_FILES = {
-    "hf_quant_config.json": "amx: its quantization block no longer holds",
-    "README.md": "amx: replaced by how to serve this folder",
-}
+_README = {"README.md": "amx: replaced by how to serve this folder"}
 _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToAmx:
     """`method` int4 or int8, for `numa` NUMA nodes; `rounding` peer (kt-kernel's own bytes) or search
-    (fewer weight errors); draft (MTP) layers' experts kept, numbered on after the model's, or not. With
-    `calibrate` codes are found by GPTQ, of all layers but draft ones, which transformers has no class
-    for: those are rounded.
+    (smaller weight errors); `mtp` keep (experts of draft layers follow the model's, numbered on) or
+    drop. With `calibrate` GPTQ finds the codes, but not of draft layers, for which transformers has no
+    class: those are rounded.
 
-    Raises PlanError for sizes the kernels cannot hold, with NUMA counts that would do, for another
-    activation than SiLU, and as `routed_experts` does.
+    Raises PlanError for sizes that the kernels cannot hold, with supported NUMA counts, for an
+    activation other than SiLU, and as `routed_experts` does.
     """
 
     name: ClassVar[str] = "amx"
@@ -81,8 +77,8 @@ class ExpertsToAmx:
     def shards(
         self, projection: Projection, beside: tuple[RowOp, ...] = ()
     ) -> tuple[dict[str, Output], list[Output]]:
-        """Outputs of one matrix by name, gate and up cut by rows, down by columns; and the results
-        of encoders that want the same matrix, whole, read and decoded once."""
+        """The shards of one matrix by name (gate and up are cut by rows, down by columns), and the
+        results of the encoders `beside`, which take the whole matrix: it is read and decoded once."""
         stored, numa = projection.weight, self.numa
         down = projection.kind == "down_proj"
         encoder = Amx(self.method, numa if down else 1, self.rounding)
@@ -112,7 +108,7 @@ class ExpertsToAmx:
         return found
 
     def packer(self, projection: Projection) -> AmxCodes:
-        """What makes a matrix's shards of calibrated codes."""
+        """The packer of a matrix's calibrated codes."""
         return AmxCodes(self.method, self.numa, projection.kind == "down_proj")
 
     def with_shards(
@@ -133,12 +129,8 @@ class ExpertsToAmx:
         if known is not None:
             again = ", a second lossy step" if known == "RAWINT4" else ""
             notes.append(f"kt-kernel reads the source itself as {known}{again}")
-        calibration, facts = plan.calibration, dict(plan.facts)
-        if digest is not None and self.calibrate is not None:
-            calibration = Calibrating(plan, self.calibrate)
-            facts[CALIBRATION] = calibration_fact(self.calibrate, digest)
-            if drafts and self.mtp == "keep":
-                notes.append(f"MTP experts are not calibrated: rounded ({self.rounding})")
+        if digest is not None and drafts and self.mtp == "keep":
+            notes.append(f"MTP experts are not calibrated: rounded ({self.rounding})")
         fact = {
             "method": RUNTIME_NAME[self.method],
             "numa": self.numa,
@@ -148,50 +140,32 @@ class ExpertsToAmx:
             "experts": dims.num_experts,
             "layers": sorted({p.layer for p in self.kept(experts)}),
         }
-        left = {name: why for name, why in _LEFT_FILES.items() if name in plan.side_files}
-        return plan.logged(
-            LogEntry(
-                self.name, identity(self, digest), len(experts.projections), experts.expected,
-                tuple(notes),
-                "expert matrices",
-            ),
-            tensors=tensors,
-            config=without_quantization(plan.config),
-            dropped={**plan.dropped, **self._dropped(plan, experts)},
-            side_files=tuple(name for name in plan.side_files if name not in left),
-            dropped_files={**plan.dropped_files, **left},
-            new_files={**plan.new_files, "README.md": readme(fact, gpu)},
-            facts={**facts, FACT: fact},
-            calibration=calibration,
-        )  # fmt: skip
+        matched = len(experts.projections), experts.expected
+        entry = LogEntry(
+            self.name, identity(self, digest), *matched, tuple(notes), "expert matrices"
+        )
+        return replace_weights(
+            plan,
+            entry,
+            tensors,
+            dropped=self._dropped(plan, experts),
+            dropped_files=_README,
+            new_files={"README.md": readme(fact, gpu)},
+            facts={FACT: fact},
+            calibrate=self.calibrate,
+            digest=digest,
+        )
 
     def _dropped(self, plan: Plan, experts: Experts) -> dict[str, str]:
-        """A rule for every source that leaves: other layers, draft experts, shapes of packed weights."""
-        drafts = {p.module for p in experts.projections if p.draft and self.mtp == "drop"}
-        found = {}
-        for name, output in plan.tensors.items():
-            if name not in experts.taken:
-                rule = _OTHER_LAYERS
-            elif name in experts.spent:
-                rule = SPENT_RULE
-            else:
-                continue
-            found.update(_sources(name, output, rule))
-        if drafts:
-            for projection in experts.projections:
-                if projection.module in drafts:
-                    for arg in projection.weight.args:
-                        found.update(_sources(projection.module, arg, _DRAFT))
+        """A rule for every source that leaves: other layers, stale tensors, draft experts."""
+        others = [name for name in plan.tensors if name not in experts.taken]
+        found = sources_of(plan, others, _OTHER_LAYERS)
+        found |= sources_of(plan, experts.stale, STALE_RULE)
+        for projection in experts.projections:
+            if projection.draft and self.mtp == "drop":
+                for arg in projection.weight.args:
+                    found |= dict.fromkeys(source_names(projection.module, arg), _DRAFT)
         return found
-
-
-def _sources(name: str, output: Output, rule: str) -> dict[str, str]:
-    found = {}
-    for piece in output.pieces:
-        if not isinstance(piece.origin, Source):
-            raise PlanError(f"{name!r} is computed by an earlier pass and dropped here")
-        found[piece.origin.name] = rule
-    return found
 
 
 def _check_activation(plan: Plan) -> None:

@@ -1,7 +1,8 @@
-"""dequant: every FP8 weight becomes BF16, its scales are consumed, every quantization block goes.
+"""dequant: every FP8 and NVFP4 weight becomes BF16, its scales are consumed, every quantization block
+goes.
 
-The block size comes from the config and is never inferred from shapes: dividing rows by scale rows
-is silently wrong for hundreds of ragged row counts.
+The block size of FP8 comes from the config and is never inferred from shapes: dividing rows by scale
+rows is silently wrong for hundreds of ragged row counts.
 """
 
 from __future__ import annotations
@@ -10,26 +11,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import weight_candidates
+from qconvert.formats.nvfp4.config import NAMES
+from qconvert.formats.nvfp4.decode import nvfp4_matrices
 from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.plan import LogEntry, Plan
 
-SPENT_RULE = "dequant: activation and KV-cache scales of an FP8 model"
-_SPENT = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
+STALE_RULE = "dequant: activation and KV-cache scales of an FP8 model"
+_STALE = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
+NVFP4_RULE = "dequant: activation scales of NVFP4 weights"
+_INPUTS = tuple(names.input for names in NAMES.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Dequant:
-    """FP8 weights (block, per-channel or per-tensor scales) to BF16.
+    """FP8 weights (block, per-channel or per-tensor scales) and NVFP4 weights of either dialect to BF16.
 
-    Raises PlanError where nothing is FP8, where the config does not say how, where a weight lacks
-    its scale or a scale its weight, where a grid does not fit, and where a role it touches lacks a
-    layer or expert that the config counts. A weight times its scale that is beyond bf16 ends the run,
-    unless `allow_overflow`: then it is written as infinite, and counted.
+    Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
+    weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
+    lacks a layer or expert that the config counts. A weight times its scale that is beyond bf16 ends the
+    run, unless `allow_overflow`: then it is written as infinite, and counted.
     """
 
     name: ClassVar[str] = "dequant"
@@ -42,35 +47,34 @@ class Dequant:
         return f"Dequant({'allow_overflow=True' if self.allow_overflow else ''})"
 
     def __call__(self, plan: Plan) -> Plan:
-        weights = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
-        if not weights:
+        overflow = self.allow_overflow
+        fp8 = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
+        nvfp4 = {matrix.weight: matrix for matrix in nvfp4_matrices(plan)}
+        if not fp8 and not nvfp4:
             raise PlanError(_why_none(plan))
-        expected = _require_complete(plan, weights)
+        scales = {name: fp8_scale_name(plan, name) for name in fp8}
+        consumed = {*scales.values(), *(name for m in nvfp4.values() for name in m.scales)}
+        stale = {name: STALE_RULE for name in plan.tensors if name.endswith(_STALE)}
+        inputs = (f"{m.module}.{suffix}" for m in nvfp4.values() for suffix in _INPUTS)
+        stale |= {name: NVFP4_RULE for name in inputs if name in plan.tensors}
         tensors: dict[str, Output] = {}
-        scales = {name: fp8_scale_name(plan, name) for name in weights}
-        consumed = set(scales.values())
-        dropped = dict(plan.dropped)
+        made = []
         for name, output in plan.tensors.items():
             if name in scales:
-                tensors[name] = _dequantized(name, scales[name], plan, overflow=self.allow_overflow)
-            elif name.endswith(_SPENT):
-                for piece in output.pieces:
-                    dropped[piece.origin.name] = SPENT_RULE  # type: ignore[union-attr]
-            elif name not in consumed:
+                tensors[name] = _dequantized(name, scales[name], plan, overflow=overflow)
+                made.append(name)
+            elif name in nvfp4:
+                weight = f"{nvfp4[name].module}.weight"
+                tensors[weight] = nvfp4[name].decoded(plan, overflow=overflow)
+                made.append(weight)
+            elif name not in consumed and name not in stale:
                 tensors[name] = output
-        files = dict.fromkeys(_STALE, "dequant: its quantization block no longer holds")
-        present = {name: why for name, why in files.items() if name in plan.side_files}
-        return plan.logged(
-            LogEntry(self.name, repr(self), len(weights), expected),
-            tensors=tensors,
-            config=without_quantization(plan.config),
-            side_files=tuple(name for name in plan.side_files if name not in present),
-            dropped=dropped,
-            dropped_files={**plan.dropped_files, **present},
-        )
-
-
-_STALE = ("hf_quant_config.json",)
+        expected = _require_complete(replace(plan, tensors=tensors), made)
+        dropped: dict[str, str] = {}
+        for name, rule in stale.items():
+            dropped |= sources_of(plan, (name,), rule)
+        entry = LogEntry(self.name, repr(self), len(made), expected)
+        return replace_weights(plan, entry, tensors, dropped=dropped)
 
 
 def _is_fp8_weight(name: str, output: Output) -> bool:
@@ -90,7 +94,7 @@ def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> O
 
 
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:
-    """Every layer and expert of every role this pass touches must be there. Returns how many
+    """Every layer and expert of every role with a dequantized weight must exist. Returns how many
     weights that makes, None for a family that cannot count."""
     found = plan.census
     touched = {}
@@ -108,27 +112,28 @@ def _require_complete(plan: Plan, weights: list[str]) -> int | None:
             )
     if plan.checkpoint.family.name == "generic":
         return None
-    fp8 = set(weights)
+    made = set(weights)
     unquantized = sum(
         1
         for name, place in found.places.items()
-        if (place.role.name, place.parameter) in touched and name not in fp8
+        if (place.role.name, place.parameter) in touched and name not in made
     )
     unplaced = sum(name not in found.places for name in weights)
     return sum(len(found.expected(role)) for role in touched.values()) - unquantized + unplaced
 
 
 def _why_none(plan: Plan) -> str:
-    """The cause of there being no FP8 weight: nothing is quantized, or something else is."""
+    """The cause of there being no weight to dequantize: nothing is quantized, or in another format."""
     dtypes = {output.type.dtype for output in plan.tensors.values()}
     packed = sorted(dtypes & {"U8", "I8", "I32"})
     if packed:
         return (
-            f"no FP8 weight found: its quantized weights are packed in {', '.join(packed)}, which this "
-            "pass does not read; start from the FP8 or BF16 release"
+            f"no FP8 or NVFP4 weight found: quantized weights are packed in {', '.join(packed)}, which "
+            "this pass does not read; start from the FP8 or BF16 release"
         )
     return (
-        f"no FP8 weight found: all is {', '.join(sorted(dtypes))}, so nothing is to be dequantized"
+        f"no FP8 or NVFP4 weight found: all tensors are {', '.join(sorted(dtypes))}, so there is "
+        "nothing to dequantize"
     )
 
 

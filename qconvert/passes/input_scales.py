@@ -1,7 +1,7 @@
-"""How large the inputs of routed experts were in a calibration: read from a folder of `--save-stats`.
+"""The largest inputs of routed experts in a calibration, read from a folder of `--save-stats`.
 
 Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absmax` F32 [E, H] and
-`layers.{L}.down.absmax` F32 [E, I]: of each input column the largest size seen.
+`layers.{L}.down.absmax` F32 [E, I]: of each input column the largest magnitude seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InputMaxima:
 def input_maxima(
     folder: Path, layers: tuple[int, ...], experts: int, hidden: int, intermediate: int
 ) -> InputMaxima:
-    """Read what was seen of these layers. Raises DataError for a folder that cannot be read, PlanError
+    """Read the statistics of these layers. Raises DataError for a folder that cannot be read, PlanError
     where a layer is missing, of another model's shape, not finite, or saw nothing."""
     if not folder.is_dir():
         raise DataError(f"{folder}: expected a folder of --save-stats, found none")

@@ -1,27 +1,24 @@
 """nvfp4: weights in NVFP4; by default those of the routed experts, with all other layers as they are.
 
-What the config says follows what runtimes do with it (read in sglang 0.5.23). Activations are quantized
-only where their scales are stored: a config that says so without them leaves a runtime with scales it
-never filled. Draft (MTP) layers stay as they are: sglang builds them without NVFP4, whatever is said.
+The config follows what runtimes do with it (read in sglang 0.5.23). It says that activations are
+quantized only where their scales are stored: without them a runtime would use scales that it never
+filled. Draft (MTP) layers stay as they are: sglang builds them without NVFP4, whatever the config says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.checkpoint import without_quantization
-from qconvert.checkpoint.ignore import true_lists
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source, apply
-from qconvert.core.roles import Kind
+from qconvert.core.graph import Output, apply
 from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
     group_config,
@@ -29,11 +26,11 @@ from qconvert.formats.nvfp4.config import (
     input_scale,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.relabel import mxfp4_modules, relabelled, relabelled_block
-from qconvert.matrices.experts import KINDS, SPENT_RULE, Experts, check_described, routed_experts
-from qconvert.matrices.linears import check_sets, quantizable, runtime_linears
-from qconvert.matrices.stored import Stored, read_matrix
-from qconvert.matrices.unquantized import Named, as_weight_scale, check_plain_scales, fp8_block
+from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
+from qconvert.matrices.experts import Projection, check_described, routed_experts
+from qconvert.matrices.linears import check_sets, runtime_linears
+from qconvert.matrices.stored import Stored
+from qconvert.matrices.unquantized import Named, fp8_block, with_weight_scales
 from qconvert.matrices.unquantized_nvfp4 import (
     draft_patterns,
     fp8_own_block,
@@ -45,40 +42,19 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import quantized, shared_groups
+from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
 from qconvert.plan.plan import LogEntry, Plan
-
-_STALE = ("hf_quant_config.json",)
-_SPENT = (".weight_shape", ".input_scale")
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What is quantized: matrices by module, in groups that share a scale; which expert each is of
-    (layer, expert, kind) where it is one; the tensors they are read from, and those of them that say
-    nothing of the new weights; linears that stay because their columns are no whole blocks."""
-
-    groups: tuple[tuple[str, ...], ...]
-    matrices: Mapping[str, Stored]
-    places: Mapping[str, tuple[int, int, str]]
-    taken: frozenset[str]
-    spent: frozenset[str]
-    left: tuple[str, ...]
-
-    @cached_property
-    def linears(self) -> tuple[str, ...]:
-        """Modules that are no experts."""
-        return tuple(module for module in self.matrices if module not in self.places)
 
 
 @dataclass(frozen=True, slots=True)
 class ToNvfp4:
-    """The routed experts, or with `targets: all` every linear layer that runtimes load so, in NVFP4 of
-    either dialect. `stats` is a folder of a calibration's statistics, from which experts' input scales
-    are taken; without one, or with `weight_only`, the config says that activations stay bf16.
+    """The routed experts, or with `targets: all` every linear layer that runtimes load in NVFP4, in
+    either dialect. `stats` is a folder of a calibration's statistics, from which the input scales of
+    experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
 
     Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
-    cannot be quantized, where FP8 layers would stay that the dialect has no place for, where statistics
-    do not fit, and as `routed_experts` does.
+    cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
+    statistics do not fit, and as `routed_experts` does.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -92,7 +68,7 @@ class ToNvfp4:
     def __post_init__(self) -> None:
         if self.stats is not None and self.weight_only:
             raise PlanError(
-                "weight_only stores no input scales, and stats are there for nothing else"
+                "weight_only stores no input scales, the only use of stats: leave one of them out"
             )
         if self.stats is not None and self.targets == "all":
             raise PlanError(
@@ -106,18 +82,17 @@ class ToNvfp4:
             return self._relabelled(plan, modules)
         chosen = self.chosen(plan)
         maxima = self._input_maxima(plan, chosen)
+        matrices = {module: stored for module, _, stored in chosen}
         made: dict[str, Output] = {}
-        for group in chosen.groups:
-            matrices = {module: chosen.matrices[module] for module in group}
-            made.update(quantized(matrices, self.dialect))
+        for group in shared_groups({module: kind for module, kind, _ in chosen}):
+            made.update(quantized({module: matrices[module] for module in group}, self.dialect))
         if maxima is not None:
             names = NAMES[self.dialect]
-            for module, place in chosen.places.items():
-                value = input_scale(maxima.of(*place), self.dialect)
+            for p in _projections(chosen):
+                value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
                 op = Constant("F32", names.scalar, pack("<f", value).hex())
-                made[f"{module}.{names.input}"] = apply(op)[0]
-        others = {name: o for name, o in plan.tensors.items() if name not in chosen.taken}
-        return self._planned(plan, chosen, others, made, maxima)
+                made[f"{p.module}.{names.input}"] = apply(op)[0]
+        return self._planned(plan, chosen, made, maxima)
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
@@ -142,101 +117,65 @@ class ToNvfp4:
                 raise PlanError(f"{module!r} is MXFP4, and no linear layer that runtimes load so")
         for group in shared_groups(kinds):
             made.update(relabelled(plan, group, self.dialect))
-        config = without_quantization(plan.config)
         if self.dialect == "compressed-tensors":
-            config["quantization_config"] = relabelled_block(plan)
+            block = relabelled_block(plan)
         else:
-            globs = ignored_globs(plan, others, modules)
-            config["quantization_config"] = modelopt_config(globs, inputs=False)
-        stale = dict.fromkeys(
-            (name for name in _STALE if name in plan.side_files),
-            "nvfp4: its quantization block no longer holds",
-        )
-        note = "MXFP4 codes as they are, under NVFP4's scales", "weights only: no input scales"
-        return plan.logged(
-            LogEntry(self.name, repr(self), len(modules), None, note, "matrices"),
-            tensors={**others, **made},
-            config=true_lists(config, ()),
-            side_files=tuple(name for name in plan.side_files if name not in stale),
-            dropped_files={**plan.dropped_files, **stale},
-        )
+            block = modelopt_config(ignored_globs(plan, others, modules), inputs=False)
+        notes = "MXFP4 codes as they are, under NVFP4's scales", "weights only: no input scales"
+        entry = LogEntry(self.name, repr(self), len(modules), None, notes, "matrices")
+        return replace_weights(plan, entry, {**others, **made}, dropped={}, block=block)
 
-    def chosen(self, plan: Plan) -> Chosen:
-        """What the targets take of a plan."""
-        if self.targets == "all":
+    def chosen(self, plan: Plan) -> Selection:
+        """What the targets select of a plan."""
+        every = self.targets == "all"
+        if every:
             check_described(plan)
         experts = None
-        if self.targets == "experts" or plan.census.dims.num_experts:
+        if not every or plan.census.dims.num_experts:
             experts = routed_experts(plan)
-        matrices: dict[str, Stored] = {}
-        places: dict[str, tuple[int, int, str]] = {}
-        kinds: dict[str, Kind] = {}
-        taken: set[str] = set()
-        if experts is not None:
-            for p in experts.projections:
-                if not p.draft:
-                    matrices[p.module] = p.weight
-                    kinds[p.module] = KINDS[p.kind]
-                    places[p.module] = p.layer, p.expert, p.kind
-            taken |= _without_drafts(plan, experts.taken)
-        spent = _without_drafts(plan, experts.spent) if experts is not None else frozenset()
-        left: dict[str, Kind] = {}
-        if self.targets == "all":
-            left, read = _linears(plan, experts)
-            for module, (kind, stored, names) in read.items():
-                matrices[module], kinds[module] = stored, kind
-                taken.update(names)
-            spent |= {name for name in taken if name.endswith(_SPENT)}
-        if not matrices:
+        linears: dict[str, Linear] = {}
+        left: tuple[str, ...] = ()
+        if every:
+            linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks)
+            check_sets({module: one.kind for module, one in linears.items()}, ragged)
+            left = tuple(ragged)
+        own = experts.without_drafts(plan) if experts is not None else None
+        if not linears and not (own is not None and own.projections):
             raise PlanError("no linear layer found that runtimes load in NVFP4")
-        check_sets(kinds, left)
-        groups = shared_groups(kinds)
-        return Chosen(groups, matrices, places, frozenset(taken), frozenset(spent), tuple(left))
+        return Selection(own, linears, left)
 
-    def _input_maxima(self, plan: Plan, chosen: Chosen) -> InputMaxima | None:
+    def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
         if self.stats is None:
             return None
         dims = plan.census.dims
-        layers = tuple(dict.fromkeys(layer for layer, _, _ in chosen.places.values()))
+        layers = tuple(dict.fromkeys(p.layer for p in _projections(chosen)))
         return input_maxima(
             Path(self.stats), layers, dims.num_experts, dims.hidden_size, dims.moe_intermediate_size
         )
 
     def _planned(
-        self, plan: Plan, chosen: Chosen, others: Named, made: Named, maxima: InputMaxima | None
+        self, plan: Plan, chosen: Selection, made: Named, maxima: InputMaxima | None
     ) -> Plan:
+        others = chosen.others(plan)
         linears = runtime_linears(plan, others)
-        block = fp8_block(plan, linears)
-        if block is not None and self.dialect == "compressed-tensors":
-            check_plain_scales(others)
-            others = {as_weight_scale(name, others): output for name, output in others.items()}
-        dropped = {
-            piece.origin.name: SPENT_RULE
-            for name in chosen.spent
-            for piece in plan.tensors[name].pieces
-            if isinstance(piece.origin, Source)
-        }
-        stale = dict.fromkeys(
-            (name for name in _STALE if name in plan.side_files),
-            "nvfp4: its quantization block no longer holds",
-        )
+        fp8 = fp8_block(plan, linears)
         inputs = maxima is not None
-        config = without_quantization(plan.config)
         if self.dialect == "compressed-tensors":
-            config["quantization_config"] = _packed_block(plan, chosen, others, block, inputs)
+            if fp8 is not None:
+                others = with_weight_scales(others)
+            block = _packed_block(plan, chosen, others, fp8, inputs)
         else:
-            config["quantization_config"] = _modelopt_block(plan, chosen, others, linears, inputs)
-        return plan.logged(
-            self._entry(plan, chosen, maxima, hybrid=block is not None),
-            tensors={**others, **made},
-            config=true_lists(config, ()),
-            dropped={**plan.dropped, **dropped},
-            side_files=tuple(name for name in plan.side_files if name not in stale),
-            dropped_files={**plan.dropped_files, **stale},
+            block = _modelopt_block(plan, chosen, others, linears, inputs)
+        return replace_weights(
+            plan,
+            self._entry(plan, chosen, maxima, hybrid=fp8 is not None),
+            {**others, **made},
+            dropped=chosen.dropped(plan),
+            block=block,
         )
 
     def _entry(
-        self, plan: Plan, chosen: Chosen, maxima: InputMaxima | None, *, hybrid: bool
+        self, plan: Plan, chosen: Selection, maxima: InputMaxima | None, *, hybrid: bool
     ) -> LogEntry:
         notes = []
         spec = repr(self)
@@ -255,64 +194,47 @@ class ToNvfp4:
             notes.append("MTP layers as they are")
         if chosen.left:
             notes.append(f"{len(chosen.left)} linears left as they are: no whole blocks of {BLOCK}")
-        counted = 3 * dims.num_experts * len(dims.groups.get("moe", ()))
-        alone = not chosen.linears
-        return LogEntry(
-            self.name, spec, len(chosen.matrices), counted if alone else None, tuple(notes),
-            "expert matrices" if alone else "matrices",
-        )  # fmt: skip
+        return chosen.entry(self.name, spec, notes)
 
 
-def _without_drafts(plan: Plan, names: Iterable[str]) -> frozenset[str]:
-    dims = plan.census.dims
-    return frozenset(name for name in names if not plan.family.is_mtp(name, dims))
+def _projections(chosen: Selection) -> tuple[Projection, ...]:
+    return chosen.experts.projections if chosen.experts is not None else ()
 
 
-def _linears(
-    plan: Plan, experts: Experts | None
-) -> tuple[dict[str, Kind], dict[str, tuple[Kind, Stored, tuple[str, ...]]]]:
-    """Linears beside the experts: those whose columns are no whole blocks, and how the others are
-    read."""
-    left: dict[str, Kind] = {}
-    found: dict[str, tuple[Kind, Stored, tuple[str, ...]]] = {}
-    for module, kind in quantizable(plan, experts.taken if experts is not None else ()):
-        stored, names = read_matrix(plan, module)
-        if stored.columns % BLOCK:
-            left[module] = kind
-        else:
-            found[module] = kind, stored, names
-    return left, found
+def _in_blocks(stored: Stored) -> bool:
+    return stored.columns % BLOCK == 0
 
 
 def _packed_block(
-    plan: Plan, chosen: Chosen, others: Named, block: tuple[int, int] | None, inputs: bool
+    plan: Plan, chosen: Selection, others: Named, fp8: tuple[int, int] | None, inputs: bool
 ) -> dict[str, Any]:
     """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name."""
     drafts = draft_patterns(plan)
     experts = "".join(f"(?!{pattern})" for pattern in drafts)
-    paths = plan.family.expert_paths if chosen.places else ()
+    paths = plan.family.expert_paths if _projections(chosen) else ()
     targets = [rf"re:{experts}.*{escape(path)}\..*" for path in paths]
     if chosen.linears:
-        targets = ["Linear"] if block is None else [*targets, *chosen.linears]
+        targets = ["Linear"] if fp8 is None else [*targets, *chosen.linears]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized" if block is None else "mixed-precision",
+        "format": "nvfp4-pack-quantized" if fp8 is None else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group_config(targets, inputs=inputs)},
         "ignore": ignored_names(plan, others),
     }
-    if block is not None:
-        config["config_groups"]["group_1"] = fp8_group_config(block)
+    if fp8 is not None:
+        config["config_groups"]["group_1"] = fp8_group_config(fp8)
     return config
 
 
 def _modelopt_block(
-    plan: Plan, chosen: Chosen, others: Named, linears: Mapping[str, bool], inputs: bool
+    plan: Plan, chosen: Selection, others: Named, linears: Mapping[str, bool], inputs: bool
 ) -> dict[str, Any]:
     """modelopt's block, or the source's own for FP8 layers with NVFP4 experts."""
     fp8 = [module for module, is_fp8 in linears.items() if is_fp8]
     if not fp8:
-        return modelopt_config(ignored_globs(plan, others, chosen.matrices), inputs=inputs)
+        modules = {module for module, _, _ in chosen}
+        return modelopt_config(ignored_globs(plan, others, modules), inputs=inputs)
     if chosen.linears:
         raise PlanError(
             f"{fp8[0]!r} is FP8 and would stay so beside other layers in NVFP4, for which modelopt's "

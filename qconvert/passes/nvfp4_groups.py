@@ -1,4 +1,4 @@
-"""Stored matrices as NVFP4, those that runtimes compute as one with one own scale."""
+"""Stored matrices as NVFP4; those that runtimes compute as one share a global scale."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Out
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
     try:
-        (own,) = apply(OwnScale(dialect), *maxima)
+        (global_scale,) = apply(OwnScale(dialect), *maxima)
     except PlanError as error:
         raise PlanError(f"{', '.join(matrices)}: {error}") from error
     made: dict[str, Output] = {}
     for module, stored in matrices.items():
         try:
-            weight, scale = apply(PackNvfp4(_decoder(stored), dialect), *stored.args, own)
+            encoder = PackNvfp4(_decoder(stored), dialect)
+            weight, scale = apply(encoder, *stored.args, global_scale)
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
         made[f"{module}.{names.weight}"] = weight
         made[f"{module}.{names.scale}"] = scale
-        made[f"{module}.{names.own}"] = own.reshape(names.scalar)
+        made[f"{module}.{names.global_scale}"] = global_scale.reshape(names.scalar)
     return made
 
 

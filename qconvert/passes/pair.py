@@ -13,7 +13,6 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.matrices.experts import calibrated
 from qconvert.ops.gptq import DequantGptq
-from qconvert.ops.int4 import DequantInt4
 from qconvert.ops.ints import DequantInts
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
@@ -31,7 +30,7 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
     plan = run_passes(start, before)
     experts = cpu.experts(plan)
     for projection in experts.projections:
-        if isinstance(projection.weight.decoder, DequantInt4 | DequantInts | DequantGptq):
+        if isinstance(projection.weight.decoder, DequantInts | DequantGptq):
             raise PlanError(
                 f"{projection.module} is packed integers already; packed again it would only lose: let "
                 "the source be the GPU side (--gpu source)"

@@ -1,7 +1,7 @@
 """AMXINT4 and AMXINT8 from codes that were found elsewhere (by calibration), not by rounding rows.
 
-The same bytes as formats/amx.py describes: only how a row's codes and step are chosen differs. A step
-is a float32, one for each row and NUMA shard; int4's stored scale is a sixteenth of it.
+The bytes are those of formats/amx/encode.py; codes and scales are chosen otherwise. A scale is a
+float32, one for each row and NUMA shard; int4 stores a sixteenth of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Bits, Codes, IntScheme
-from qconvert.formats.amx.encode import RUNTIME_NAME, Amx, Method, place_codes
+from qconvert.formats.amx.encode import Amx
+from qconvert.formats.amx.limits import RUNTIME_NAME, Method
+from qconvert.formats.amx.tiles import place_codes
 from qconvert.ops.buffers import array
 
 _LARGEST = {"int4": 7, "int8": 127}
@@ -22,7 +24,7 @@ _LARGEST = {"int4": 7, "int8": 127}
 @dataclass(frozen=True, slots=True)
 class AmxCodes:
     """Codes [N, K] -> for each of `numa` shards packed I8 and scale F32, shards cut by rows (gate, up)
-    or by columns (`down`), which then have a step each.
+    or by columns (`down`), which then have a scale each.
 
     Raises PlanError for sizes the kernels cannot hold, RunError for codes outside -7 to 7 (int4) or
     -127 to 127: the kernels' codes are symmetric.

@@ -33,7 +33,7 @@ _BINS = _BINADES * 128 >> _BIN_SHIFT
 _RUNG = 0.97
 _RUNGS = {7: 100, 127: 64}
 _TURNS = 2
-_ROUNDER = 12582912.0  # see formats/amx.py
+_ROUNDER = 12582912.0  # see formats/amx/encode.py
 # Squared errors of a row this small may underflow: it keeps the plain step.
 _TINY = 2.0**-50
 

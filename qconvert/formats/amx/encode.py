@@ -13,7 +13,7 @@ Codes, with `rounding: peer`, as that converter makes them (its build flushes de
     int8 code = x           int4 code = x / 16 rounded half away from zero, -7 to 7
 
 A weight is code * d (int8) or code * 16 * d (int4). The order of bytes serves the tile loads: words
-of four codes (int8) or eight (int4), for 16 rows side by side; see `_place`.
+of four codes (int8) or eight (int4), for 16 rows side by side; see `formats/amx/tiles.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
-from qconvert.core.shown import count
 from qconvert.formats.amx.clip import best_steps, clip_scratch
+from qconvert.formats.amx.limits import BITS, RUNTIME_NAME, STEP, Method
+from qconvert.formats.amx.tiles import pair_up, place, tile
 from qconvert.ops.buffers import array
 from qconvert.ops.rowwise import row_parts
 
@@ -37,20 +38,10 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
-Method = Literal["int4", "int8"]
 Rounding = Literal["peer", "search"]
 
-RUNTIME_NAME: dict[str, str] = {"int4": "AMXINT4", "int8": "AMXINT8"}
-BITS: dict[str, int] = {"int4": 4, "int8": 8}
-# Columns a tile load takes at once, and rows that stay together where K is longer than K_BLOCK.
-STEP: dict[str, int] = {"int4": 128, "int8": 64}
-K_BLOCK = 3584
-_TILE_ROWS = 32
 _LARGEST: dict[str, int] = {"int4": 7, "int8": 127}
 
-# Elements worked on at a time. Of 2^15 to 2^18 this measured best, for either method and rounding: in
-# smaller tiles the cost of numpy's calls shows more than what larger ones lose to the caches.
-_TILE_ELEMENTS = 1 << 18
 # Added to a float32 of less than 2^22 it rounds it to an integer, ties to even, and leaves that
 # integer in the low bits.
 _ROUNDER = 12582912.0
@@ -61,49 +52,13 @@ _ONE_127TH = 0x3C010204  # bits of fp32(1/127); dividing by 127 differs in the l
 _BF16_INFINITY = 0x7F80
 
 
-def check_dims(method: Method, hidden: int, intermediate: int, numa: int) -> None:
-    """Raise PlanError where kt-kernel's kernels cannot hold these sizes, naming the NUMA counts that
-    would do. `intermediate` is that of a routed expert."""
-    step = STEP[method]
-    if numa < 1:
-        raise PlanError(f"the NUMA count must be at least 1, found {numa}")
-    if hidden < 1 or hidden % step:
-        raise PlanError(
-            f"{RUNTIME_NAME[method]} takes hidden sizes in multiples of {step}, found {hidden}"
-            + _other_method(method, hidden, intermediate, numa)
-        )
-    if intermediate % numa or (intermediate // numa) % step or intermediate < 1:
-        fitting = numa_counts(method, intermediate)
-        found = ", ".join(map(str, fitting))
-        raise PlanError(
-            f"experts of intermediate size {intermediate} cannot be cut for "
-            f"{count(numa, 'NUMA node')}: "
-            f"{RUNTIME_NAME[method]} takes shards in multiples of {step} columns; "
-            + (f"counts that would do: {found}" if fitting else "no count would do")
-            + _other_method(method, hidden, intermediate, numa)
-        )
-
-
-def numa_counts(method: Method, intermediate: int) -> list[int]:
-    """NUMA counts up to 8 that an expert's intermediate size can be cut for."""
-    step = STEP[method]
-    return [n for n in range(1, 9) if intermediate > 0 and not intermediate % (n * step)]
-
-
-def _other_method(method: Method, hidden: int, intermediate: int, numa: int) -> str:
-    step = STEP["int8"]
-    if method == "int4" and not hidden % step and numa in numa_counts("int8", intermediate):
-        return "; AMXINT8 (--method int8) could be"
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Amx:
     """weight BF16 [N, K] -> for each of `shards` column shards: packed I8 [N * K/shards * bits/8] and
     scale F32 [N].
 
     `rounding` is `peer` (kt-kernel's own bytes) or `search` (same format, each row's step chosen for
-    the least sum of squared weight errors, see formats/clip.py). N must be a multiple of the step
+    the least sum of squared weight errors, see formats/amx/clip.py). N must be a multiple of the step
     (128 int4, 64 int8), K of step * shards, else PlanError. NaN or infinity: RowError.
     """
 
@@ -146,7 +101,7 @@ class Amx:
     def scratch(self, *args: TensorType) -> int:
         """Float32 of some rows twice; codes of whole tiles and their packed form."""
         rows, columns = args[0].shape
-        tall, some = _tile(rows, columns)
+        tall, some = tile(rows, columns)
         searching = clip_scratch(some, columns) if self.rounding == "search" else 0
         return 8 * some * columns + 2 * tall * columns + searching
 
@@ -159,7 +114,7 @@ class Amx:
         import numpy as np
 
         rows, columns = ins[0].type.shape
-        tall, some = _tile(rows, columns)
+        tall, some = tile(rows, columns)
         bits = array(ins[0].data, np.uint16, (rows, columns))
         size, width = 4 * some * columns, columns // self.shards
         values = array(scratch[:size], np.float32, (some, columns))
@@ -183,10 +138,10 @@ class Amx:
                         out[first:last] = scale[:, shard]
                 half = codes[: bottom - top]
                 if self.method == "int4":
-                    half = _pair_up(half, packed[: bottom - top])
+                    half = pair_up(half, packed[: bottom - top])
                 lines = half.reshape(bottom - top, self.shards, -1)
                 for shard, target in enumerate(weights):
-                    _place(self.method, lines[:, shard], target, top, rows, width)
+                    place(self.method, lines[:, shard], target, top, rows, width)
         return {}
 
     def _quantize(
@@ -234,13 +189,6 @@ class Amx:
         return step
 
 
-def _tile(rows: int, columns: int) -> tuple[int, int]:
-    """Rows packed at once, which are whole tiles, and rows computed at once, which divide those."""
-    tall = min(rows, _TILE_ROWS * max(1, _TILE_ELEMENTS // (_TILE_ROWS * columns)))
-    some = min(tall, max(1, _TILE_ELEMENTS // columns))
-    return tall, some
-
-
 def _peer_step(method: Method, amax: Floats) -> Floats:
     """The scale d of rows with these largest magnitudes."""
     import numpy as np
@@ -271,67 +219,3 @@ def _sixteenths(codes: Bytes, spare: Bytes) -> None:
     np.add(eight, more, out=eight)
     np.right_shift(eight, np.uint64(4), out=eight)
     np.bitwise_and(eight, np.uint64(0x0F0F0F0F0F0F0F0F), out=eight)
-
-
-def place_codes(
-    method: Method, codes: np.ndarray[tuple[int, ...], np.dtype[np.int8]], target: Bytes
-) -> None:
-    """Codes [N, K] of one shard, int4 as -7 to 7, -> its packed bytes."""
-    import numpy as np
-
-    rows, columns = codes.shape
-    tall, _ = _tile(rows, columns)
-    lines, spare = np.empty((2, tall, columns), np.uint8)
-    for top in range(0, rows, tall):
-        count = min(top + tall, rows) - top
-        half = lines[:count]
-        np.add(codes[top : top + count], 8 if method == "int4" else 0, out=half.view(np.int8))
-        if method == "int4":
-            half = _pair_up(half, spare[:count])
-        _place(method, half, target, top, rows, columns)
-
-
-def _pair_up(codes: Bytes, spare: Bytes) -> Bytes:
-    """Codes plus 8, [r, K] -> bytes [r, K/2]: byte j of a step holds code j in its low half and code
-    j + 64 in its high half, as four-bit two's complements."""
-    import numpy as np
-
-    rows, columns = codes.shape
-    steps = columns // 128
-    eight = codes.reshape(rows, steps, 2, 64).view(np.uint64)
-    shifted = spare.reshape(-1).view(np.uint64)
-    np.left_shift(codes.reshape(-1).view(np.uint64), np.uint64(4), out=shifted)
-    paired = shifted.reshape(rows, steps, 2, 8)
-    # Written over the shifted low halves, which nobody needs, then drawn together in `codes`.
-    np.bitwise_or(eight[:, :, 0], paired[:, :, 1], out=paired[:, :, 0])
-    together = codes.reshape(-1).view(np.uint64)[: rows * steps * 8].reshape(rows, steps, 8)
-    np.bitwise_xor(paired[:, :, 0], np.uint64(0x8888888888888888), out=together)
-    return together.view(np.uint8).reshape(rows, columns // 2)
-
-
-def _place(method: Method, lines: Bytes, target: Bytes, top: int, rows: int, columns: int) -> None:
-    """Put packed rows [top, top + r), r whole tiles, where the format wants them: words go
-    [block of STEP rows][K block][tile of 32 rows][K step][half][word][row], the last two 16 each."""
-    import numpy as np
-
-    step, width = STEP[method], 64  # bytes of a row in one K step
-    steps = columns // step
-    words = np.ascontiguousarray(lines).view(np.int32) if not lines.flags.c_contiguous else lines
-    source = words.view(np.int32).reshape(-1, 2, 16, steps, 16)
-    row_bytes = steps * width
-    per_block = K_BLOCK // step
-    if steps <= per_block:
-        goal = target[top * row_bytes : (top + lines.shape[0]) * row_bytes].view(np.int32)
-        np.copyto(goal.reshape(-1, steps, 2, 16, 16), source.transpose(0, 3, 1, 4, 2))
-        return
-    for number in range(source.shape[0]):
-        row = top + number * _TILE_ROWS
-        block = row // step * step
-        for first in range(0, steps, per_block):
-            count = min(per_block, steps - first)
-            at = block * row_bytes + (step * first + (row - block) * count) * width
-            goal = target[at : at + _TILE_ROWS * count * width].view(np.int32)
-            np.copyto(
-                goal.reshape(count, 2, 16, 16),
-                source[number, :, :, first : first + count].transpose(2, 0, 3, 1),
-            )

@@ -8,7 +8,7 @@ from typing import Any
 
 from qconvert.core.int_scheme import IntScheme
 
-# What runtimes call the fused forms of modules that stand apart in a checkpoint.
+# What runtimes call the fused forms of modules that are separate in a checkpoint.
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -62,7 +62,7 @@ def fp8_group_config(block: tuple[int, int]) -> dict[str, Any]:
 
 def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
     """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang 0.5.23 and vLLM 0.33 read
-    it). `dynamic` are patterns of modules that are left as they are: GPTQModel's `-:`."""
+    it). `dynamic` are patterns of modules that stay unquantized: GPTQModel's `-:`."""
     return {
         "quant_method": "gptq",
         "bits": scheme.bits,

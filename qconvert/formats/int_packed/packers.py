@@ -5,8 +5,8 @@ Sources: compressed-tensors 0.19, `compressors/pack_quantized/` (words and zero 
 read the form that sglang 0.5.23 and vLLM 0.33 load as `gptq` (qweight, qzeros, scales, g_idx).
 
 A 32-bit word holds 8 or 4 codes, the first in its lowest bits, each plus 8 or 128. compressed-tensors
-packs codes along K and zero points along N; GPTQ keeps both turned: codes [K, N] packed along K, zero
-points [groups, N] packed along N. GPTQ's first version (`checkpoint_format: gptq`) stores each zero
+packs codes along K and zero points along N; GPTQ keeps both transposed: codes [K, N] packed along K,
+zero points [groups, N] packed along N. GPTQ's first version (`checkpoint_format: gptq`) stores each zero
 point less one, so it has no room for zero; the second (`gptq_v2`) stores it as it is.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 
-_TILE = 1 << 20  # codes packed at a time
+_TILE = 1 << 16  # codes packed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PackGptq:
     g_idx I32 [K], always; `version` 1 or 2 says how zero points are stored.
 
     Raises PlanError for asymmetric codes in version 1: a zero point of 0 cannot be stored, and
-    readers differ on what stands there instead.
+    readers differ on what is stored instead.
     """
 
     scheme: IntScheme
@@ -160,14 +160,16 @@ def packer(packing: Packing, scheme: IntScheme) -> Packer:
 
 
 def along_rows(codes: Int8s, bits: int) -> UInt32s:
-    """Signed codes [n, K], K in whole words -> words [n, K / word]."""
+    """Signed codes [n, K], K in whole words -> words [n, K / word]. Adding half the range to a two's
+    complement changes its highest bit alone."""
     import numpy as np
 
-    stored = np.ascontiguousarray(codes).view(np.uint8) + np.uint8(1 << (bits - 1))
-    if bits == 4:
-        stored &= np.uint8(15)  # what is outside would spill into its neighbour
-        stored = stored[:, ::2] | stored[:, 1::2] << np.uint8(4)
-    return stored.view("<u4")
+    bytes_ = np.ascontiguousarray(codes).view(np.uint8)
+    if bits == 8:
+        return (bytes_ ^ np.uint8(0x80)).view("<u4")
+    pairs = bytes_.view("<u2") & np.uint16(0x0F0F)  # what is outside would spill into its neighbour
+    np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)
+    return (pairs.astype(np.uint8) ^ np.uint8(0x88)).view("<u4")
 
 
 def _tiles(codes: Int8s) -> list[tuple[int, int]]:
@@ -184,14 +186,14 @@ def _zero_words(codes: Codes, scheme: IntScheme, less: int) -> UInt32s:
     zero = np.zeros((rows, groups), np.int8) if codes.zero is None else codes.zero
     width = ceil_div(rows, scheme.word) * scheme.word
     lowest = -(1 << (scheme.bits - 1))
-    turned = np.full((groups, width), lowest, np.int8)
-    turned[:, :rows] = zero.T
+    fields = np.full((groups, width), lowest, np.int8)
+    fields[:, :rows] = zero.T
     if less:
-        if int(turned[:, :rows].min(initial=0)) == lowest:
+        if int(fields[:, :rows].min(initial=0)) == lowest:
             row = int(np.argwhere(zero == lowest)[0][0])
             raise RowError(row, "has a zero point that GPTQ's first version cannot hold")
-        turned[:, :rows] -= np.int8(less)
-    return along_rows(turned, scheme.bits)
+        fields[:, :rows] -= np.int8(less)
+    return along_rows(fields, scheme.bits)
 
 
 def _put(scale: Float32s, out: Buffer) -> None:

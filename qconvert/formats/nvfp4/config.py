@@ -18,7 +18,7 @@ class Names:
 
     weight: str
     scale: str
-    own: str
+    global_scale: str
     input: str
     scalar: tuple[int, ...]
 
@@ -64,7 +64,7 @@ def modelopt_config(ignore: Sequence[str], *, inputs: bool) -> dict[str, Any]:
 
 
 def hybrid_config(block: Mapping[str, Any], kept: Sequence[str], *, inputs: bool) -> dict[str, Any]:
-    """A block-FP8 model's own block, with NVFP4 experts (sglang 0.5.23 `HybridFp8NvFp4Config`; it
+    """A block-FP8 model's block, with NVFP4 experts (sglang 0.5.23 `HybridFp8NvFp4Config`; it
     takes `moe_quant_algo: NVFP4` alone, so without input scales nothing known loads it). `kept` are
     globs of experts that stay FP8."""
     found = {

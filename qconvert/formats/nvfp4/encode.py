@@ -5,7 +5,7 @@ Format sources: compressed-tensors 0.19 (`quantization/utils/helpers.py` `genera
 nvidia-modelopt 0.47 (`torch/quantization/qtensor/nvfp4_tensor.py`). The two differ in more than names:
 
                   compressed-tensors                   modelopt
-    own scale     G = 1 / amax * 2688, a divisor       S = amax / 2688, a multiplier
+    global scale  G = 1 / amax * 2688, a divisor       S = amax / 2688, a multiplier
     block scale   s = e4m3(G * (bmax / 6)), 0 -> 1/8   s = e4m3(max(bmax / (6 * S), 2^-9)), 0 -> 1
     code          e2m1(w / (s / G))                    e2m1(w / (s * S))
 
@@ -14,8 +14,8 @@ followed for bf16; in fp16 the product is infinite wherever amax is below 0.041,
 and small weights are lost, so fp16 weights are worked on in float32 here: what it makes of them once
 they are float32.
 
-Runtimes compute gate and up (and q, k and v) as one matrix with one own scale, so those that are
-served together are given one, from the largest weight of all.
+Runtimes compute gate and up (and q, k and v) as one matrix with one global scale, so those that are
+served together share one, from the largest weight of all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TILE_BLOCKS = TILE_ELEMENTS // BLOCK
 @dataclass(frozen=True, slots=True)
 class PackNvfp4:
     """The decoder's arguments (a matrix [N, K] in BF16, F16 or F32 where there is none) and the
-    matrix's own scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
+    global scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
 
     The matrix has no NaN and no infinity: `RowMaxima` looks. Raises PlanError where arguments do not
     fit or columns are not whole blocks of 16.
@@ -69,7 +69,7 @@ class PackNvfp4:
         check_matrix(weight)
         check_columns(weight.shape[1])
         if args[-1] != TensorType("F32", (1,)):
-            raise PlanError(f"expected the matrix's own scale as F32 [1], found {args[-1]}")
+            raise PlanError(f"expected the global scale as F32 [1], found {args[-1]}")
         rows, columns = weight.shape
         return (
             TensorType("U8", (rows, columns // 2)),
@@ -121,7 +121,7 @@ class PackNvfp4:
             weight = Buffer(kind, scratch[: kind.nbytes])
             scratch = scratch[aligned(kind.nbytes) :]
             counts = self.decoder.run(ins[:-1], [weight], scratch[: self.decoder.scratch(*args)])
-        own = array(ins[-1].data, np.float32, (1,))[0]
+        global_scale = array(ins[-1].data, np.float32, (1,))[0]
         total = weight.type.numel // BLOCK
         step = min(total, _TILE_BLOCKS)
         width = weight.type.nbytes // max(1, weight.type.numel) * BLOCK
@@ -135,8 +135,8 @@ class PackNvfp4:
                 data = weight.data[width * start : width * stop]
                 count = stop - start
                 _blocks(
-                    data, weight.type.dtype, own, self.dialect, values[:count], work[:count],
-                    packed[start:stop], scale[start:stop],
+                    data, weight.type.dtype, global_scale, self.dialect, values[:count],
+                    work[:count], packed[start:stop], scale[start:stop],
                 )  # fmt: skip
         return counts
 
@@ -144,7 +144,7 @@ class PackNvfp4:
 def _blocks(
     data: memoryview,
     dtype: str,
-    own: np.float32,
+    global_scale: np.float32,
     dialect: Dialect,
     values: Float32s,
     work: Int32s,
@@ -159,22 +159,22 @@ def _blocks(
     largest = as_float32(_largest(array(data, kind, (count * BLOCK,)), values, work), dtype)
     decode(data, dtype, values, work)
     if dialect == "modelopt":
-        each = largest / (np.float32(_E2M1_MAX) * own)
+        each = largest / (np.float32(_E2M1_MAX) * global_scale)
         each[each == 0] = 1
         np.clip(each, np.float32(_LEAST_E4M3), np.float32(_E4M3_MAX), out=each)
         e4m3(each, scale)
-        np.multiply(each, own, out=each)
+        np.multiply(each, global_scale, out=each)
     else:
         each = largest / np.float32(_E2M1_MAX)
         if dtype == "BF16":
             to_bf16_values(each)
-        np.multiply(each, own, out=each)
+        np.multiply(each, global_scale, out=each)
         np.minimum(each, np.float32(_E4M3_MAX), out=each)
         e4m3(each, scale)
         none = each == 0
         each[none] = 0.125
         scale[none] = 0x20
-        np.divide(each, own, out=each)
+        np.divide(each, global_scale, out=each)
     np.divide(values, each[:, None], out=values)
     bytes_ = work.reshape(-1).view(np.uint8)
     codes, spare = bytes_[: count * BLOCK], bytes_[count * BLOCK : 2 * count * BLOCK]

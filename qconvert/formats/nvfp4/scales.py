@@ -1,5 +1,5 @@
-"""The largest weights of matrices, and the float32 scale that NVFP4 makes of them: one for a matrix, or
-for several that are served as one. See `formats/nvfp4.py`."""
+"""The largest weights of matrices, and the global scale that NVFP4 makes of them: one for a matrix, or
+for several that are served as one. See `formats/nvfp4/encode.py`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,373 @@
+"""Round to nearest, for every integer form: symmetric and asymmetric, 4 and 8 bits.
+
+With BF16 scales the arithmetic is that of llm-compressor 0.14 on bf16 weights, with its
+`memoryless_minmax` observer: every result is rounded to bf16, the quotient weight / scale too, before it
+is rounded to a code (compressed-tensors 0.19, `quantization/utils/helpers.py` `calculate_qparams` and
+`quantization/lifecycle/forward_helpers.py` `_quantize`). So its results are the same. (On an accelerator
+its Triton kernel skips the rounding of the quotient, and some codes differ by one.) With other scales,
+for which no such reference exists, only the scale is rounded and the rest is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer, Part, aligned, whole
+from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.formats.int_packed.packers import PackQuantized
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import decode, round_to_bf16
+from qconvert.ops.rowwise import RowOp, row_parts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.core.int_scheme import Float32s, Int8s, Int32s
+
+    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+    Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+
+# What a scale of zero becomes: the epsilon of its dtype.
+_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
+
+_BF16_INFINITY = 0x7F80
+# Below 2^-120 a scale may be a denormal, whose rounding is so coarse that a quotient exceeds 8. From
+# there on a scale is off by 2^-9 of itself at most, and a quotient rounds to -8 to 8, or -128 to 128.
+_COARSE = (127 - 120) << 7
+# A float32 from 2^23 to 2^24 counts ones, so adding this rounds to whole numbers, ties to even, and
+# leaves the number in the lowest byte.
+_ROUNDER = 1.5 * 2.0**23
+# Elements worked on at a time. Of 2^16 to 2^18 this measured best, by a quarter: in smaller tiles the
+# cost of numpy's calls shows more than what larger ones lose to the caches.
+_TILE_ELEMENTS = 1 << 18
+# Of the two ways to find a group's largest value, the one by shifts is quicker for groups below this.
+_SHORT_GROUP = 128
+
+
+def encoder(scheme: IntScheme, packer: Packer) -> RowOp:
+    """The op that rounds a BF16 matrix to nearest and packs it. Raises PlanError for an actorder, which
+    only calibration knows."""
+    if scheme.actorder is not None:
+        raise PlanError(
+            f"actorder {scheme.actorder!r} orders columns by calibration data; rounding to nearest "
+            "has none: leave it out, or calibrate"
+        )
+    return RoundToNearest(scheme, packer)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundToNearest:
+    """BF16 [N, K] -> what the packer makes of it.
+
+    Symmetric: scale = amax / half the range, code = w / scale. Asymmetric: scale = (max - min) / the
+    range, both taken with 0 in it; zero = lowest code - min / scale; code = w / scale + zero. Rounded
+    to nearest, ties to even, and held to the range; a scale of 0 becomes its dtype's epsilon. Raises
+    PlanError where the argument is no BF16 matrix or the packer cannot hold it, RowError for NaN,
+    infinity, and scales beyond their dtype.
+    """
+
+    scheme: IntScheme
+    packer: Packer
+
+    def __repr__(self) -> str:
+        """compressed-tensors' symmetric form has the name of an op that it once had: fingerprints and
+        journals hold it."""
+        scheme = self.scheme
+        if self.packer == PackQuantized(scheme) and _is_plain(scheme) and scheme.actorder is None:
+            return f"PackInt{scheme.bits}(group={scheme.group})"
+        return f"RoundToNearest(scheme={scheme!r}, packer={self.packer!r})"
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (weight,) = args
+        if weight.dtype != "BF16" or len(weight.shape) != 2:
+            raise PlanError(
+                f"expected a BF16 matrix to quantize to INT{self.scheme.bits}, found {weight}"
+            )
+        return self.packer.infer(weight)
+
+    def row_step(self, *args: TensorType) -> int:
+        return self.packer.row_step or max(1, args[0].shape[0])
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        (weight,) = args
+        if (start, stop) == (0, weight.shape[0]):
+            return whole(self, args)
+        part = weight.with_rows(stop - start)
+        outs = []
+        for kind, inner in zip(self.infer(weight), self.infer(part), strict=True):
+            # A result has a row for each of the matrix, or for a step of them.
+            height = 1 if kind.shape[0] == weight.shape[0] else self.packer.row_step
+            outs.append((start // height * kind.row_nbytes, inner))
+        return Part(((start * weight.row_nbytes, part),), tuple(outs))
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        row_bytes = 2 * args[0].row_nbytes
+        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """Codes, scales and zero points of what is packed at once, and a tile twice as float32."""
+        rows, columns = args[0].shape
+        groups = self.scheme.groups(columns)
+        height = self._height(rows, columns)
+        tall = self._tall(rows, columns)
+        return (
+            aligned(tall * columns)
+            + aligned(4 * tall * groups)
+            + aligned(tall * groups)
+            + 2 * aligned(4 * height * columns)
+        )
+
+    def _height(self, rows: int, columns: int) -> int:
+        """Rows rounded at a time: as many as fill a tile."""
+        return min(rows, max(1, _TILE_ELEMENTS // max(1, columns)))
+
+    def _tall(self, rows: int, columns: int) -> int:
+        """Rows packed at a time: as many as fill a tile, in whole steps of the packer."""
+        step = self.packer.row_step
+        return min(rows, max(1, _TILE_ELEMENTS // (step * columns)) * step) if step else rows
+
+    def loss(self, *args: TensorType) -> str | None:
+        return f"{self.packer.loss(args[0])} (error about half a step at most)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        scheme, weight = self.scheme, ins[0].type
+        rows, columns = weight.shape
+        groups, height = scheme.groups(columns), self._height(rows, columns)
+        tall = self._tall(rows, columns)
+        at = 0
+
+        def cut(nbytes: int) -> memoryview:
+            nonlocal at
+            found = scratch[at : at + nbytes]
+            at += aligned(nbytes)
+            return found
+
+        codes = array(cut(tall * columns), np.int8, (tall, columns))
+        scale = array(cut(4 * tall * groups), np.float32, (tall, groups))
+        zero = array(cut(tall * groups), np.int8, (tall, groups))
+        values = array(cut(4 * height * columns), np.float32, (height, columns))
+        spare = array(cut(4 * height * columns), np.int32, (height, columns))
+        source = array(ins[0].data, np.uint16, (rows, columns))
+        for top in range(0, rows, max(1, tall)):
+            bottom = min(top + tall, rows)
+            for start in range(top, bottom, height):
+                stop = min(start + height, bottom)
+                here, count = slice(start - top, stop - top), stop - start
+                try:
+                    _round(
+                        source[start:stop], values[:count], spare[:count], scheme,
+                        codes[here], scale[here], zero[here],
+                    )  # fmt: skip
+                except RowError as error:
+                    raise RowError(start + error.row, error.what) from error
+            some = slice(bottom - top)
+            zeros = None if scheme.symmetric else zero[some]
+            made = Codes(codes[some], scale[some], zeros)
+            self.packer.pack(made, self._cut(outs, top, bottom, rows))
+        return {}
+
+    def _cut(self, outs: Sequence[Buffer], start: int, stop: int, rows: int) -> list[Buffer]:
+        """The results of rows [start, stop) of all."""
+        if stop - start == rows:
+            return [*outs]
+        found = []
+        for out in outs:
+            # A result has a row for each of the matrix, or for a step of them.
+            step = 1 if out.type.shape[0] == rows else self.packer.row_step
+            kind = out.type.with_rows(ceil_div(stop, step) - start // step)
+            at = start // step * kind.row_nbytes
+            found.append(Buffer(kind, out.data[at : at + kind.nbytes]))
+        return found
+
+
+def _is_plain(scheme: IntScheme) -> bool:
+    """Whether codes are rounded as `_round_plain` does: symmetric, to the whole range, BF16 scales."""
+    return scheme.symmetric and scheme.scale_dtype == "BF16" and not scheme.narrow
+
+
+def _round(
+    weight: UInt16s,
+    values: Float32s,
+    spare: Int32s,
+    scheme: IntScheme,
+    codes: Int8s,
+    scale: Float32s,
+    zero: Int8s,
+) -> None:
+    """Rows [n, K] of BF16 bits -> codes alike, scale and zero [n, groups]. `values` and `spare` are
+    working memory."""
+    import numpy as np
+
+    groups = scale.shape[1]
+    if _is_plain(scheme):
+        shape = scale.size, -1
+        _round_plain(
+            weight.reshape(shape), values.view(np.int32).reshape(shape),
+            spare.view(np.float32).reshape(shape), scheme, codes.reshape(shape),
+            scale.reshape(shape), groups,
+        )  # fmt: skip
+        return
+    decode(weight.data, "BF16", values, spare)
+    grouped = *scale.shape, -1
+    with np.errstate(all="ignore"):  # a scale of 0, or beyond its dtype, is looked after
+        _round_any(
+            values.reshape(grouped),
+            spare.reshape(grouped),
+            scheme,
+            codes.reshape(grouped),
+            scale,
+            zero,
+        )
+
+
+def _round_plain(
+    weight: UInt16s,
+    bits: Int32s,
+    spare: Float32s,
+    scheme: IntScheme,
+    codes: Int8s,
+    scale: Float32s,
+    groups: int,
+) -> None:
+    """Groups [n, G] of BF16 bits, `groups` of them a row -> codes alike and scale [n, 1], for a scheme
+    as `_is_plain` says: what `_round_any` makes, in half the time. `bits` and `spare` are working
+    memory."""
+    import numpy as np
+
+    half = 1 << (scheme.bits - 1)
+    largest = np.empty((weight.shape[0], 1), np.int32)
+    _largest(weight.view(np.int16), bits, largest)
+    if int(largest.max()) >= _BF16_INFINITY:
+        row = int(np.flatnonzero(largest >= _BF16_INFINITY)[0]) // groups
+        raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
+    coarse = bool(np.any((largest > 0) & (largest < _COARSE)))
+    np.left_shift(largest, 16, out=scale.view(np.int32))
+    np.divide(scale, np.float32(half - 0.5), out=scale)
+    _to_bf16(scale)
+    scale[scale == 0] = _EPS["BF16"]
+    np.copyto(bits, weight)
+    np.multiply(bits, 1 << 16, out=bits)  # quicker than numpy's shift
+    values = bits.view(np.float32)
+    np.divide(values, scale, out=values)
+    # Rounded to bf16. A quotient of two numbers of 8 bits is never halfway between two of 8 bits: that
+    # would be an odd number of 9 bits, and times the divisor it would need 9.
+    np.add(bits, 0x8000, out=bits)
+    np.bitwise_and(bits, -0x10000, out=bits)
+    if coarse:
+        np.clip(values, -half, half, out=values)
+    # Against an array np.minimum is ten times as quick as against a scalar (numpy 2.4).
+    if scheme.bits == 8:
+        spare.fill(half - 1)
+        np.minimum(values, spare, out=values)
+    np.add(values, np.float32(_ROUNDER), out=values)
+    np.copyto(codes, bits, casting="unsafe")
+    if scheme.bits == 4:
+        highest = spare.reshape(-1).view(np.int8)[: codes.size].reshape(codes.shape)
+        highest.fill(half - 1)
+        np.minimum(codes, highest, out=codes)
+
+
+def _largest(weight: Int16s, work: Int32s, out: Int32s) -> None:
+    """The bits of the largest size in each group [n, G] -> [n, 1]. Without their sign, bf16 numbers
+    are in the order of their bits, NaN last. `work` has room for two copies of `weight`."""
+    import numpy as np
+
+    count, group = weight.shape
+    halves = work.reshape(-1).view(np.int16)
+    size = weight.size
+    sizes, other = halves[:size], halves[size:]
+    np.bitwise_and(weight, 0x7FFF, out=sizes.reshape(count, group))
+    if group >= _SHORT_GROUP or group & (group - 1):
+        maxima = other[:count].reshape(count, 1)
+        np.maximum.reduce(sizes.reshape(count, group), axis=1, keepdims=True, out=maxima)
+        np.copyto(out, maxima)
+        return
+    # numpy starts a reduction anew for each group, which costs more than a short group does. Here
+    # entry i becomes the largest of i and its next 1, 3, 7, ... neighbours, all groups at once.
+    width = 1
+    while width < group:
+        left = size - 2 * width + 1
+        np.maximum(sizes[:left], sizes[width : width + left], out=other[:left])
+        sizes, other = other, sizes
+        width *= 2
+    np.copyto(out, sizes[::group].reshape(count, 1))
+
+
+def _round_any(
+    values: Float32s,
+    spare: Int32s,
+    scheme: IntScheme,
+    codes: Int8s,
+    scale: Float32s,
+    zero: Int8s,
+) -> None:
+    """Groups [n, groups, G] of weights -> codes alike, scale and zero [n, groups]. Spends `values`."""
+    import numpy as np
+
+    low, high = scheme.low, scheme.high
+    bf16 = scheme.scale_dtype == "BF16"
+    most, least = values.max(axis=2), values.min(axis=2)  # NaN goes through both
+    finite = np.isfinite(most) & np.isfinite(least)
+    if not finite.all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
+    np.maximum(most, 0, out=most)
+    np.minimum(least, 0, out=least)
+    if scheme.symmetric:
+        np.copyto(scale, np.maximum(most, -least) / np.float32((high - low) / 2))
+    else:
+        spread = most - least
+        if bf16:
+            _to_bf16(spread)
+        np.copyto(scale, spread / np.float32(high - low))
+    _to_scale_dtype(scale, scheme)
+    if not np.isfinite(scale).all():
+        row = int(np.argwhere(~np.isfinite(scale))[0][0])
+        raise RowError(row, f"needs a scale beyond {scheme.scale_dtype}; its weights are too large")
+    if not scheme.symmetric:
+        below = least / scale
+        if bf16:
+            _to_bf16(below)
+        np.subtract(np.float32(low), below, out=below)
+        if bf16:
+            _to_bf16(below)
+        np.clip(below, low, high, out=below)
+        below[np.isnan(below)] = 0  # a group of zeros
+        np.copyto(zero, np.rint(below), casting="unsafe")
+    scale[scale == 0] = _EPS[scheme.scale_dtype]
+    np.divide(values, scale[:, :, None], out=values)
+    if bf16:
+        _to_bf16(values, spare)
+    if not scheme.symmetric:
+        np.add(values, zero[:, :, None], out=values, casting="unsafe")
+        if bf16:
+            _to_bf16(values, spare)
+    np.clip(values, low, high, out=values)
+    np.rint(values, out=values)
+    np.copyto(codes, values, casting="unsafe")
+
+
+def _to_bf16(values: Float32s, spare: Int32s | None = None) -> None:
+    """Rounded in place to numbers of bf16."""
+    import numpy as np
+
+    bits = values.view(np.int32)
+    round_to_bf16(bits, np.empty_like(bits) if spare is None else spare)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _to_scale_dtype(scale: Float32s, scheme: IntScheme) -> None:
+    import numpy as np
+
+    if scheme.scale_dtype == "BF16":
+        _to_bf16(scale)
+    elif scheme.scale_dtype == "F16":
+        np.copyto(scale, scale.astype(np.float16))

@@ -1,0 +1,1 @@
+"""MXFP4, as compressed-tensors stores it: read alone so far."""

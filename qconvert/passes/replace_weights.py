@@ -1,0 +1,156 @@
+"""What every pass that replaces weights does: choose matrices, put new tensors in place of the old
+ones, and drop what is stale.
+
+Stale is what describes the old weights alone: scales of their activations, shapes of packed weights, and
+the config blocks and side files of an earlier quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import without_quantization
+from qconvert.checkpoint.ignore import true_lists
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Source
+from qconvert.core.roles import Kind
+from qconvert.matrices.experts import KINDS, STALE, STALE_RULE, Experts
+from qconvert.matrices.linears import quantizable
+from qconvert.matrices.stored import Stored, read_matrix
+from qconvert.plan.plan import Calibrating, LogEntry, Plan
+from qconvert.samples.request import FACT as CALIBRATION
+from qconvert.samples.request import Calibration
+from qconvert.samples.request import fact as calibration_fact
+
+# What modelopt and GPTQ write beside config.json about the weights of a folder.
+_STALE_FILES = ("hf_quant_config.json", "quantize_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer that is no routed expert: its kind, how it is read, and the tensors that leave
+    with its old weight."""
+
+    kind: Kind
+    stored: Stored
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The matrices that a pass quantizes: the routed experts (None: they stay), and other linears by
+    module. `left` are linears that a target names and that stay, since their columns do not fit."""
+
+    experts: Experts | None
+    linears: Mapping[str, Linear]
+    left: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, Kind, Stored]]:
+        """Every matrix: its module, its kind, and how it is read."""
+        for projection in self.experts.projections if self.experts else ():
+            yield projection.module, KINDS[projection.kind], projection.weight
+        for module, linear in self.linears.items():
+            yield module, linear.kind, linear.stored
+
+    def others(self, plan: Plan) -> dict[str, Output]:
+        """The plan's tensors that stay."""
+        taken = {name for linear in self.linears.values() for name in linear.names}
+        taken |= self.experts.taken if self.experts else set()
+        return {name: output for name, output in plan.tensors.items() if name not in taken}
+
+    def dropped(self, plan: Plan) -> dict[str, str]:
+        """The rule for every source tensor that leaves unread."""
+        names = {n for one in self.linears.values() for n in one.names if n.endswith(STALE)}
+        names |= self.experts.stale if self.experts else set()
+        return sources_of(plan, names, STALE_RULE)
+
+    def entry(self, name: str, spec: str, notes: Iterable[str]) -> LogEntry:
+        """What the pass did. Linears are chosen by targets, so that only experts are counted."""
+        matrices = len(self.experts.projections) if self.experts else 0
+        what = "matrices" if self.linears else "expert matrices"
+        expected = self.experts.expected if self.experts and not self.linears else None
+        return LogEntry(name, spec, matrices + len(self.linears), expected, tuple(notes), what)
+
+
+def select_linears(
+    plan: Plan,
+    experts: Experts | None,
+    wanted: Callable[[str], bool] = lambda module: True,
+    fits: Callable[[Stored], bool] = lambda stored: True,
+) -> tuple[dict[str, Linear], dict[str, Kind], dict[str, Kind]]:
+    """The linears beside the routed experts: those to quantize, those that are `wanted` and do not fit,
+    and those that are not wanted."""
+    found: dict[str, Linear] = {}
+    left: dict[str, Kind] = {}
+    unwanted: dict[str, Kind] = {}
+    for module, kind in quantizable(plan, experts.taken if experts is not None else ()):
+        if not wanted(module):
+            unwanted[module] = kind
+            continue
+        stored, read = read_matrix(plan, module)
+        if not fits(stored):
+            left[module] = kind
+            continue
+        stale = [f"{module}{suffix}" for suffix in STALE]
+        names = dict.fromkeys((*read, *(name for name in stale if name in plan.tensors)))
+        found[module] = Linear(kind, stored, tuple(names))
+    return found, left, unwanted
+
+
+def replace_weights(
+    plan: Plan,
+    entry: LogEntry,
+    tensors: Mapping[str, Output],
+    *,
+    dropped: Mapping[str, str],
+    block: Mapping[str, Any] | None = None,
+    dropped_files: Mapping[str, str] | None = None,
+    new_files: Mapping[str, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    calibrate: Calibration | None = None,
+    digest: str | None = None,
+) -> Plan:
+    """The plan with these `tensors` and the quantization `block` that describes them (None: none), less
+    every block and side file that described the old weights. `dropped` are rules by source tensor,
+    `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
+    calibration `calibrate`, which runs the model of `plan`."""
+    stale = f"{entry.name}: its quantization block no longer holds"
+    rules = {**dict.fromkeys(_STALE_FILES, stale), **(dropped_files or {})}
+    rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
+    config = without_quantization(plan.config)
+    if block is not None:
+        config = true_lists({**config, "quantization_config": block}, ())
+    facts = {**plan.facts, **(facts or {})}
+    calibration = plan.calibration
+    if calibrate is not None and digest is not None:
+        calibration = Calibrating(plan, calibrate)
+        facts[CALIBRATION] = calibration_fact(calibrate, digest)
+    return plan.logged(
+        entry,
+        tensors=tensors,
+        config=config,
+        dropped={**plan.dropped, **dropped},
+        side_files=tuple(name for name in plan.side_files if name not in rules),
+        dropped_files={**plan.dropped_files, **rules},
+        new_files={**plan.new_files, **(new_files or {})},
+        facts=facts,
+        calibration=calibration,
+    )
+
+
+def sources_of(plan: Plan, names: Iterable[str], rule: str) -> dict[str, str]:
+    """`rule` for every source tensor behind these tensors of a plan. Raises PlanError for one that an
+    earlier pass computes."""
+    return {source: rule for name in names for source in source_names(name, plan.tensors[name])}
+
+
+def source_names(name: str, output: Output) -> list[str]:
+    """The source tensors that an output consists of. Raises PlanError where it is computed."""
+    found = []
+    for piece in output.pieces:
+        if not isinstance(piece.origin, Source):
+            raise PlanError(f"{name!r} is computed by an earlier pass and dropped here")
+        found.append(piece.origin.name)
+    return found
