@@ -16,7 +16,8 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Output, Part, apply
 from qconvert.ops.rowwise import row_parts
 from qconvert.plan.plan import Plan
-from qconvert.run.executor import Options, execute, prepare
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options, prepare
 
 ROWS, COLUMNS = 4096, 1024
 SIZE = ROWS * COLUMNS

@@ -183,7 +183,7 @@ def test_both_folders_of_a_pair(moe: Path, tmp_path: Path) -> None:
     assert (dry.code, dry.out.count("already holds this very result")) == (0, 2)
     shutil.rmtree(gpu)
     dry = run_cli(*words, "--gpu-out", gpu, "--dry-run")
-    assert (dry.code, f"its other half {gpu} is gone" in dry.err) == (1, True)
+    assert (dry.code, f"the other folder of its run, {gpu}, is not" in dry.err) == (1, True)
 
 
 def test_folders_of_stages_and_join(moe: Path, tmp_path: Path) -> None:

@@ -81,6 +81,24 @@ def solved_together(asked: int, columns: int) -> int:
     return max(1, min(asked, _TOGETHER // (4 * columns * columns)))
 
 
+def _expert_bytes(hidden: int, middle: int, own_hessians: bool) -> int:
+    """An expert in memory: BF16 weights, float32 Hessians."""
+    hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
+    return 3 * hidden * middle * 2 + hessians
+
+
+def _solver_bytes(hidden: int, middle: int, schemes: int) -> int:
+    """One matrix being solved: a Hessian and its copies, and the matrix in float32 with its error."""
+    widest, tallest = max(hidden, middle), 2 * middle * hidden
+    return 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+
+
+def least_bytes(hidden: int, middle: int, schemes: int) -> int:
+    """Memory without which no expert can be solved on a CPU, known from shapes alone: libraries, a
+    layer's other weights and its tokens come on top."""
+    return _expert_bytes(hidden, middle, True) + _solver_bytes(hidden, middle, schemes)
+
+
 def group_sizes(
     budget: Budget,
     devices: Sequence[str],
@@ -94,13 +112,12 @@ def group_sizes(
     chunk: int,
 ) -> list[int]:
     """Experts that each device works on together. Raises RunError where not one fits, with the smallest
-    budget that would do."""
-    weights = 3 * hidden * middle * 2
-    hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
-    one = weights + hessians
-    widest, tallest = max(hidden, middle), 2 * middle * hidden
-    # The solver's: a Hessian and its copies, and the matrix in float32 with what is wrong with it.
-    solving = 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+    budget that is enough."""
+    one, solving = (
+        _expert_bytes(hidden, middle, own_hessians),
+        _solver_bytes(hidden, middle, schemes),
+    )
+    widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
     passing = chunk * (hidden + middle) * 12 + chunk * 4 * middle
     rest = passing + layer_bytes + (0 if own_hessians else 4 * hidden * hidden)

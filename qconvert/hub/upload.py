@@ -26,7 +26,7 @@ from qconvert.hub.trees import (
     remote_files,
     stale_weights,
 )
-from qconvert.run.executor import Events, Silent
+from qconvert.run.events import Events, Silent
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

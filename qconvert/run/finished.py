@@ -24,7 +24,7 @@ from qconvert.run.staging import (
 from qconvert.run.vouched import Hashing, header_of, planned_record
 
 if TYPE_CHECKING:
-    from qconvert.run.executor import Prepared
+    from qconvert.run.prepare import Prepared
 
 
 @dataclass(frozen=True)

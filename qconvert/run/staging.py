@@ -31,7 +31,7 @@ from qconvert.run.vouched import check_entries, header_of, seen, shard_fault
 from qconvert.run.workspace import Workspace, lasting
 
 if TYPE_CHECKING:
-    from qconvert.run.executor import Prepared
+    from qconvert.run.prepare import Prepared
 
 # People, and `upload`, write in it after a conversion.
 EDITED = frozenset({"README.md"})
