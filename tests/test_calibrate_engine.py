@@ -405,7 +405,7 @@ def test_a_tensor_nobody_computes_with_is_named(small: Path, tmp_path: Path) -> 
     broken = edited(
         small, tmp_path / "broken", lambda stored: stored.update({name: torch.zeros(128)})
     )
-    with pytest.raises(PlanError, match=rf"'{name}' is no tensor of"):
+    with pytest.raises(PlanError, match=rf"'{name}': unexpected tensor"):
         run(broken, tmp_path / "work")
 
 

@@ -633,7 +633,7 @@ def _smallest(plan: Plan) -> int:
     """The budget that a refusal asks for."""
     with pytest.raises(PlanError) as caught:
         prepare(plan, Options(memory=1, jobs=1))
-    found = re.search(r"smallest --memory that would do is (\d+)MiB", str(caught.value))
+    found = re.search(r"give --memory (\d+)MiB", str(caught.value))
     assert found is not None
     return int(found.group(1)) * MIB
 

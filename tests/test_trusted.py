@@ -229,7 +229,7 @@ def test_the_command_says_what_it_repaired(tmp_path: Path) -> None:
     told = run_cli(*words)
     assert told.code == 0
     assert "repaired" in told.out
-    assert "config.json (has other bytes than were written)" in told.out
+    assert "config.json (has bytes that differ from those written)" in told.out
     assert "nothing to do" in run_cli(*words, "--verify").out
 
 

@@ -160,7 +160,7 @@ def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) ->
 
 
 def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]:
-    """What the user should hear of a layer."""
+    """What the user must know of a layer."""
     if stats.few:
         shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
         what = "calibrated with every token" if settings.few == "all" else "rounded to nearest"
@@ -170,13 +170,13 @@ def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]
         )
     silent = sorted(set(stats.rounded) - set(stats.few))
     if silent:
-        yield f"layer {layer}: inputs of experts {silent} were all zero; they were rounded to nearest"
+        yield f"layer {layer}: inputs of experts {silent} were all zero; rounded these to nearest"
     dead = {kind: number for kind, number in stats.dead_columns.items() if number}
     if dead:
-        yield f"layer {layer}: input columns that were zero throughout, their weights are zeroed: {dead}"
+        yield f"layer {layer}: input columns that were zero throughout; zeroed their weights: {dead}"
     if stats.fallbacks:
         shown = ", ".join(f"{expert} {kind}" for expert, kind in stats.fallbacks[:16])
         yield (
             f"layer {layer}: {count(len(stats.fallbacks), 'matrix', 'matrices')} rounded to nearest, "
-            f"for want of a Hessian that can be factorized: {shown}"
+            f"because their Hessian cannot be factorized: {shown}"
         )

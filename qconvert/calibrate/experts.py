@@ -10,7 +10,7 @@ from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import Matrix, Settings, Target
-from qconvert.calibrate.solve import Solved, rounded, solved
+from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.states import Rows
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
@@ -238,12 +238,12 @@ class Bench:
 
     def _solve(
         self, batch: Sequence[Expert], name: str, calls: int, found: Found
-    ) -> list[list[Solved]]:
+    ) -> list[list[Quantized]]:
         """For each expert its results for each target."""
         import torch
 
         weights = [getattr(expert, name) for expert in batch]
-        made: list[list[Solved]] = [[] for _ in batch]
+        made: list[list[Quantized]] = [[] for _ in batch]
         kinds = _kinds(name)
         with self.clock("solve", self.device), torch.no_grad():
             for target in self.targets:
@@ -255,14 +255,14 @@ class Bench:
                         found.fallbacks += [(expert.number, kind) for kind in kinds]
         return made
 
-    def _round(self, expert: Expert, name: str) -> list[Solved]:
+    def _round(self, expert: Expert, name: str) -> list[Quantized]:
         import torch
 
         weight, kind = getattr(expert, name), _kinds(name)[0]
         with self.clock("solve", self.device), torch.no_grad():
             return [rounded(weight, target.scheme(kind), self.settings) for target in self.targets]
 
-    def _matrices(self, expert: Expert, name: str, made: Sequence[Solved]) -> Iterator[Matrix]:
+    def _matrices(self, expert: Expert, name: str, made: Sequence[Quantized]) -> Iterator[Matrix]:
         kinds = _kinds(name)
         height = getattr(expert, name).shape[0] // len(kinds)
         for number, kind in enumerate(kinds):

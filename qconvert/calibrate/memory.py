@@ -1,4 +1,4 @@
-"""How much of a layer fits in memory: the user's number cut into shares."""
+"""How much of a layer fits in memory: the user's --memory cut into shares."""
 
 from __future__ import annotations
 
@@ -124,15 +124,15 @@ def group_sizes(
     sizes = []
     for device, share in zip(devices, budget.devices, strict=True):
         fixed = rest + solving * (1 if device == "cpu" else solved_together(together, widest))
-        room = (
+        free = (
             share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
         )
-        count = (room - fixed) // one
+        count = (free - fixed) // one
         if count < 1 and device == "cpu":
             need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
             raise RunError(
-                f"one expert with its Hessians takes {(fixed + one) >> 20} MiB beside the "
-                f"{budget.base >> 20} MiB of libraries, more than the memory granted; give --memory "
+                f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
+                f"{budget.base >> 20} MiB, more than this run may take; give --memory "
                 f"{(need >> 20) + 1}MiB"
             )
         sizes.append(max(1, int(count)))
