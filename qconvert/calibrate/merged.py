@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from threading import Event
@@ -18,7 +18,7 @@ class _Item(Generic[T]):
         self.value = value
 
 
-def merged(streams: Sequence[Iterator[T]]) -> Iterator[T]:
+def merged(streams: Sequence[Iterator[T]]) -> Generator[T, None, None]:
     """Items of all streams, as they come. What a stream raises is raised once all have ended; closed
     early, each stops at its next item."""
     if len(streams) == 1:  # a thread would have a heap of its own
