@@ -5,7 +5,7 @@
 
 One linear-attention layer of Qwen3.5-35B-A3B (hidden 2048, experts of 512, 8 of 256 a token),
 heavy-tailed weights made on the spot, tokens at random, W4A16 in groups of 128. The whole engine runs,
-files and all; only what it hands in is thrown away. `--amx` solves for AMXINT4 rows beside it.
+files and all; only what it yields is thrown away. `--amx` solves for AMXINT4 rows beside it.
 """
 
 from __future__ import annotations
@@ -16,39 +16,23 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import LayerStats, Settings, Target
+from qconvert.calibrate.settings import LayerDone, Matrix, Settings, Target
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.dtypes import TensorType
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import IntScheme
 from qconvert.plan.plan import Plan
+from qconvert.run.backend import Phase
 
 HIDDEN, MIDDLE, VOCAB = 2048, 512, 4096
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
 _DIFFERENT = 8  # experts made from their own numbers; the others are these with their rows turned
-
-
-class Nowhere:
-    """Takes codes and statistics, keeps nothing but counts."""
-
-    def __init__(self) -> None:
-        self.matrices = 0
-        self.stats: LayerStats | None = None
-
-    def put(
-        self, layer: int, expert: int, kind: str, made: Sequence[Codes],
-        sources: Sequence[Mapping[str, Any]],
-    ) -> None:  # fmt: skip
-        self.matrices += 1
-
-    def done(self, layer: int, stats: LayerStats) -> None:
-        self.stats = stats
 
 
 def main() -> None:
@@ -84,25 +68,33 @@ def main() -> None:
         plan = Plan.identity(Checkpoint.open(folder))
         generator = np.random.default_rng(0)
         tokens = [generator.integers(0, VOCAB, asked.length) for _ in range(asked.samples)]
-        out = Nowhere()
+        matrices, stats, clock = 0, None, Clock()
         start = time.monotonic()
-        summary = calibrate(
-            plan, tokens, schemes, settings, out, room=Path(where) / "room", memory=None,
-            devices=devices, key="bench", say=lambda what: print(what, flush=True),
-        )  # fmt: skip
+        for event in calibrate(
+            plan, tokens, schemes, settings, work_dir=Path(where) / "work", memory=None,
+            devices=devices, key="bench", clock=clock,
+        ):  # fmt: skip
+            match event:
+                case Matrix():
+                    matrices += 1
+                case LayerDone():
+                    stats = event.stats
+                case Phase():
+                    print(event.text, flush=True)
+            del event
         took = time.monotonic() - start
-    assert out.stats is not None
+    assert stats is not None
     print(
         f"{asked.experts} experts, {asked.samples} x {asked.length} tokens, layer of "
-        f"{size / 1e9:.2f} GB, {out.matrices} matrices: {took:.1f} s"
+        f"{size / 1e9:.2f} GB, {matrices} matrices: {took:.1f} s"
     )
-    for what, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
+    for what, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
         print(f"  {what:<8} {seconds:8.2f} s  {100 * seconds / took:5.1f} %")
-    rest = took - sum(summary.seconds.values())
+    rest = took - sum(clock.seconds.values())
     print(f"  {'rest':<8} {rest:8.2f} s  {100 * rest / took:5.1f} %  (imports and states' files)")
-    counts = out.stats.counts
+    counts = stats.counts
     print(f"tokens an expert: {counts.min()} to {counts.max()}, mean {counts.mean():.0f}")
-    print(f"fallbacks {len(out.stats.fallbacks)}, too few tokens {len(out.stats.few)}")
+    print(f"fallbacks {len(stats.fallbacks)}, too few tokens {len(stats.few)}")
     print(f"host peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB", end="")
     if on_gpu:
         peaks = [torch.cuda.max_memory_allocated(device) / 1e9 for device in devices]

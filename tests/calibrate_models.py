@@ -6,7 +6,8 @@ in runs of a small vocabulary, so that what an expert sees has directions worth 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 import transformers
 
-from qconvert.calibrate.settings import LayerStats
+from qconvert.calibrate.engine import Event
+from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Codes
 from qconvert.plan.plan import Plan
+from qconvert.run.backend import Remark
 
 # Its config and auto classes are typed for humans, not for mypy.
 hf: Any = transformers
@@ -116,24 +119,31 @@ def samples(count: int, length: int, seed: int = 0) -> list[np.ndarray[Any, np.d
 
 
 class Kept:
-    """An output that keeps all it is handed."""
+    """Keeps what a calibration yields."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, int, str], list[Codes]] = {}
         self.sources: dict[tuple[int, int, str], Sequence[Mapping[str, Any]]] = {}
         self.stats: dict[int, LayerStats] = {}
+        self.remarks: list[str] = []
 
-    def put(
-        self,
-        layer: int,
-        expert: int,
-        kind: str,
-        made: Sequence[Codes],
-        sources: Sequence[Mapping[str, Any]],
-    ) -> None:
-        assert (layer, expert, kind) not in self.made
-        self.made[layer, expert, kind] = list(made)
-        self.sources[layer, expert, kind] = sources
+    def put(self, matrix: Matrix) -> None:
+        key = matrix.layer, matrix.expert, matrix.kind
+        assert key not in self.made
+        self.made[key] = list(matrix.codes)
+        self.sources[key] = matrix.sources
 
     def done(self, layer: int, stats: LayerStats) -> None:
         self.stats[layer] = stats
+
+    def take(self, events: Generator[Event]) -> None:
+        """All that a calibration yields; it is closed where this raises."""
+        with closing(events):
+            for event in events:
+                match event:
+                    case Matrix():
+                        self.put(event)
+                    case LayerDone():
+                        self.done(event.layer, event.stats)
+                    case Remark():
+                        self.remarks.append(event.text)

@@ -1,10 +1,10 @@
-"""Plans with calibrated weights, and a maker that needs no model: its codes are made up, and always the
-same for the same matrix."""
+"""Plans with calibrated weights, and a backend that needs no model: its codes are made up, and always
+the same for the same matrix."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from qconvert.core.int_scheme import Codes
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.files import Files
-from qconvert.run.outside import Desk, Wanted
+from qconvert.run.backend import Barrier, Item, Job, Needs, Remark, Solved
 from qconvert.samples.request import Calibration
 
 SYNTHETIC = Calibration(synthetic=True, samples=2, length=8)
@@ -48,49 +47,41 @@ def shape_of(op: Calibrated, hidden: int, intermediate: int) -> tuple[int, int]:
 
 @dataclass
 class MadeUp:
-    """A maker. `made` lists the matrices it handed in, `checked` what it was
+    """A backend. `made` lists the matrices it solved, `checked` what it was
     asked about before; it stops with an error before number `stop`."""
 
     hidden: int
     intermediate: int
     stop: int | None = None
+    memory: int = 0
     made: list[tuple[int, int, str]] = field(default_factory=list)
     checked: list[tuple[Path, ...]] = field(default_factory=list)
 
-    def disk_bytes(self) -> int:
-        return 0
+    def needs(self) -> Needs:
+        return Needs(self.memory, disk=0)
 
     def check(self, folders: Sequence[Path]) -> None:
         self.checked.append(tuple(folders))
 
-    def idle(self) -> Sequence[str]:
+    def unused(self) -> Sequence[str]:
         return ["nothing made"]
 
-    def make(
-        self,
-        wanted: Sequence[Wanted],
-        desk: Desk,
-        *,
-        room: Path,
-        key: str,
-        files: Files,
-        say: Callable[[str], None],
-    ) -> Sequence[str]:
+    def solve(self, job: Job) -> Generator[Item]:
         layer = None
-        for item in sorted(wanted, key=lambda w: (w.op.layer, w.op.expert, w.op.kind)):
-            if layer is not None and item.op.layer != layer:
-                desk.commit()
-            layer = item.op.layer
+        for unit in sorted(job.units, key=lambda u: (u.op.layer, u.op.expert, u.op.kind)):
+            if layer is not None and unit.op.layer != layer:
+                yield Barrier()
+            layer = unit.op.layer
             if len(self.made) == self.stop:
                 raise KeyboardInterrupt
-            rows, columns = shape_of(item.op, self.hidden, self.intermediate)
+            rows, columns = shape_of(unit.op, self.hidden, self.intermediate)
             buffers: list[Buffer] = []
-            for packer in item.op.packers:
+            for packer in unit.op.packers:
                 kinds = packer.infer(TensorType("BF16", (rows, columns)))
                 outs = [Buffer(kind, memoryview(bytearray(kind.nbytes))) for kind in kinds]
-                packer.pack(made_up(item.op, rows, columns), outs)
+                packer.pack(made_up(unit.op, rows, columns), outs)
                 buffers += outs
             read = {"name": "x", "start": 0, "stop": 1, "xxh3": "0" * 32}
-            desk.put(item.number, buffers, [read])
-            self.made.append((item.op.layer, item.op.expert, item.op.kind))
-        return ["made up"]
+            yield Solved(unit.number, buffers, [read])
+            self.made.append((unit.op.layer, unit.op.expert, unit.op.kind))
+        yield Remark("made up")

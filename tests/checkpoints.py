@@ -286,7 +286,8 @@ def unjudged(recipe: str, source: Path, out: Path) -> None:
     from qconvert.hub.card.of_plan import with_card
     from qconvert.plan.plan import Plan, run_passes
     from qconvert.recipe.recipe import parse_recipe
-    from qconvert.run.executor import Options, execute
+    from qconvert.run.executor import execute
+    from qconvert.run.prepare import Options
 
     passes = parse_recipe(recipe, "recipe").passes
     plan = run_passes(Plan.identity(Checkpoint.open(source)), passes)

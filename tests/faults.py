@@ -23,8 +23,9 @@ from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
 from qconvert.run.files import Files
+from qconvert.run.prepare import Options
 
 BLOCK = 128
 BLOCK_BYTES = 4096  # what direct writes are cut in

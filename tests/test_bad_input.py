@@ -441,16 +441,16 @@ def test_a_source_that_changes_under_the_plan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = fp8_moe().write(tmp_path / "source")
-    from qconvert.run import executor
+    from qconvert.run import prepare as preparing
 
-    prepare = executor.prepare_together
+    prepare = preparing.prepare_together
 
     def touched(*arguments: Any) -> Any:
         ready = prepare(*arguments)
         os.utime(source / SECOND, ns=(1, 1))
         return ready
 
-    monkeypatch.setattr(executor, "prepare_together", touched)
+    monkeypatch.setattr(preparing, "prepare_together", touched)
     refused(source, tmp_path / "out", SECOND, "changed", at_run_time=True)
 
 

@@ -36,7 +36,9 @@ class States(Kept):
 def streamed(folder: Path, tokens: list[Any], settings: Settings, room: Path) -> States:
     """Hidden states of the model as it is."""
     output = States(room)
-    calibrate(plan_of(folder), tokens, (), settings, output, room=room, memory=None, key="test")
+    output.take(
+        calibrate(plan_of(folder), tokens, (), settings, work_dir=room, memory=None, key="test")
+    )
     return output
 
 

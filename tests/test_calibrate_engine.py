@@ -4,7 +4,6 @@ schemes at once, statistics, hashes of what was read, and what it refuses."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from qconvert.calibrate import layers
 from qconvert.calibrate.engine import calibrate, disk_bytes
 from qconvert.calibrate.memory import Budget
-from qconvert.calibrate.settings import LayerStats, Settings, Target
+from qconvert.calibrate.settings import LayerStats, Matrix, Settings, Target
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
@@ -51,14 +50,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(qwen3_moe(num_hidden_layers=2), tmp_path_factory.mktemp("model") / "model")
 
 
-def run(folder: Path, room: Path, output: Kept | None = None, **over: Any) -> Kept:
+def run(folder: Path, work_dir: Path, output: Kept | None = None, **over: Any) -> Kept:
     kept = output or Kept()
     options: dict[str, Any] = {
         "tokens": TOKENS, "schemes": [G32], "settings": ROUTED, "memory": None, "key": "k", **over,
     }  # fmt: skip
     plan = options.pop("plan", None) or plan_of(folder)
     tokens, schemes, settings = (options.pop(name) for name in ("tokens", "schemes", "settings"))
-    calibrate(plan, tokens, schemes, settings, kept, room=room, **options)
+    kept.take(calibrate(plan, tokens, schemes, settings, work_dir=work_dir, **options))
     return kept
 
 
@@ -84,13 +83,10 @@ class Stopping(Kept):
         super().__init__()
         self.at = at
 
-    def put(
-        self, layer: int, expert: int, kind: str, made: Sequence[Codes],
-        sources: Sequence[Mapping[str, Any]],
-    ) -> None:  # fmt: skip
-        if (layer, expert, kind) == self.at:
+    def put(self, matrix: Matrix) -> None:
+        if (matrix.layer, matrix.expert, matrix.kind) == self.at:
             raise Stopped
-        super().put(layer, expert, kind, made, sources)
+        super().put(matrix)
 
     def done(self, layer: int, stats: LayerStats) -> None:
         super().done(layer, stats)
@@ -103,8 +99,8 @@ def test_an_interrupted_run_goes_on_to_the_same_codes(at: Any, small: Path, tmp_
     undisturbed = run(small, tmp_path / "whole")
     first = Stopping(at)
     with pytest.raises(Stopped):
-        run(small, tmp_path / "room", first)
-    second = run(small, tmp_path / "room")
+        run(small, tmp_path / "work", first)
+    second = run(small, tmp_path / "work")
     # The layer that was under way is done again, the one before it is not.
     begun = 1 if at in ((1, 3, "down_proj"), 1) else 0
     assert {layer for layer, _, _ in second.made} == set(range(begun, 2))
@@ -115,9 +111,9 @@ def test_an_interrupted_run_goes_on_to_the_same_codes(at: Any, small: Path, tmp_
 
 
 def test_a_finished_run_does_nothing_again(small: Path, tmp_path: Path) -> None:
-    run(small, tmp_path / "room")
-    assert not run(small, tmp_path / "room").made
-    assert sorted(p.name for p in (tmp_path / "room").iterdir()) == ["hidden.2.rows", "state.json"]
+    run(small, tmp_path / "work")
+    assert not run(small, tmp_path / "work").made
+    assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["hidden.2.rows", "state.json"]
 
 
 def test_nothing_runs_after_the_last_layer_wanted(small: Path, tmp_path: Path) -> None:
@@ -128,18 +124,18 @@ def test_nothing_runs_after_the_last_layer_wanted(small: Path, tmp_path: Path) -
 
 
 def test_another_key_is_refused(small: Path, tmp_path: Path) -> None:
-    run(small, tmp_path / "room")
+    run(small, tmp_path / "work")
     with pytest.raises(RunError, match="another calibration"):
-        run(small, tmp_path / "room", key="other")
+        run(small, tmp_path / "work", key="other")
 
 
 def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        run(small, tmp_path / "room", Stopping(0))
-    left = tmp_path / "room" / "hidden.0.rows"
+        run(small, tmp_path / "work", Stopping(0))
+    left = tmp_path / "work" / "hidden.0.rows"
     left.write_bytes(left.read_bytes()[:-2])
     with pytest.raises(RunError, match=r"expected .* bytes of hidden states"):
-        run(small, tmp_path / "room")
+        run(small, tmp_path / "work")
 
 
 @pytest.mark.parametrize("settings", [ROUTED, Settings(experts="all")], ids=["routed", "all"])
@@ -172,24 +168,24 @@ def test_states_in_files_change_no_code(
     )
 
     class Looking(Kept):
-        def put(self, *args: Any) -> None:
+        def put(self, matrix: Matrix) -> None:
             names.update(path.name for path in (tmp_path / "two").iterdir())
-            super().put(*args)
+            super().put(matrix)
 
     assert_same(in_memory, run(small, tmp_path / "two", Looking()))
     assert {f"{n}.rows" for n in ("inputs", "answers", "residuals", "routes", "shares")} <= names
 
 
-def test_the_room_holds_no_more_than_it_says(small: Path, tmp_path: Path) -> None:
+def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) -> None:
     most = 0
 
     class Looking(Kept):
-        def put(self, *args: Any) -> None:
+        def put(self, matrix: Matrix) -> None:
             nonlocal most
-            most = max(most, sum(p.stat().st_size for p in (tmp_path / "room").iterdir()))
-            super().put(*args)
+            most = max(most, sum(p.stat().st_size for p in (tmp_path / "work").iterdir()))
+            super().put(matrix)
 
-    run(small, tmp_path / "room", Looking())
+    run(small, tmp_path / "work", Looking())
     count = sum(sample.size for sample in TOKENS)
     assert 2 * 2 * count * HIDDEN <= most <= disk_bytes(count, HIDDEN)
 
@@ -208,14 +204,14 @@ def test_several_schemes_from_one_pass(small: Path, tmp_path: Path) -> None:
 
 
 def test_no_scheme_gives_statistics_alone(small: Path, tmp_path: Path) -> None:
-    kept = run(small, tmp_path / "room", schemes=[])
+    kept = run(small, tmp_path / "work", schemes=[])
     assert not kept.made
     assert set(kept.stats) == {0, 1}
 
 
 def test_statistics_are_of_what_experts_saw(small: Path, tmp_path: Path) -> None:
     """Of the first layer, against a hook on the whole model's experts."""
-    stats = run(small, tmp_path / "room").stats[0]
+    stats = run(small, tmp_path / "work").stats[0]
     model = hf.AutoModelForCausalLM.from_pretrained(
         small, dtype=torch.bfloat16, experts_implementation="eager"
     ).eval()
@@ -243,7 +239,7 @@ def test_statistics_are_of_what_experts_saw(small: Path, tmp_path: Path) -> None
 
 def test_few_tokens_get_all_or_are_rounded(small: Path, tmp_path: Path) -> None:
     """With a threshold between the rarest and the most frequent expert, both kinds are there."""
-    counts = run(small, tmp_path / "room").stats[0].counts
+    counts = run(small, tmp_path / "work").stats[0].counts
     most = int(np.sort(counts)[EXPERTS // 2])
     few = {e for e in range(EXPERTS) if counts[e] < most}
     assert 0 < len(few) < EXPERTS
@@ -271,7 +267,7 @@ def test_an_expert_without_a_token_is_never_zeroed(few: Any, tmp_path: Path) -> 
     the input is the same token over and over."""
     folder = saved(qwen3_moe(num_hidden_layers=1), tmp_path / "model")
     tokens = [np.full(16, 7, np.int64)]
-    kept = run(folder, tmp_path / "room", tokens=tokens, settings=Settings(min_tokens=1, few=few))
+    kept = run(folder, tmp_path / "work", tokens=tokens, settings=Settings(min_tokens=1, few=few))
     stats = kept.stats[0]
     idle = [e for e in range(EXPERTS) if stats.counts[e] == 0]
     assert len(idle) == EXPERTS - 2
@@ -288,16 +284,14 @@ def test_dead_columns_are_counted(tmp_path: Path) -> None:
     stored["model.layers.0.post_attention_layernorm.weight"][[3, 40]] = 0
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     kept = Kept()
-    summary = calibrate(
-        plan_of(folder), TOKENS, [G32], ROUTED, kept, room=tmp_path / "room", memory=None, key="k"
-    )
+    run(folder, tmp_path / "work", kept)
     assert kept.stats[0].dead_columns == {"gate_proj": 16, "up_proj": 16, "down_proj": 0}
-    assert any("zero throughout" in remark for remark in summary.remarks)
+    assert any("zero throughout" in remark for remark in kept.remarks)
     assert not kept.made[0, 0, "gate_proj"][0].codes[:, [3, 40]].any()
 
 
 def test_sources_are_hashed_as_they_were_read(small: Path, tmp_path: Path) -> None:
-    kept = run(small, tmp_path / "room")
+    kept = run(small, tmp_path / "work")
     checkpoint = Checkpoint.open(small)
     reader = Reader(checkpoint.shards)
     for (layer, expert, kind), sources in kept.sources.items():
@@ -312,7 +306,7 @@ def test_sources_are_hashed_as_they_were_read(small: Path, tmp_path: Path) -> No
 
 def test_group_order_puts_columns_alike_together(small: Path, tmp_path: Path) -> None:
     """Columns of one group are neighbours in importance, so groups' sums of squares fall."""
-    kept = run(small, tmp_path / "room", schemes=[replace(G32, actorder="group")])
+    kept = run(small, tmp_path / "work", schemes=[replace(G32, actorder="group")])
     stats = kept.stats[0]
     for (layer, expert, kind), (codes,) in kept.made.items():
         assert codes.g_idx is not None
@@ -403,7 +397,7 @@ def test_a_missing_tensor_is_named(small: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_norm.weight"
     broken = edited(small, tmp_path / "broken", lambda stored: stored.pop(name))
     with pytest.raises(PlanError, match=rf"'{name}' is missing"):
-        run(broken, tmp_path / "room")
+        run(broken, tmp_path / "work")
 
 
 def test_a_tensor_nobody_computes_with_is_named(small: Path, tmp_path: Path) -> None:
@@ -411,8 +405,8 @@ def test_a_tensor_nobody_computes_with_is_named(small: Path, tmp_path: Path) -> 
     broken = edited(
         small, tmp_path / "broken", lambda stored: stored.update({name: torch.zeros(128)})
     )
-    with pytest.raises(PlanError, match=rf"'{name}' is no tensor of"):
-        run(broken, tmp_path / "room")
+    with pytest.raises(PlanError, match=rf"'{name}': unexpected tensor"):
+        run(broken, tmp_path / "work")
 
 
 def test_another_shape_is_named(small: Path, tmp_path: Path) -> None:
@@ -421,7 +415,7 @@ def test_another_shape_is_named(small: Path, tmp_path: Path) -> None:
         small, tmp_path / "broken", lambda stored: stored.update({name: torch.ones(16)})
     )
     with pytest.raises(PlanError, match=rf"{name}: expected \[32\].*found \[16\]"):
-        run(broken, tmp_path / "room")
+        run(broken, tmp_path / "work")
 
 
 def test_broken_weights_are_named(small: Path, tmp_path: Path) -> None:
@@ -432,28 +426,28 @@ def test_broken_weights_are_named(small: Path, tmp_path: Path) -> None:
 
     broken = edited(small, tmp_path / "broken", infinite)
     with pytest.raises(RunError, match=rf"{name}: holds NaN or infinity"):
-        run(broken, tmp_path / "room")
+        run(broken, tmp_path / "work")
 
 
 def test_tokens_outside_the_vocabulary_are_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="token id 300 is outside the vocabulary of 300"):
-        run(small, tmp_path / "room", tokens=[np.array([1, 300, 2])])
+        run(small, tmp_path / "work", tokens=[np.array([1, 300, 2])])
 
 
 def test_no_tokens_are_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="one or more samples"):
-        run(small, tmp_path / "room", tokens=[])
+        run(small, tmp_path / "work", tokens=[])
 
 
 def test_groups_that_do_not_divide_are_refused_before_any_work(small: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"experts\.0\.\w+: expected columns in whole groups of 48"):
-        run(small, tmp_path / "room", schemes=[IntScheme(4, 48)])
-    assert not (tmp_path / "room").exists()
+        run(small, tmp_path / "work", schemes=[IntScheme(4, 48)])
+    assert not (tmp_path / "work").exists()
 
 
 def test_too_little_memory_is_refused_with_what_would_do(small: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"give --memory (\d+)MiB") as told:
-        run(small, tmp_path / "room", memory=1 << 20)
+        run(small, tmp_path / "work", memory=1 << 20)
     enough = int(str(told.value).rpartition(" ")[2].removesuffix("MiB")) << 20
     assert run(small, tmp_path / "again", memory=enough + (64 << 20)).made
 
@@ -470,13 +464,13 @@ def test_a_class_that_computes_something_else_is_refused(
         kind, "forward", lambda self, *args, **named: real(self, *args, **named) * 2
     )
     with pytest.raises(RunError, match="layer 0: Qwen3MoeDecoderLayer is not the sum"):
-        run(small, tmp_path / "room")
+        run(small, tmp_path / "work")
 
 
 def test_linear_attention_and_dense_layers_stream_on(tmp_path: Path) -> None:
     """A layer without experts hands nothing in and still feeds the next."""
     folder = saved(deepseek_v3(num_hidden_layers=2), tmp_path / "model")
-    kept = run(folder, tmp_path / "room")
+    kept = run(folder, tmp_path / "work")
     assert {layer for layer, _, _ in kept.made} == {1}
     other = saved(qwen3_next(num_hidden_layers=4), tmp_path / "next")
     assert set(run(other, tmp_path / "other").stats) == {0, 1, 2, 3}

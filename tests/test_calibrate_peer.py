@@ -100,7 +100,11 @@ def ours(folder: Path, tokens: list[Any], scheme: IntScheme, room: Path, *, ever
     mode: Literal["all", "routed"] = "all" if every else "routed"
     settings = Settings(attention="eager", min_tokens=1, experts=mode)
     kept = Kept()
-    calibrate(plan_of(folder), tokens, [scheme], settings, kept, room=room, memory=None, key="peer")
+    kept.take(
+        calibrate(
+            plan_of(folder), tokens, [scheme], settings, work_dir=room, memory=None, key="peer"
+        )
+    )
     assert not any(stats.few for stats in kept.stats.values())
     return kept
 

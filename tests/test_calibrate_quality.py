@@ -89,10 +89,10 @@ def test_it_beats_rounding_to_nearest_on_unseen_tokens(make: Make, tmp_path: Pat
     folder = saved(make(), tmp_path / "model")
     scheme = IntScheme(4, 64)
     kept = Kept()
-    calibrate(
-        plan_of(folder), samples(24, 64), [scheme], SETTINGS, kept, room=tmp_path / "room",
+    kept.take(calibrate(
+        plan_of(folder), samples(24, 64), [scheme], SETTINGS, work_dir=tmp_path / "room",
         memory=None, key="k",
-    )  # fmt: skip
+    ))  # fmt: skip
     unseen = samples(7, 64, seed=99)
     ours = {key: meant(made[0], scheme.group) for key, made in kept.made.items()}
     found = error(folder, ours, unseen)
@@ -125,10 +125,10 @@ def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     kept = Kept()
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
     shard = IntScheme(4, 128, scale_dtype="F32", narrow=True)
-    calibrate(
-        plan_of(folder), samples(24, 64), [Target(row, shard)], SETTINGS, kept,
-        room=tmp_path / "room", memory=None, key="k",
-    )  # fmt: skip
+    kept.take(calibrate(
+        plan_of(folder), samples(24, 64), [Target(row, shard)], SETTINGS,
+        work_dir=tmp_path / "room", memory=None, key="k",
+    ))  # fmt: skip
     ours = {}
     for key, (codes,) in kept.made.items():
         assert codes.codes.min() >= -7
@@ -151,10 +151,10 @@ def test_a_search_for_scales_pays_for_rows(tmp_path: Path) -> None:
     errors = []
     for search in ("narrow", "none"):
         kept = Kept()
-        calibrate(
-            plan_of(folder), samples(24, 64), [row], Settings(min_tokens=1, search=search), kept,
-            room=tmp_path / search, memory=None, key="k",
-        )  # fmt: skip
+        kept.take(calibrate(
+            plan_of(folder), samples(24, 64), [row], Settings(min_tokens=1, search=search),
+            work_dir=tmp_path / search, memory=None, key="k",
+        ))  # fmt: skip
         ours = {key: meant(made[0], None) for key, made in kept.made.items()}
         errors.append(error(folder, ours, samples(7, 64, seed=99)))
     assert errors[0] < errors[1]

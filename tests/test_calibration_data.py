@@ -151,7 +151,7 @@ def test_the_rest_of_a_text_is_left_out_and_a_short_text_is_one_sample(
     half = len(whole) - 1
     samples, said = load(DataSpec(data, samples=9, length=half), model)
     assert samples == [whole[:half]]
-    assert said == [f"{data}: found 1 sample, where 9 were asked for"]
+    assert said == [f"{data}: found 1 sample, fewer than the 9 requested"]
     samples, said = load(DataSpec(data, samples=1, length=1000), model)
     assert samples == [whole]
     assert said == [f"{data}: 1 of 1 sample shorter than 1000 tokens; {len(whole)} tokens in all"]
@@ -249,7 +249,7 @@ def test_lines_without_text_are_passed_over_and_said(model: Path, tmp_path: Path
     )
     samples, said = load(DataSpec(data, samples=2, length=1), model)
     assert samples == [ids_of(model, "fox")[:1], ids_of(model, "cat")[:1]]
-    assert said == [f"{data}: 2 samples without a token passed over"]
+    assert said == [f"{data}: skipped 2 samples without tokens"]
 
 
 def test_seed_0_keeps_the_order_of_lines(model: Path, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_template_that_refuses_is_named_with_the_line(model: Path, tmp_path: P
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     data = write(tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(DataError, match=r"d.jsonl:1: the chat template refuses it: no system"):
+    with pytest.raises(DataError, match=r"d.jsonl:1: the chat template rejects it: no system"):
         load(DataSpec(data), folder)
 
 
@@ -470,7 +470,7 @@ def test_synthetic_tokens_are_always_the_same_and_never_silent(model: Path) -> N
     # numpy's RandomState(1).randint(0, 300, (3, 4)), a stream that numpy promises never to change.
     assert samples == [[37, 235, 72, 255], [203, 133, 144, 129], [71, 237, 281, 178]]
     assert len(said) == 1
-    assert "made up: 3 x 4" in said[0]
+    assert "tokens are random: 3 x 4" in said[0]
     assert "not for a model to serve" in said[0]
 
 
@@ -491,7 +491,7 @@ def test_synthetic_tokens_cover_the_vocabulary(model: Path) -> None:
         ({}, "--data FILE, or --synthetic"),
         ({"data": "x.parquet"}, "x.parquet: expected a name that ends in .txt, .jsonl"),
         ({"data": "x"}, "expected a name that ends in"),
-        ({"data": "x.txt", "synthetic": True}, "leave --data x.txt out"),
+        ({"data": "x.txt", "synthetic": True}, "omit --data x.txt"),
         ({"data": "x.txt", "samples": 0}, "found 0 x 2048"),
         ({"data": "x.txt", "length": 0}, "found 512 x 0"),
         ({"data": "x.txt", "seed": -1}, "found -1"),
@@ -524,7 +524,7 @@ def test_a_text_that_is_no_text(model: Path, tmp_path: Path) -> None:
 
 def test_a_window_has_room_for_text(with_bos: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "t.txt", TEXT)
-    with pytest.raises(DataError, match="length of 1 has no room"):
+    with pytest.raises(DataError, match="length 1 leaves no space"):
         load(DataSpec(data, length=1), with_bos)
 
 
@@ -642,4 +642,4 @@ print(sorted({{"torch", "transformers", "numpy", "datasets"}} & set(sys.modules)
 
 def test_remarks_are_said_by_default(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_tokens(DataSpec(synthetic=True, samples=1, length=1), model)
-    assert capsys.readouterr().err.startswith("qconvert: tokens are made up: 1 x 1")
+    assert capsys.readouterr().err.startswith("qconvert: tokens are random: 1 x 1")

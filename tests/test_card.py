@@ -28,7 +28,8 @@ from qconvert.passes.stages import split_plan
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
-from qconvert.run.executor import Options, execute, prepare
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options, prepare
 from qconvert.run.staging import manifest_of
 from qconvert.validation import judgement
 from qconvert.validation.findings import Finding, Measure

@@ -16,7 +16,8 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Output, Part, apply
 from qconvert.ops.rowwise import row_parts
 from qconvert.plan.plan import Plan
-from qconvert.run.executor import Options, execute, prepare
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options, prepare
 
 ROWS, COLUMNS = 4096, 1024
 SIZE = ROWS * COLUMNS
@@ -78,9 +79,9 @@ def made(plan: Plan, tensors: dict[str, Output], out: Path, memory: int | None) 
 
 def smallest(plan: Plan, tensors: dict[str, Output]) -> int:
     """The memory that the refusal of too little names, in bytes."""
-    with pytest.raises(PlanError, match="the smallest --memory") as caught:
+    with pytest.raises(PlanError, match="give --memory") as caught:
         prepare(replace(plan, tensors=tensors).check(), Options(memory=1, jobs=1))
-    return int(str(caught.value).split("that would do is ")[1].split("MiB")[0]) << 20
+    return int(str(caught.value).split("give --memory ")[1].split("MiB")[0]) << 20
 
 
 def test_two_users_of_one_value_write_their_own(source: Plan, tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_foreign_folders_are_refused(source: Path, tmp_path: Path) -> None:
     for name, text in (("letter.txt", "dear"), (MANIFEST, "{"), ("model.safetensors", "")):
         (out / name).write_text(text)
         before = tree(out)
-        with pytest.raises(OutputError, match=r"was not begun by qconvert|of another plan"):
+        with pytest.raises(OutputError, match=r"is not a folder of qconvert's|of another plan"):
             convert(source, out, faults.options("single"))
         assert tree(out) == before
 
@@ -550,7 +550,7 @@ def test_second_command_is_refused_and_the_first_ends_well(
     second = _cli(large, out)
     _, told = second.communicate()
     assert second.returncode == 1
-    assert f"another qconvert (process {first.pid}) is at work there" in told
+    assert f"another qconvert (process {first.pid}) is running there" in told
     os.killpg(first.pid, signal.SIGCONT)
     first.communicate()
     assert first.returncode == 0

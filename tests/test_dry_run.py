@@ -65,7 +65,7 @@ def a_file(source: Path, out: Path) -> None:
 
 
 _CASES = [
-    Case("foreign file", foreign, "is not empty (notes.txt) and was not begun by qconvert"),
+    Case("foreign file", foreign, "is not empty (notes.txt) and is not a folder of qconvert's"),
     Case("another plan's result", another_finished, "already holds the finished result of another"),
     Case(
         "another plan's work", lambda s, o: interrupted(s, o, "--max-shard-size", "1KB"),
@@ -136,7 +136,7 @@ def test_a_lock_that_is_held(source: Path, tmp_path: Path, monkeypatch: pytest.M
         stream.write(b"4711")
         stream.flush()
         fcntl.flock(stream, fcntl.LOCK_EX)
-        refused_alike(source, out, "another qconvert (process 4711) is at work there")
+        refused_alike(source, out, "another qconvert (process 4711) is running there")
     dry = run_cli("dequant", source, out, "--dry-run")
     assert (dry.code, lock.read_bytes()) == (0, b"4711"), "looked at, not taken"
 
@@ -183,7 +183,7 @@ def test_both_folders_of_a_pair(moe: Path, tmp_path: Path) -> None:
     assert (dry.code, dry.out.count("already holds this very result")) == (0, 2)
     shutil.rmtree(gpu)
     dry = run_cli(*words, "--gpu-out", gpu, "--dry-run")
-    assert (dry.code, f"its other half {gpu} is gone" in dry.err) == (1, True)
+    assert (dry.code, f"the other folder of its run, {gpu}, is not" in dry.err) == (1, True)
 
 
 def test_folders_of_stages_and_join(moe: Path, tmp_path: Path) -> None:

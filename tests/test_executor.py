@@ -36,9 +36,11 @@ from qconvert.core.names import natural_key
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run import workspace
-from qconvert.run.executor import Options, Receipt, Silent, execute, prepare
+from qconvert.run.events import Silent
+from qconvert.run.executor import Receipt, execute
 from qconvert.run.files import Files
 from qconvert.run.memory import PLAN_BYTES_PER_TENSOR
+from qconvert.run.prepare import Options, prepare
 
 HERE = Options(jobs=1)
 MIB = 1 << 20
@@ -533,7 +535,7 @@ def test_a_disk_that_fills_up_is_named_with_advice(
 ) -> None:
     """The first look at free room is made to lie, as it does when others write there too."""
     monkeypatch.setattr(workspace, "check_disk", lambda out, needed: None)
-    monkeypatch.setattr("qconvert.run.executor.check_disk", lambda out, needed: None)
+    monkeypatch.setattr("qconvert.run.refusals.check_disk", lambda out, needed: None)
     out = tiny_disk / "out"
     with pytest.raises(OutputError, match="cannot write: No space left") as caught:
         convert(sample, out, HERE)
@@ -631,7 +633,7 @@ def _smallest(plan: Plan) -> int:
     """The budget that a refusal asks for."""
     with pytest.raises(PlanError) as caught:
         prepare(plan, Options(memory=1, jobs=1))
-    found = re.search(r"smallest --memory that would do is (\d+)MiB", str(caught.value))
+    found = re.search(r"give --memory (\d+)MiB", str(caught.value))
     assert found is not None
     return int(found.group(1)) * MIB
 
@@ -676,7 +678,7 @@ def test_interrupting_from_outside_keeps_what_is_done(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C commits the units whose bytes are written, however many a commit should be of."""
-    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 1)
+    monkeypatch.setattr("qconvert.run.run_units.BATCH_BYTES", 1)
     out = tmp_path / "out"
     how = replace(faults.options("single"), commit_bytes=1 << 40)
 
@@ -704,7 +706,7 @@ def test_an_error_keeps_what_is_done(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that fills up after some units: those are committed before the error is told."""
-    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 1)
+    monkeypatch.setattr("qconvert.run.run_units.BATCH_BYTES", 1)
     out = tmp_path / "out"
     how = replace(faults.options("single"), commit_bytes=1 << 40)
 

@@ -24,7 +24,8 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options
 from qconvert.run.sink import WINDOW_BYTES
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.validation.diff import compare

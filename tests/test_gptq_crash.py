@@ -16,8 +16,9 @@ from faults import Counting, Killing, differing, in_child, tree
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
 from qconvert.run.files import Files
+from qconvert.run.prepare import Options
 from qconvert.samples.request import Calibration
 
 pytestmark = pytest.mark.crash
@@ -39,7 +40,7 @@ def make_model(folder: Path) -> None:
 def convert(folder: Path, out: Path, files: Files | None = None) -> None:
     import torch
 
-    from qconvert.calibrate.maker import maker_for
+    from qconvert.calibrate.backend import backend_for
 
     torch.set_num_threads(1)
     request = Calibration(
@@ -47,7 +48,7 @@ def convert(folder: Path, out: Path, files: Files | None = None) -> None:
     )
     step = ExpertsToW4A16(group=64, calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
-    execute(plan, out, Options(jobs=1), files=files, maker=maker_for([plan]))
+    execute(plan, out, Options(jobs=1), files=files, backend=backend_for([plan]))
 
 
 @pytest.fixture(scope="module")

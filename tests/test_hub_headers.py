@@ -290,7 +290,7 @@ def test_a_wait_is_said(hub: LoopbackHub, folder: Path, capsys: pytest.CaptureFi
     result = run_cli("validate", REPO)
     said = result.err + capsys.readouterr().err
     assert f"looking for {REPO}: status 429" in said
-    assert "again in 300 s" in said
+    assert "retrying in 300 s" in said
     assert hub.waits == [300.0]
 
 

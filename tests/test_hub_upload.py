@@ -478,7 +478,7 @@ def test_a_wait_is_never_longer_than_five_minutes(
     result = upload(folder)
     assert result.code == 0
     assert hub.waits == [300.0]
-    assert "again in 300 s" in result.err
+    assert "retrying in 300 s" in result.err
 
 
 def test_an_answer_that_is_no_hubs(
@@ -671,7 +671,7 @@ def test_a_file_that_the_server_leaves_out_is_reported(hub: LoopbackHub, folder:
     result = upload(folder, "--json")
     assert result.code == 3
     assert json.loads(result.out)["differences"] == [
-        {"file": "tokenizer.json", "what": "is not there"}
+        {"file": "tokenizer.json", "what": "is missing on the Hub"}
     ]
 
 

@@ -29,7 +29,8 @@ from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
-from qconvert.run.executor import Options, execute, prepare
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options, prepare
 from qconvert.validation.findings import Finding
 from qconvert.validation.judgement import judged, planned_checkpoint
 from qconvert.validation.runner import Folder, judge_headers, validators
@@ -97,7 +98,7 @@ def test_halves_of_a_pair_are_judged_as_one(tmp_path: Path) -> None:
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.passes.pair import pair_plans
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.run.executor import prepare_together
+    from qconvert.run.prepare import prepare_together
 
     model = bf16_moe(hidden_size=128, moe_intermediate_size=128)
     for name, held in list(model.tensors.items()):

@@ -1002,7 +1002,7 @@ class Pair:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr("qconvert.run.executor.BATCH_BYTES", 1)
+            patched.setattr("qconvert.run.run_units.BATCH_BYTES", 1)
             patched.setattr(Bar, "wrote", wrote)
             done = self.run()
         assert done.code == 130, done
@@ -1054,7 +1054,7 @@ def test_workers_hold_the_locks_of_both_folders(
         held.extend(locks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qconvert.run.executor.run_workers", noted)
+    monkeypatch.setattr("qconvert.run.run_units.run_workers", noted)
     done = kt(plain, tmp_path / "cpu", tmp_path / "gpu", jobs=2)
     assert done.code == 130
     assert len(set(held)) == 2
@@ -1145,7 +1145,7 @@ def test_one_half_alone_is_refused_naming_both(
     reads = watched_reads(monkeypatch)
     done = pair.run()
     assert done.code == 1
-    assert f"{left} is finished, and its other half {lost}" in done.err
+    assert f"{left} is finished, and the other folder of its run, {lost}, is not" in done.err
     assert reads == []
     assert tree(left) == before
     assert published(lost) == []

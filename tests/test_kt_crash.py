@@ -27,8 +27,9 @@ from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, execute, prepare_together, run_together
+from qconvert.run.executor import execute, run_together
 from qconvert.run.files import Files
+from qconvert.run.prepare import Options, prepare_together
 from qconvert.run.workspace import clean
 
 pytestmark = pytest.mark.crash
@@ -60,9 +61,9 @@ def convert_amx(source: Path, root: Path, kind: str, files: Files | None = None)
 
 
 def convert_calibrated(source: Path, root: Path, kind: str, files: Files | None = None) -> None:
-    """With codes that a maker hands in."""
-    maker = MadeUp(128, 128)
-    execute(amx_plan(source), root / CPU, options(kind), files=files, maker=maker)
+    """With codes that a backend solves."""
+    backend = MadeUp(128, 128)
+    execute(amx_plan(source), root / CPU, options(kind), files=files, backend=backend)
 
 
 Converting = Callable[[Path, Path, str, Files | None], None]
@@ -245,7 +246,9 @@ def _make_again(pair: Case, root: Path) -> None:
         try:
             pair.resume(root)
         except OutputError as error:
-            finished, known, _ = str(error).partition(" is finished, and its other half")
+            finished, known, _ = str(error).partition(
+                " is finished, and the other folder of its run"
+            )
             if not known:
                 raise
             shutil.rmtree(finished)

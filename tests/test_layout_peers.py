@@ -19,7 +19,8 @@ from qconvert.passes.experts import Stack
 from qconvert.passes.fuse import Fuse, Unfuse
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import load_recipe
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options
 
 pytestmark = pytest.mark.peer
 

@@ -31,7 +31,7 @@ from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, prepare
+from qconvert.run.prepare import Options, prepare
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

@@ -24,8 +24,9 @@ from faults import convert, plan_of, tree
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
 from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.hub.cards import account_for_readme
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
 from qconvert.run.files import Files
+from qconvert.run.prepare import Options
 from qconvert.run.workspace import JOURNAL, LOCK, STAGE, Workspace, clean
 
 
@@ -79,7 +80,7 @@ def test_clean_removes_nothing_through_a_linked_folder(tmp_path: Path, victim: P
     out, before = tmp_path / "out", tree(victim)
     _work(out, {"publish": ["sub/letter", "config.json"]})
     (out / "sub").symlink_to(victim / "sub")
-    with pytest.raises(OutputError, match="is a symbolic link"):
+    with pytest.raises(OutputError, match="found a symbolic link"):
         clean(out, Files())
     assert tree(victim) == before
 
@@ -135,7 +136,7 @@ def test_a_second_name_of_a_file_is_not_written_to(
     (out / WORK_DIR).mkdir(parents=True)
     os.link(victim / "letter", out / WORK_DIR / what)
     if what == LOCK:
-        with pytest.raises(OutputError, match="must be a file of its own"):
+        with pytest.raises(OutputError, match="expected a regular file with one name"):
             convert(source, out, faults.options("single"))
     else:
         convert(source, out, faults.options("single"))

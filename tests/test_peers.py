@@ -20,7 +20,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8, write_sample
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, execute
+from qconvert.run.executor import execute
+from qconvert.run.prepare import Options
 
 pytestmark = pytest.mark.peer
 

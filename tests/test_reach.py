@@ -330,7 +330,7 @@ _READERS = {
     "calibrate/memory.py": "/proc",
     "calibrate/states.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",
-    "calibrate/room.py": "our own state",
+    "calibrate/work_dir.py": "our own state",
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
     "validation/reports/as_html.py": "parts of our package",
     "validation/workers.py": "/proc",

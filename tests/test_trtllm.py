@@ -36,7 +36,7 @@ from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Op
 from qconvert.ops.gather import Gather, Order, Scatter
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.executor import Options, prepare
+from qconvert.run.prepare import Options, prepare
 
 _AT = "model.layers.1.mlp.experts"
 _BOTH = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
@@ -393,7 +393,7 @@ _BROKEN: list[tuple[str, Callable[[Model], object]]] = [
         ),
     ),
     ("the config counts no experts", lambda m: m.config.update(num_experts=0)),
-    ("9 expert matrices matched, the config leads to 18", lambda m: _drop_layer(m)),
+    ("matched 9 of 18 expert matrices expected from the config", lambda m: _drop_layer(m)),
     ("no expert has a matrix of its own in NVFP4", lambda m: _drop_layer(m, 0, 1)),
 ]  # fmt: skip
 

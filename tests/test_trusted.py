@@ -25,16 +25,11 @@ from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
-from qconvert.run.executor import (
-    Options,
-    Receipt,
-    Silent,
-    execute,
-    prepare_together,
-    run_together,
-)
+from qconvert.run.events import Silent
+from qconvert.run.executor import Receipt, execute, run_together
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal
+from qconvert.run.prepare import Options, prepare_together
 from qconvert.run.workspace import JOURNAL
 
 KILLED = -signal.SIGKILL
@@ -234,7 +229,7 @@ def test_the_command_says_what_it_repaired(tmp_path: Path) -> None:
     told = run_cli(*words)
     assert told.code == 0
     assert "repaired" in told.out
-    assert "config.json (has other bytes than were written)" in told.out
+    assert "config.json (has bytes that differ from those written)" in told.out
     assert "nothing to do" in run_cli(*words, "--verify").out
 
 
@@ -363,7 +358,7 @@ def test_the_user_may_ask_for_all_hashes(
     source: Path, made: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large result only what was written last is hashed unasked."""
-    monkeypatch.setattr("qconvert.run.executor.LOOK_BACK", 1)
+    monkeypatch.setattr("qconvert.run.resume.LOOK_BACK", 1)
     out = tmp_path / "out"
     stage = _unfinished(source, kind, out, 0.9)
     file, at = _finished_bytes(out)[0]

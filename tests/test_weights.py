@@ -797,7 +797,7 @@ def test_jobs_do_not_show(one: tuple[Path, Path], tmp_path: Path) -> None:
 def test_memory_does_not_show(one: tuple[Path, Path], tmp_path: Path) -> None:
     said = amx(one[0], tmp_path / "out", "int4", 2, "--memory", "1MiB")
     assert said.code == 1
-    found = re.search(r"smallest --memory that would do is (\d+)MiB", said.err)
+    found = re.search(r"give --memory (\d+)MiB", said.err)
     assert found is not None
     least = int(found.group(1))
     for memory in (least, least + 1, least + 3):
@@ -811,7 +811,7 @@ def test_results_too_large_to_be_gathered_are_written_in_parts(tmp_path: Path) -
     """Where the least memory has no room for the whole results of a matrix."""
     source = apart(plain("BF16"), 3840, 1024, layers=1).model.write(tmp_path / "source")
     said = amx(source, tmp_path / "out", "int8", 2, "--memory", "1MiB")
-    found = re.search(r"smallest --memory that would do is (\d+)MiB", said.err)
+    found = re.search(r"give --memory (\d+)MiB", said.err)
     assert found is not None, said.err
     for name, memory in (("least", f"{found.group(1)}MiB"), ("ample", "512MiB")):
         result = amx(source, tmp_path / name, "int8", 2, "--memory", memory)

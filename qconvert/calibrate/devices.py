@@ -1,4 +1,4 @@
-"""What a calibration computes on, by torch's names."""
+"""Devices that a calibration computes on, by torch's names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_devices(names: Sequence[str]) -> None:
     for name in others:
         if name not in known:
             raise RunError(
-                f"device {name!r}: expected one that torch {torch.__version__} has here "
-                f"({', '.join(known)}), found no such one; leave --device out, or give one of these"
+                f"device {name!r}: expected one that torch {torch.__version__} finds here "
+                f"({', '.join(known)}); omit --device, or give one of these"
             )
 
 

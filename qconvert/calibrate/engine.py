@@ -1,7 +1,7 @@
 """Calibrated GPTQ of routed experts, a decoder layer in memory at a time.
 
 For each layer: attention and router run over all samples; the experts are read some at a time, see
-their tokens, are solved and handed in; what they then answer goes on to the next layer, as it will when
+their tokens, are solved and yielded; what they then answer goes on to the next layer, as it will when
 the result is served. Between layers the hidden states lie in a file of the work folder, from which an
 interrupted calibration goes on.
 
@@ -11,7 +11,7 @@ by sample and with eager attention, its very codes. What it cannot do is keep to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,15 @@ from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.room import Room
-from qconvert.calibrate.settings import LayerStats, Output, Settings, Summary, Target
+from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings, Target
 from qconvert.calibrate.states import InFile
+from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
+from qconvert.run.backend import Phase, Remark
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-def _silent(what: str) -> None:
-    pass
+Event = Matrix | LayerDone | Phase | Remark
 
 
 def calibrate(
@@ -45,27 +45,26 @@ def calibrate(
     tokens: Sequence[Tokens],
     schemes: Sequence[IntScheme | Target],
     settings: Settings,
-    output: Output,
     *,
-    room: Path,
+    work_dir: Path,
     memory: int | None,
     devices: Sequence[str] = ("cpu",),
     key: str,
     last: int | None = None,
-    say: Callable[[str], None] = _silent,
     files: Files | None = None,
-) -> Summary:
-    """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and hand
-    codes in, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
-    the model runs as it is, and only statistics are handed in.
+    clock: Clock | None = None,
+) -> Generator[Event]:
+    """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
+    their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
+    the model runs as it is, and only statistics are yielded.
 
-    `tokens` are samples of token ids, each int64 [length]. `room` is a folder for what an interrupted
-    calibration needs, `memory` bytes that this process may take (None: three quarters of the machine).
+    `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
+    calibration needs, `memory` is what this process may take (None: three quarters of the machine).
     `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
-    the last layer to run, None for all. `say` is told what is being done.
+    the last layer to run, None for all. `clock` adds up what the time was spent on.
 
-    Raises PlanError for a model that cannot be run here, RunError for a room of another key, too little
-    memory or broken data.
+    Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
+    little memory or broken data.
     """
     if not tokens or any(sample.ndim != 1 or not sample.size for sample in tokens):
         raise PlanError("calibration takes one or more samples of one or more token ids each")
@@ -74,7 +73,6 @@ def calibrate(
     source = Plan.identity(plan.checkpoint)
     found = routed_experts(source)
     readers = tuple(Weights(source) for _ in devices)
-    clock = Clock()
     model = Model(source, settings.attention)
     lengths = [sample.size for sample in tokens]
     layers = Layers(
@@ -83,28 +81,26 @@ def calibrate(
         lengths=lengths,
         targets=targets,
         settings=settings,
-        output=output,
-        folder=room,
+        folder=work_dir,
         budget=Budget.of(memory, devices),
         devices=tuple(devices),
-        say=say,
         files=files or Files(),
         readers=readers,
-        clock=clock,
+        clock=clock or Clock(),
         experts=source.census.dims.num_experts,
     )
     _check_shapes(layers.matrices, targets)
-    kept = Room(room, key, sum(lengths), layers.hidden, layers.files)
+    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files)
     try:
-        return _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
+        yield from _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
     finally:
         for reader in readers:
             reader.close()
 
 
 def disk_bytes(tokens: int, hidden: int) -> int:
-    """What a room may come to hold: hidden states of this layer and the next, what experts get, answer
-    and are added to, all BF16; routes of up to 16 experts a token."""
+    """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get,
+    answer and are added to, all BF16; routes of up to 16 experts a token."""
     return tokens * (5 * 2 * hidden + 16 * 8) + (1 << 16)
 
 
@@ -126,47 +122,45 @@ def _check_shapes(matrices: Matrices, targets: Sequence[Target]) -> None:
                     raise PlanError(f"{one.module}: {error}") from error
 
 
-def _run(layers: Layers, room: Room, tokens: Sequence[Tokens], stop: int) -> Summary:
-    first = room.layer()
+def _run(
+    layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens], stop: int
+) -> Iterator[Event]:
+    first = kept.layer()
     if first is None:
-        states = _embedded(layers, room, tokens)
+        states = _embedded(layers, kept, tokens)
         first = 0
     else:
-        states = room.states(first, new=False)
-    done: list[int] = []
-    remarks: list[str] = []
+        states = kept.states(first, new=False)
     try:
         for number in range(first, stop):
-            following = room.states(number + 1, new=True)
+            following = kept.states(number + 1, new=True)
             try:
-                stats = layers.run(number, states, following)
+                stats = yield from layers.run(number, states, following)
             finally:
                 states.close()
                 states = following
             if stats is not None:
-                layers.output.done(number, stats)
-                remarks += _remarks(number, stats, layers.settings)
-                done.append(number)
-            room.remember(number + 1, states)
+                yield from map(Remark, _remarks(number, stats, layers.settings))
+                yield LayerDone(number, stats)
+            kept.remember(number + 1, states)
     finally:
         states.close()
-    return Summary(tuple(done), tuple(remarks), dict(layers.clock.seconds))
 
 
-def _embedded(layers: Layers, room: Room, tokens: Sequence[Tokens]) -> InFile:
+def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> InFile:
     """What goes into the first layer."""
-    states = room.states(0, new=True)
+    states = kept.states(0, new=True)
     at = 0
     with layers.clock("read", "cpu"):
         for sample in tokens:
             states.write(at, layers.model.embed(sample, layers.readers[0]))
             at += sample.size
-    room.remember(0, states)
+    kept.remember(0, states)
     return states
 
 
 def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]:
-    """What the user should hear of a layer."""
+    """What the user must know of a layer."""
     if stats.few:
         shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
         what = "calibrated with every token" if settings.few == "all" else "rounded to nearest"
@@ -176,13 +170,13 @@ def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]
         )
     silent = sorted(set(stats.rounded) - set(stats.few))
     if silent:
-        yield f"layer {layer}: inputs of experts {silent} were all zero; they were rounded to nearest"
+        yield f"layer {layer}: inputs of experts {silent} were all zero; rounded these to nearest"
     dead = {kind: number for kind, number in stats.dead_columns.items() if number}
     if dead:
-        yield f"layer {layer}: input columns that were zero throughout, their weights are zeroed: {dead}"
+        yield f"layer {layer}: input columns that were zero throughout; zeroed their weights: {dead}"
     if stats.fallbacks:
         shown = ", ".join(f"{expert} {kind}" for expert, kind in stats.fallbacks[:16])
         yield (
             f"layer {layer}: {count(len(stats.fallbacks), 'matrix', 'matrices')} rounded to nearest, "
-            f"for want of a Hessian that can be factorized: {shown}"
+            f"because their Hessian cannot be factorized: {shown}"
         )

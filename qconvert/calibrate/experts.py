@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.settings import Output, Settings, Target
-from qconvert.calibrate.solve import Solved, rounded, solved
+from qconvert.calibrate.settings import Matrix, Settings, Target
+from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.states import Rows
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
@@ -111,16 +110,14 @@ class Bench:
     targets: Sequence[Target]
     settings: Settings
     weights: Weights
-    output: Output
     clock: Clock
-    handing: Lock
 
     def take(self, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
              every: frozenset[int]) -> list[Expert]:  # fmt: skip
         """Read experts."""
         import torch
 
-        with self.clock("read", self.device):
+        with self.clock("read", self.device), torch.no_grad():
             found = []
             for number in numbers:
                 parts, sources = {}, {}
@@ -136,7 +133,9 @@ class Bench:
     def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None) -> None:
         """Let experts see their tokens, and count what goes into each matrix. `shared` is what those
         that see every token have in common."""
-        with self.clock("hessian", self.device):
+        import torch
+
+        with self.clock("hessian", self.device), torch.no_grad():
             for expert in experts:
                 hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
                 expert.middle = inputs_of(middle, self.device)
@@ -159,26 +158,20 @@ class Bench:
                 found.add(seen.inputs.read(start, stop).to(self.device))
             return found
 
-    def quantize(self, experts: Sequence[Expert], calls: int, found: Found) -> None:
-        """Solve for codes, hand them in, and put what the first target's mean in the place of the
-        weights. `calls` is what llm-compressor divides Hessians by: how often each was added to."""
+    def quantize(self, experts: Sequence[Expert], calls: int, found: Found) -> Iterator[Matrix]:
+        """Solve for codes, and put what the first target's mean in the place of the weights. `calls` is
+        what llm-compressor divides Hessians by: how often each was added to."""
         with self.clock("solve", self.device):
             for expert in experts:
                 self._note(expert, found)
-            if not self.targets:
-                return
-            for name in ("gate_up", "down"):
-                todo = [e for e in experts if e.number not in found.rounded]
-                for batch in self._batches(todo, name):
-                    self._solve(batch, name, calls, found)
-                for expert in experts:
-                    if expert.number in found.rounded:
-                        weight = getattr(expert, name)
-                        made = [
-                            rounded(weight, t.scheme(_kinds(name)[0]), self.settings)
-                            for t in self.targets
-                        ]
-                        self._hand_in(expert, name, made)
+        for name in ("gate_up", "down") if self.targets else ():
+            todo = [e for e in experts if e.number not in found.rounded]
+            for batch in self._batches(todo, name):
+                for expert, made in zip(batch, self._solve(batch, name, calls, found), strict=True):
+                    yield from self._matrices(expert, name, made)
+            for expert in experts:
+                if expert.number in found.rounded:
+                    yield from self._matrices(expert, name, self._round(expert, name))
 
     def answer(self, experts: Sequence[Expert], rows: torch.Tensor, seen: Seen,
                start: int, stop: int) -> torch.Tensor:  # fmt: skip
@@ -243,30 +236,39 @@ class Bench:
         for start in range(0, len(experts), size):
             yield experts[start : start + size]
 
-    def _solve(self, batch: Sequence[Expert], name: str, calls: int, found: Found) -> None:
+    def _solve(
+        self, batch: Sequence[Expert], name: str, calls: int, found: Found
+    ) -> list[list[Quantized]]:
+        """For each expert its results for each target."""
         import torch
 
         weights = [getattr(expert, name) for expert in batch]
-        made: list[list[Solved]] = [[] for _ in batch]
+        made: list[list[Quantized]] = [[] for _ in batch]
         kinds = _kinds(name)
-        for target in self.targets:
-            stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
-            results, failed = solved(weights, stacked, target.scheme(kinds[0]), self.settings)
-            for number, (expert, result) in enumerate(zip(batch, results, strict=True)):
-                made[number].append(result)
-                if failed[number]:
-                    found.fallbacks += [(expert.number, kind) for kind in kinds]
-        for expert, results in zip(batch, made, strict=True):
-            self._hand_in(expert, name, results)
+        with self.clock("solve", self.device), torch.no_grad():
+            for target in self.targets:
+                stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
+                results, failed = solved(weights, stacked, target.scheme(kinds[0]), self.settings)
+                for number, (expert, result) in enumerate(zip(batch, results, strict=True)):
+                    made[number].append(result)
+                    if failed[number]:
+                        found.fallbacks += [(expert.number, kind) for kind in kinds]
+        return made
 
-    def _hand_in(self, expert: Expert, name: str, made: Sequence[Solved]) -> None:
+    def _round(self, expert: Expert, name: str) -> list[Quantized]:
+        import torch
+
+        weight, kind = getattr(expert, name), _kinds(name)[0]
+        with self.clock("solve", self.device), torch.no_grad():
+            return [rounded(weight, target.scheme(kind), self.settings) for target in self.targets]
+
+    def _matrices(self, expert: Expert, name: str, made: Sequence[Quantized]) -> Iterator[Matrix]:
         kinds = _kinds(name)
         height = getattr(expert, name).shape[0] // len(kinds)
         for number, kind in enumerate(kinds):
             parts = [one.rows(number * height, (number + 1) * height) for one in made]
             codes = [part.numpy() for part in parts]
-            with self.handing:
-                self.output.put(self.layer, expert.number, kind, codes, expert.sources[kind])
+            yield Matrix(self.layer, expert.number, kind, codes, expert.sources[kind])
         setattr(expert, name, made[0].weight)
 
 

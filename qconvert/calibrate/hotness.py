@@ -53,7 +53,7 @@ def logical_count(counts: Mapping[int, Counts], num_layers: int, moe: Collection
     if beyond:
         raise DataError(
             f"layer {beyond[0]}: expected counts of layers with routed experts below {num_layers}; "
-            "these are of another model"
+            "they belong to another model"
         )
     first = min(counts)
     found = np.zeros((1, num_layers, counts[first].size), np.int64)
@@ -61,7 +61,7 @@ def logical_count(counts: Mapping[int, Counts], num_layers: int, moe: Collection
         if row.shape != found.shape[2:]:
             raise DataError(
                 f"layer {layer}: expected counts of {found.shape[2]} experts as in layer {first}, "
-                f"found {list(row.shape)}; these are of another model"
+                f"found {list(row.shape)}; they belong to another model"
             )
         found[0, layer] = row
     return found

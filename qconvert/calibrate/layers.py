@@ -3,22 +3,21 @@ and what they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.experts import Bench, Expert, Found, Inputs, Seen
 from qconvert.calibrate.memory import Budget, group_sizes, trim
+from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.settings import LayerStats, Output, Settings, Target
+from qconvert.calibrate.settings import LayerStats, Matrix, Settings, Target
 from qconvert.calibrate.states import InFile, Rows, Scratch
 from qconvert.matrices.experts import Projection
+from qconvert.run.backend import Phase
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:
@@ -82,11 +81,9 @@ class Layers:
     lengths: Sequence[int]
     targets: Sequence[Target]
     settings: Settings
-    output: Output
     folder: Path
     budget: Budget
     devices: tuple[str, ...]
-    say: Callable[[str], None]
     files: Files
     readers: tuple[Weights, ...]
     clock: Clock
@@ -110,8 +107,10 @@ class Layers:
     def attended(self) -> int | None:
         return None if self.devices[0] == "cpu" else _ATTEND
 
-    def run(self, number: int, states: InFile, following: InFile) -> LayerStats | None:
-        """Compute `following`, what goes into the next layer, and hand in the codes of this one's
+    def run(
+        self, number: int, states: InFile, following: InFile
+    ) -> Generator[Phase | Matrix, None, LayerStats | None]:
+        """Compute `following`, what goes into the next layer, and yield the matrices of this one's
         experts. Returns their statistics, None for a dense layer."""
         with self.clock("read", self.devices[0]):
             layer = self.model.layer(number, self.readers[0], self.devices[0])
@@ -122,7 +121,7 @@ class Layers:
             return None
         scratch = Scratch(self.folder, self.budget.states, self.files)
         try:
-            return self._sparse(layer, states, following, scratch)
+            return (yield from self._sparse(layer, states, following, scratch))
         finally:
             scratch.close()
 
@@ -137,11 +136,11 @@ class Layers:
 
     def _sparse(
         self, layer: Layer, states: InFile, following: InFile, scratch: Scratch
-    ) -> LayerStats:
+    ) -> Generator[Phase | Matrix, None, LayerStats]:
         import torch
 
         where = f"calibrating layer {layer.number} of {self.model.layers}"
-        self.say(f"{where}: attention")
+        yield Phase(f"{where}: attention")
         residuals = scratch.rows("residuals", self.total, self.hidden, torch.bfloat16)
         answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
         seen = self._attend(layer, states, residuals, scratch)
@@ -154,23 +153,25 @@ class Layers:
             every = frozenset(few)
         else:
             found.rounded += few
-        handing = Lock()
         benches = [
-            Bench(device, layer.number, layer.act, self.targets, self.settings, reader,
-                  self.output, self.clock, handing)
+            Bench(device, layer.number, layer.act, self.targets, self.settings, reader, self.clock)
             for device, reader in zip(self.devices, self.readers, strict=True)
-        ]  # fmt: skip
+        ]
         shared: list[Inputs | None] = [
             bench.look_at_all(seen, self.hidden) if every else None for bench in benches
         ]
         matrices = self.matrices[layer.number]
         for group in self._groups(layer, matrices, every):
-            self.say(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
-            work = [
-                partial(self._work, bench, mine, matrices, every, seen, common, found)
-                for bench, mine, common in zip(benches, group, shared, strict=False)
-            ]
-            taken = _together(work)
+            yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
+            taken: list[list[Expert]] = [[] for _ in group]
+            yield from merged(
+                [
+                    _work(bench, mine, matrices, every, seen, common, found, experts)
+                    for bench, mine, common, experts in zip(
+                        benches, group, shared, taken, strict=False
+                    )
+                ]
+            )
             for start, stop in seen.chunks:
                 rows = answers.read(start, stop)
                 for bench, experts in zip(benches, taken, strict=False):
@@ -188,20 +189,6 @@ class Layers:
                 made = layer.joined(residual.reshape(shape), inputs.reshape(shape), answer)
                 following.write(batch.start, made.flatten(0, 1))
         return _stats(seen.counts, few, found)
-
-    def _work(self, bench: Bench, numbers: Sequence[int],
-              matrices: Mapping[tuple[int, str], Projection], every: frozenset[int], seen: Seen,
-              shared: Inputs | None, found: Found) -> list[Expert]:  # fmt: skip
-        """Read some experts, let them see their tokens, and solve them."""
-        import torch
-
-        with torch.no_grad():
-            experts = bench.take(numbers, matrices, every)
-            bench.look(experts, seen, shared)
-            bench.quantize(experts, len(seen.chunks), found)
-            for expert in experts:
-                expert.inputs = expert.middle = None
-        return experts
 
     def _attend(self, layer: Layer, states: InFile, residuals: Rows, scratch: Scratch) -> Seen:
         """Run attention and router over all samples. `residuals` are what the layer adds its experts'
@@ -256,12 +243,15 @@ class Layers:
             yield group
 
 
-def _together(work: Sequence[Callable[[], list[Expert]]]) -> list[list[Expert]]:
-    """Results of several devices' work, which runs at the same time."""
-    if len(work) == 1:  # a thread would have a heap of its own
-        return [work[0]()]
-    with ThreadPoolExecutor(len(work)) as pool:
-        return [job.result() for job in [pool.submit(one) for one in work]]
+def _work(bench: Bench, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
+          every: frozenset[int], seen: Seen, shared: Inputs | None, found: Found,
+          taken: list[Expert]) -> Iterator[Matrix]:  # fmt: skip
+    """Read some experts, let them see their tokens, and solve them. They are added to `taken`."""
+    taken += bench.take(numbers, matrices, every)
+    bench.look(taken, seen, shared)
+    yield from bench.quantize(taken, len(seen.chunks), found)
+    for expert in taken:
+        expert.inputs = expert.middle = None
 
 
 def _stats(counts: Sequence[int], few: Sequence[int], found: Found) -> LayerStats:

@@ -1,4 +1,4 @@
-"""How much of a layer fits in memory: the user's number cut into shares."""
+"""How much of a layer fits in memory: the user's --memory cut into shares."""
 
 from __future__ import annotations
 
@@ -81,6 +81,24 @@ def solved_together(asked: int, columns: int) -> int:
     return max(1, min(asked, _TOGETHER // (4 * columns * columns)))
 
 
+def _expert_bytes(hidden: int, middle: int, own_hessians: bool) -> int:
+    """An expert in memory: BF16 weights, float32 Hessians."""
+    hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
+    return 3 * hidden * middle * 2 + hessians
+
+
+def _solver_bytes(hidden: int, middle: int, schemes: int) -> int:
+    """One matrix being solved: a Hessian and its copies, and the matrix in float32 with its error."""
+    widest, tallest = max(hidden, middle), 2 * middle * hidden
+    return 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+
+
+def least_bytes(hidden: int, middle: int, schemes: int) -> int:
+    """Memory without which no expert can be solved on a CPU, known from shapes alone: libraries, a
+    layer's other weights and its tokens come on top."""
+    return _expert_bytes(hidden, middle, True) + _solver_bytes(hidden, middle, schemes)
+
+
 def group_sizes(
     budget: Budget,
     devices: Sequence[str],
@@ -94,28 +112,27 @@ def group_sizes(
     chunk: int,
 ) -> list[int]:
     """Experts that each device works on together. Raises RunError where not one fits, with the smallest
-    budget that would do."""
-    weights = 3 * hidden * middle * 2
-    hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
-    one = weights + hessians
-    widest, tallest = max(hidden, middle), 2 * middle * hidden
-    # The solver's: a Hessian and its copies, and the matrix in float32 with what is wrong with it.
-    solving = 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+    budget that is enough."""
+    one, solving = (
+        _expert_bytes(hidden, middle, own_hessians),
+        _solver_bytes(hidden, middle, schemes),
+    )
+    widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
     passing = chunk * (hidden + middle) * 12 + chunk * 4 * middle
     rest = passing + layer_bytes + (0 if own_hessians else 4 * hidden * hidden)
     sizes = []
     for device, share in zip(devices, budget.devices, strict=True):
         fixed = rest + solving * (1 if device == "cpu" else solved_together(together, widest))
-        room = (
+        free = (
             share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
         )
-        count = (room - fixed) // one
+        count = (free - fixed) // one
         if count < 1 and device == "cpu":
             need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
             raise RunError(
-                f"one expert with its Hessians takes {(fixed + one) >> 20} MiB beside the "
-                f"{budget.base >> 20} MiB of libraries, more than the memory granted; give --memory "
+                f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
+                f"{budget.base >> 20} MiB, more than this run may take; give --memory "
                 f"{(need >> 20) + 1}MiB"
             )
         sizes.append(max(1, int(count)))

@@ -2,8 +2,8 @@
 
 The class is built without weights (on the meta device); a layer is filled from the checkpoint by the
 names of its parameters. What a layer is called with (rotary embedding, mask, positions) comes from the
-class's own forward, run over layers that only take notes. Routed experts are left out: a `Tap` in their
-place hands over what goes into them, and gives back what it is told. Classes: transformers 5.17.
+class's own forward, run over layers that only record their arguments. Routed experts are left out: a
+`Tap` in their place keeps their input and returns what it is given. Classes: transformers 5.17.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _CLASSES = {
 _NOT_TEXT = ("text_config", "vision_config", "auto_map", "architectures", "dtype", "torch_dtype")
 # Stored by some, computed by all.
 _COMPUTED = "rotary_emb.inv_freq"
-# Beside weights, and no part of them: shapes of packed ones, scales of activations.
-_SPENT = (".weight_shape", ".input_scale")
+# Stored next to weights and not computed with: shapes of packed weights, scales of activations.
+_STALE = (".weight_shape", ".input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,9 @@ class Model:
         module.load_state_dict(state, assign=True)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.is_meta:
-                raise PlanError(f"{at}{name}: is not stored, and not known how to compute")
+                raise PlanError(
+                    f"{at}{name}: expected it in the checkpoint, found no tensor of that name"
+                )
         return Layer(number, module.eval().requires_grad_(False), act)
 
     def _parameter(self, name: str) -> tuple[str, str]:
@@ -293,8 +295,8 @@ class Model:
             if plain in self._names:
                 return self._names[plain], split_parameter(self._names[plain])[0]
         raise PlanError(
-            f"{name!r} is missing, which transformers' {type(self._inner).__name__} has; calibrate the "
-            "model as it was published"
+            f"{name!r} is missing: transformers' {type(self._inner).__name__} has that parameter; "
+            "calibrate the model as it was published"
         )
 
     def _read(self, name: str, weights: Weights) -> tuple[torch.Tensor, Sequence[str]]:
@@ -310,10 +312,10 @@ class Model:
         for plain, name in self._names.items():
             if not plain.startswith(at) or name in used or ".mlp.experts." in plain:
                 continue
-            if not plain.endswith((_COMPUTED, *_SPENT)):
+            if not plain.endswith((_COMPUTED, *_STALE)):
                 raise PlanError(
-                    f"{name!r} is no tensor of transformers' {type(self._inner).__name__}: it would not "
-                    "be computed with; calibrate the model as it was published"
+                    f"{name!r}: unexpected tensor: transformers' {type(self._inner).__name__} has no "
+                    "parameter for it; calibrate the model as it was published"
                 )
 
 

@@ -1,10 +1,10 @@
-"""What a calibration is asked for, and what it hands back."""
+"""What a calibration is asked for, and what it gives back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import Codes, IntScheme
@@ -99,29 +99,22 @@ class LayerStats:
     fallbacks: tuple[tuple[int, str], ...]
 
 
-class Output(Protocol):
-    """Who takes what is made."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """One solved matrix: codes for each target in order. `kind` is gate_proj, up_proj or down_proj;
+    `sources` are the ranges it was read from: name, start, stop, xxh3."""
 
-    def put(
-        self,
-        layer: int,
-        expert: int,
-        kind: str,
-        made: Sequence[Codes],
-        sources: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """One matrix, codes for each target in order; kind is gate_proj, up_proj or down_proj.
-        `sources` are the ranges it was read from: name, start, stop, xxh3."""
-
-    def done(self, layer: int, stats: LayerStats) -> None:
-        """Everything of a layer was put; returns when that is safe on disk."""
+    layer: int
+    expert: int
+    kind: str
+    codes: Sequence[Codes]
+    sources: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Layers calibrated by this call (others were done before), remarks for the user, and the seconds
-    that each kind of work took: read, forward, hessian, solve, write."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerDone:
+    """All matrices of a layer with routed experts have been yielded. The calibration goes on to the next
+    layer, and forgets this one's input, once the item after this one is asked for."""
 
-    layers: tuple[int, ...]
-    remarks: tuple[str, ...]
-    seconds: Mapping[str, float]
+    layer: int
+    stats: LayerStats

@@ -1,4 +1,4 @@
-"""Codes for matrices, given what they are multiplied with: GPTQ by llm-compressor's own functions.
+"""Codes of matrices from their Hessians: GPTQ by llm-compressor's own functions.
 
 `quantize_weight` and its parts are those of llmcompressor 0.14 (modifiers/gptq/), scales those of its
 memoryless_minmax observer, codes those that compressed-tensors 0.19 stores of the result. What is added:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class Quantized:
     """A matrix [N, K] on its device: int8 codes, scale [N, groups] in the scheme's dtype, zero int8 or
     None, g_idx int32 [K] or None; `weight` is what the codes mean, BF16 [N, K]."""
 
@@ -30,9 +30,9 @@ class Solved:
     g_idx: torch.Tensor | None
     weight: torch.Tensor
 
-    def rows(self, start: int, stop: int) -> Solved:
+    def rows(self, start: int, stop: int) -> Quantized:
         zero = None if self.zero is None else self.zero[start:stop]
-        return Solved(
+        return Quantized(
             self.codes[start:stop],
             self.scale[start:stop],
             zero,
@@ -104,15 +104,15 @@ def _least_error(
     for clip in CLIPS:
         tried = (scale.float() * clip).to(scale.dtype)
         tried = torch.where(tried > 0, tried, scale)
-        step = tried.float().unsqueeze(-1)
-        codes = torch.clamp(torch.round(cut / step), scheme.low, scheme.high)
-        error = ((cut - codes * step).square_() * weights).sum(-1)
+        wide = tried.float().unsqueeze(-1)
+        codes = torch.clamp(torch.round(cut / wide), scheme.low, scheme.high)
+        error = ((cut - codes * wide).square_() * weights).sum(-1)
         best = torch.where(error < least, tried, best)
         least = torch.minimum(error, least)
     return best
 
 
-def rounded(weight: torch.Tensor, scheme: IntScheme, settings: Settings) -> Solved:
+def rounded(weight: torch.Tensor, scheme: IntScheme, settings: Settings) -> Quantized:
     """A BF16 matrix [N, K] rounded to nearest, all columns alike."""
     import torch
 
@@ -132,7 +132,7 @@ def _coded(
     zero: torch.Tensor,
     scheme: IntScheme,
     g_idx: torch.Tensor | None,
-) -> Solved:
+) -> Quantized:
     """Codes of values that have been rounded to them already, or are to be, in the values' dtype."""
     import torch
     from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
@@ -143,9 +143,9 @@ def _coded(
     if scheme.narrow:
         codes.clamp_(min=scheme.low)
     # llm-compressor goes on with products in the scale's dtype, which is BF16 there.
-    step = scale if scheme.scale_dtype == "BF16" else scale.float()
-    meant = dequantize(codes, step, zeros, args).to(torch.bfloat16)
-    return Solved(codes, scale, zeros, g_idx, meant)
+    factor = scale if scheme.scale_dtype == "BF16" else scale.float()
+    meant = dequantize(codes, factor, zeros, args).to(torch.bfloat16)
+    return Quantized(codes, scale, zeros, g_idx, meant)
 
 
 def solved(
@@ -153,9 +153,9 @@ def solved(
     hessians: torch.Tensor,
     scheme: IntScheme,
     settings: Settings,
-) -> tuple[list[Solved], list[bool]]:
-    """GPTQ of B matrices BF16 [N, K] with Hessians float32 [B, K, K], which are spent; and which of them
-    were only rounded because their Hessian could not be factorized."""
+) -> tuple[list[Quantized], list[bool]]:
+    """GPTQ of B matrices BF16 [N, K] with Hessians float32 [B, K, K], which are overwritten; and which
+    of them were only rounded because their Hessian could not be factorized."""
     import torch
 
     columns = weights[0].shape[1]
@@ -182,7 +182,7 @@ def solved(
             back = torch.argsort(order[number])
             groups = torch.arange(columns, device=back.device, dtype=torch.int32)
             groups = torch.div(groups, scheme.width(columns), rounding_mode="floor")
-            found = Solved(
+            found = Quantized(
                 found.codes[:, back], found.scale, found.zero, groups[back], found.weight[:, back]
             )
         made.append(found)
@@ -223,7 +223,7 @@ def _narrow_gptq(
     scheme: IntScheme,
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPTQ with codes that leave out the lowest one, so that what is lost by that is made up for too."""
+    """GPTQ with codes that leave out the lowest one, so that the error of clamping is propagated too."""
     import torch
     from llmcompressor.modifiers.gptq.helpers import apply_activation_ordering, factorize_hessian
 
@@ -236,17 +236,17 @@ def _narrow_gptq(
         perm if perm is not None else torch.arange(columns, device=wide.device).expand(batch, -1)
     )
     groups = torch.div(where, scheme.width(columns), rounding_mode="floor")
-    steps = scale.float()
+    scales = scale.float()
     for start in range(0, columns, settings.block_size):
         stop = min(start + settings.block_size, columns)
         block = wide[:, :, start:stop].clone()
         errors = torch.empty_like(block)
         factors = inverse[:, start:stop, start:stop]
-        index = groups[:, None, start:stop].expand(-1, steps.shape[1], -1)
-        spread = torch.gather(steps, -1, index)
+        index = groups[:, None, start:stop].expand(-1, scales.shape[1], -1)
+        spread = torch.gather(scales, -1, index)
         for i in range(stop - start):
-            column, step = block[:, :, i], spread[:, :, i]
-            value = torch.clamp(torch.round(column / step), scheme.low, scheme.high) * step
+            column, factor = block[:, :, i], spread[:, :, i]
+            value = torch.clamp(torch.round(column / factor), scheme.low, scheme.high) * factor
             error = (column - value) / factors[:, i, i, None]
             wide[:, :, start + i] = value
             errors[:, :, i] = error

@@ -69,7 +69,7 @@ class InFile:
         elif not path.is_file() or path.stat().st_size != count * self._row:
             raise RunError(
                 f"{path}: expected {count * self._row} bytes of hidden states; the work folder is "
-                "damaged, clean it and begin again"
+                "damaged: run qconvert clean on the output folder and start again"
             )
         self._fd = files.open(path)
 
@@ -99,11 +99,11 @@ class InFile:
 
 
 class Scratch:
-    """Makes rows that live for a layer, on the first of some devices that has room: `shares` are bytes
-    by device. What fits none goes to files of `room`."""
+    """Makes rows that live for a layer, on the first of some devices with space: `shares` are bytes by
+    device. What fits none goes to files in `folder`."""
 
-    def __init__(self, room: Path, shares: Mapping[str, int], files: Files) -> None:
-        self._room, self._files = room, files
+    def __init__(self, folder: Path, shares: Mapping[str, int], files: Files) -> None:
+        self._folder, self._files = folder, files
         self._left = dict(shares)
         self._made: list[InMemory | InFile] = []
 
@@ -117,7 +117,7 @@ class Scratch:
                 found = InMemory(count, width, dtype, device)
                 break
         else:
-            path = self._room / f"{name}.rows"
+            path = self._folder / f"{name}.rows"
             found = InFile(path, count, width, dtype, self._files, new=True)
         self._made.append(found)
         return found

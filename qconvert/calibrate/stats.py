@@ -49,8 +49,8 @@ _DTYPES = {"I64": "<i8", "F32": "<f4"}
 
 
 def begin(folder: Path, about: Mapping[str, Any], files: Files | None = None) -> None:
-    """Make the folder and say in it what its numbers are of. A folder of the same calibration is gone
-    on with. Raises OutputError where it holds anything else."""
+    """Make the folder and say in it what its numbers are of. A folder of the same calibration is
+    continued. Raises OutputError where it holds anything else."""
     files = files or Files()
     if check_claim(folder, about):
         return
@@ -65,8 +65,8 @@ def check_claim(folder: Path, about: Mapping[str, Any]) -> bool:
     there = existing_parent(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise OutputError(
-            f"{folder}: expected a folder for statistics that can be written to, found {there} in the "
-            "way; choose another --save-stats"
+            f"{folder}: cannot write statistics there: {there} is not a writable folder; choose another "
+            "--save-stats"
         )
     if file.is_file():
         if read_regular(file, error=OutputError) != _text(about).encode():
@@ -152,7 +152,7 @@ def load_layer(folder: Path, layer: int) -> dict[str, Array]:
         if entry is None or entry.type.dtype != kind:
             raise DataError(
                 f"{file}: expected {kind} 'layers.{layer}.{name}', found "
-                f"{'none' if entry is None else entry.type}; save the statistics again"
+                f"{'none' if entry is None else entry.type}; calibrate again with --save-stats"
             )
         found[name] = np.memmap(file, _DTYPES[kind], "r", entry.offset, entry.type.shape)
     return found

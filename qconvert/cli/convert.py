@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
-    from qconvert.run.executor import Options, Prepared, Receipt
+    from qconvert.run.executor import Receipt
+    from qconvert.run.prepare import Options, Prepared
     from qconvert.run.preview import Outlook
     from qconvert.validation.findings import Verdict
 
@@ -241,7 +242,7 @@ def prepared(
     Every conversion goes through here. `together`: from one read. `source` is what the plans are of,
     where each has a part of it only. Raises PlanError for a folder that would not validate."""
     from qconvert.hub.card.of_plan import with_card
-    from qconvert.run.executor import prepare_together
+    from qconvert.run.prepare import prepare_together
     from qconvert.validation.judgement import judged
 
     carded = [with_card(plan, base_model) for plan in plans]
@@ -251,7 +252,7 @@ def prepared(
 
 
 def run_options(recipe: Recipe, options: RunOptions) -> Options:
-    from qconvert.run.executor import Options
+    from qconvert.run.prepare import Options
     from qconvert.run.shards import DEFAULT_SHARD_BYTES
 
     shard_size = options["max_shard_size"] or recipe.max_shard_size or DEFAULT_SHARD_BYTES
@@ -320,14 +321,13 @@ def show_plan(folders: Folders, options: RunOptions, verdicts: Sequence[Verdict]
 
 def outlooks(folders: Folders) -> Sequence[Outlook | None]:
     """What a run of the plans together would find in their folders, None where none was named."""
-    from qconvert.calibrate.maker import maker_for
-    from qconvert.run.executor import foreseen
+    from qconvert.calibrate.backend import backend_for
+    from qconvert.run.preview import foreseen
 
     parts = [(ready, out) for ready, out in folders if out is not None]
     if len(parts) < len(folders):
         return [None] * len(folders)
-    maker = maker_for([ready.plan for ready, _ in parts], parts[0][0].options.memory)
-    return foreseen(parts, maker=maker)
+    return foreseen(parts, backend=backend_for([ready.plan for ready, _ in parts]))
 
 
 def refuse_foreseen(looks: Sequence[Outlook | None]) -> None:
@@ -343,15 +343,14 @@ def carry_out(folders: MadeFolders, as_json: bool, quiet: bool = False) -> None:
     """Run what was planned, folders together, and tell the user."""
     import time
 
-    from qconvert.calibrate.maker import maker_for
+    from qconvert.calibrate.backend import backend_for
     from qconvert.cli.progress import Bar
     from qconvert.run.executor import run_together
 
     begin = time.monotonic()
-    memory = folders[0][0].options.memory
-    maker = maker_for([ready.plan for ready, _ in folders], memory)
+    backend = backend_for([ready.plan for ready, _ in folders])
     with Bar() as bar:
-        receipts = run_together(folders, events=bar, maker=maker)
+        receipts = run_together(folders, events=bar, backend=backend)
     seconds = time.monotonic() - begin
     for remark in receipts[0].remarks:
         say(f"remark  {remark}", err=True)

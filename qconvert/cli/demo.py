@@ -15,7 +15,8 @@ from qconvert.core.say import say, say_report
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.run.executor import Options, prepare, run_prepared
+from qconvert.run.executor import run_prepared
+from qconvert.run.prepare import Options, prepare
 from qconvert.validation.reports import render
 from qconvert.validation.runner import Request, validate_folder
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qconvert.calibrate.maker import room_bytes
+from qconvert.calibrate.backend import work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import Formats, own_role
 from qconvert.cli.made_by import made_lines
@@ -18,7 +18,7 @@ from qconvert.core.sizes import format_size
 from qconvert.hub.card.front import base_model_of
 from qconvert.hub.card.of_plan import source_front
 from qconvert.plan.plan import Plan
-from qconvert.run.executor import Prepared, side_bytes
+from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.run.preview import Outlook
 from qconvert.samples.request import FACT
 from qconvert.validation.findings import NO_FINDINGS, Verdict
@@ -154,7 +154,7 @@ def _calibration_lines(plan: Plan) -> list[str]:
     request = plan.calibration.request
     data = "made-up tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
     tokens = "its own tokens" if request.experts == "routed" else "all tokens"
-    disk = format_size(room_bytes(plan.calibration))
+    disk = format_size(work_dir_bytes(plan.calibration))
     line = (
         f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), an "
         f"expert sees {tokens}; {disk} more "

@@ -27,7 +27,7 @@ from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.recipe.recipe import Recipe
-    from qconvert.run.executor import Prepared
+    from qconvert.run.prepare import Prepared
     from qconvert.run.preview import Outlook
     from qconvert.validation.findings import Verdict
 
@@ -111,7 +111,7 @@ def _foreseen(out: Path, stages: list[tuple[Path, Prepared]]) -> list[Outlook]:
 def _check_room(out: Path, stages: list[tuple[Path, Prepared]]) -> None:
     """All stages must fit before the first is begun, and nothing else may lie in their folder."""
     from qconvert.core.errors import OutputError
-    from qconvert.run.executor import disk_bytes
+    from qconvert.run.prepare import disk_bytes
     from qconvert.run.workspace import check_disk
 
     names = {folder.name for folder, _ in stages}

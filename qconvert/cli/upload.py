@@ -158,7 +158,7 @@ def upload(
         except QConvertError:
             say("", err=True)  # the client leaves a bar without an end
             raise
-        arrived = work.proof(sent, read_back=read_back)
+        arrived = work.verify(sent, read_back=read_back)
     if as_json:
         found = {**_validated(report), **_pending(repo, pending, hidden), **_arrived(arrived)}
         say_json(found)

@@ -19,7 +19,7 @@ _TIMEOUT = 30.0
 
 
 class _WithoutUserinfo(logging.Filter):
-    """Takes secrets out of the URLs that the client warns of when it asks again."""
+    """Takes secrets out of the URLs that the client names in warnings when it retries."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = without_userinfo(record.getMessage()), ()
@@ -35,7 +35,9 @@ def client() -> HfApi:
 
     from qconvert import __version__
 
-    logging.getLogger("huggingface_hub.utils._http").addFilter(_FILTER)  # twice is once
+    logging.getLogger("huggingface_hub.utils._http").addFilter(
+        _FILTER
+    )  # adding it twice adds it once
     return HfApi(library_name="qconvert", library_version=__version__)
 
 
@@ -66,7 +68,7 @@ class Reader:
         data = patiently(once, f"reading {self.repo}: {path}")
         if len(data) != stop - start:
             raise CheckpointError(
-                f"{self.repo}: {path}: bytes {start} to {stop} were asked for, {len(data)} came; the "
+                f"{self.repo}: {path}: expected bytes {start} to {stop}, found {len(data)} of them; the "
                 "file is shorter than the Hub lists it"
             )
         return data
@@ -94,7 +96,7 @@ class Reader:
             hf_raise_for_status(answer)
             if start and answer.status_code != 206:
                 raise CheckpointError(
-                    f"{self.repo}: {path}: the server does not give parts of files; hf download "
+                    f"{self.repo}: {path}: the server does not support byte ranges; run hf download "
                     f"{self.repo}, and name the folder"
                 )
             left = stop - start

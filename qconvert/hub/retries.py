@@ -1,8 +1,8 @@
-"""Which failures of a request pass, and which stop an upload at once.
+"""Which failures of a request are transient, and which stop an upload at once.
 
-huggingface_hub 1.33 repeats some requests by itself (preupload, LFS batch, PUT) and not others
+huggingface_hub 1.33 retries some requests by itself (preupload, LFS batch, PUT) and not others
 (creating a repo, commits, listings). A wrong token, a missing permission or a file that is too large
-stays so however often one asks: users lost hours to clients that kept asking.
+fails however often one retries: users lost hours to clients that kept retrying.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from qconvert.core.say import say
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-PASSING = frozenset({408, 429, 500, 502, 503, 504})
-# Of a request that must not be carried out twice: the Hub certainly did not.
-_REFUSED_UNDONE = frozenset({408, 429, 503})
+TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+# With these the Hub has certainly not carried a request out.
+_NOT_DONE = frozenset({408, 429, 503})
 TRIES = 6
 _LONGEST = 60.0
-# Seconds; of what the Hub asks for. Whoever is asked for hours had better come back.
+# Seconds; the longest wait that the Hub asks for and gets. It may ask for hours.
 MOST_ASKED = 300.0
 _USERINFO = re.compile(r"(?<=://)[^/\s@]*@")
 
@@ -40,7 +40,7 @@ def to_stderr(text: str) -> None:
 
 
 class Refused(OutputError):
-    """The Hub said no, for good. `status` is HTTP's."""
+    """The Hub refused a request, and would again. `status` is HTTP's."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -58,8 +58,8 @@ class Fault:
     wait: float | None = None
 
     @property
-    def passes(self) -> bool:
-        return self.status is None or self.status in PASSING
+    def is_transient(self) -> bool:
+        return self.status is None or self.status in TRANSIENT
 
     def __str__(self) -> str:
         what = "no answer" if self.status is None else f"status {self.status}"
@@ -68,14 +68,14 @@ class Fault:
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """What went wrong with a request, wherever in the chain of causes it stands (the client wraps
-    failures of LFS uploads in RuntimeError). None for errors that are not of a request."""
+    """What went wrong with a request, found in the chain of causes (the client wraps failures of LFS
+    uploads in RuntimeError). None for errors that are not a request's."""
     import httpx
 
     for cause in _causes(error):
         if isinstance(cause, json.JSONDecodeError):
             # The client decodes some answers before it looks at their status; a proxy's are pages.
-            return Fault(None, "the Hub", "an answer that is no JSON")
+            return Fault(None, "the Hub", "its answer is not JSON")
         response = getattr(cause, "response", None)
         if isinstance(response, httpx.Response):
             said = getattr(cause, "server_message", None) or ""
@@ -95,7 +95,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _path(asked: object) -> str:
-    """Of an answer's request, or of one that failed; the client's own errors lose theirs."""
+    """The path of an answer's request, or of one that failed; the client's own errors have none."""
     try:
         url = asked.request.url  # type: ignore[attr-defined]
     except RuntimeError:  # httpx: no request was set
@@ -125,12 +125,12 @@ def patiently(
     once: str | None = None,
     then: str = "try again later",
 ) -> T:
-    """Call until it succeeds: up to TRIES times, waiting 1, 2, 4, ... seconds or what the Hub asks,
-    MOST_ASKED at most; `say` gets a line for each wait.
+    """Call until it succeeds: up to TRIES times, waiting 1, 2, 4, ... seconds or what the Hub asks for,
+    MOST_ASKED at most; `say` gets a line for each retry.
 
-    `what` says what for, in errors. `once` is part of the path of a request that must not be
-    carried out twice: where it may have been, there is no second one. `then` is what to do where it
-    failed too often. Raises Refused for what does not pass, RunError where it did not in time.
+    `what` names the request in errors. `once` is part of the path of a request that must not be
+    carried out twice: where it may have been, it is not retried. `then` tells the user what to do after
+    the last try. Raises Refused for failures that are not transient, RunError after the last try.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -141,46 +141,46 @@ def patiently(
             fault = fault_of(error)
             if fault is None:
                 raise _translated(error, what) from error
-            if not fault.passes:
-                raise Refused(fault.status or 0, _no(fault, what)) from error
-            if once is not None and once in fault.path and fault.status not in _REFUSED_UNDONE:
+            if not fault.is_transient:
+                raise Refused(fault.status or 0, _refusal(fault, what)) from error
+            if once is not None and once in fault.path and fault.status not in _NOT_DONE:
                 raise RunError(
-                    f"{what}: {fault}; whether it was carried out is not known: look on the Hub, and "
-                    "where a pull request is open, go on with --revision refs/pr/NUMBER"
+                    f"{what}: {fault}; the Hub may have carried it out: look at the repo, and if a pull "
+                    "request was opened, continue with --revision refs/pr/NUMBER"
                 ) from error
             if number == TRIES:
                 raise RunError(f"{what}: {fault}, {TRIES} times; {then}") from error
             asked = fault.wait
             wait = min(_LONGEST, 2.0 ** (number - 1)) if asked is None else min(MOST_ASKED, asked)
-            say(f"{what}: {fault}; again in {wait:.0f} s")
+            say(f"{what}: {fault}; retrying in {wait:.0f} s")
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
 
 def _translated(error: Exception, what: str) -> Exception:
-    """Errors of the client that are the user's to mend, as ours; any other as it is."""
+    """Errors of the client that the user can fix, as qconvert's; any other as it is."""
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
         return RunError(f"{what}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
     if isinstance(error, LocalTokenNotFoundError):
-        return OutputError(f"{what}: there is no token; hf auth login, or set HF_TOKEN")
+        return OutputError(f"{what}: found no token; run `hf auth login`, or set HF_TOKEN")
     if isinstance(error, ValueError):  # README.md's front matter, an LFS object it will not take
         return OutputError(f"{what}: {without_userinfo(' '.join(str(error).split()))}")
     if isinstance(error, RuntimeError):  # hf_xet's own failures have no other type
         return RunError(f"{what}: {without_userinfo(' '.join(str(error).split()))}")
-    if isinstance(error, KeyError):  # the client takes each key of an answer to be there
-        return RunError(f"{what}: the answer lacks {error}, so no Hub sent it; look at HF_ENDPOINT")
+    if isinstance(error, KeyError):  # the client does not check that a key is in an answer
+        return RunError(f"{what}: the answer lacks {error}, so no Hub sent it; check HF_ENDPOINT")
     return error
 
 
 _WHY = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token that is valid",
-    403: "the token may not do this; take one with write access to the repo",
-    404: "it is not there, or the token may not see it",
-    413: "the Hub takes nothing as large as this; --max-shard-size makes smaller files",
+    403: "the token lacks permission; use one with write access to the repo",
+    404: "it does not exist, or the token has no access to it",
+    413: "the file is too large for the Hub; convert again with a smaller --max-shard-size",
 }
 
 
-def _no(fault: Fault, what: str) -> str:
-    return f"{what}: {fault}; {_WHY.get(fault.status or 0, 'asking again would not help')}"
+def _refusal(fault: Fault, what: str) -> str:
+    return f"{what}: {fault}; {_WHY.get(fault.status or 0, 'a retry would not help')}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
 Algorithm = Literal["sha256", "git-sha1"]
+MISSING = "is missing on the Hub"
 _CHUNK = 4 << 20
 _THREADS = 4
 
@@ -37,7 +38,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A file that is not on the Hub as it is here, and how."""
+    """A file that differs on the Hub from the folder's, and how."""
 
     path: str
     what: str
@@ -51,8 +52,8 @@ def local_files(folder: Path, *, follow_links: bool = False) -> dict[str, int]:
         raise OutputError(f"{folder}: no such folder")
     if (folder / WORK_DIR).exists():
         raise OutputError(
-            f"{folder}: {WORK_DIR}/ is there, so its conversion is unfinished: run its command again, "
-            "or qconvert clean"
+            f"{folder}: its conversion is unfinished ({WORK_DIR}/ exists); run the same command again, "
+            "or drop it with qconvert clean"
         )
     found: dict[str, int] = {}
     for path in _files(folder):
@@ -65,8 +66,9 @@ def local_files(folder: Path, *, follow_links: bool = False) -> dict[str, int]:
 
 
 def hidden_files(folder: Path) -> list[str]:
-    """Files that are not sent for a name that begins with a dot, theirs or a folder's: settings and
-    secrets (.env), and .gitattributes, which is the Hub's own. Caches and version control go unnamed."""
+    """Files that are not sent because their name, or a folder's above them, begins with a dot: settings
+    and secrets (.env), and .gitattributes, which is the Hub's own. Caches and version control are not
+    listed."""
     return [path for path in _files(folder) if _hidden(path)]
 
 
@@ -124,18 +126,20 @@ class Digests:
 def differences(
     here: Mapping[str, int], there: Mapping[str, Remote], digests: Digests
 ) -> list[Difference]:
-    """Files of the folder that the tree lacks or has otherwise, by size first, then by hash."""
+    """Files of the folder that the tree lacks or has with other content: by size first, then by hash."""
     found = []
     same_size = [path for path in here if path in there and there[path].size == here[path]]
     digests.of((path, there[path].algorithm) for path in same_size)
     for path, size in here.items():
         remote = there.get(path)
         if remote is None:
-            found.append(Difference(path, "is not there"))
+            found.append(Difference(path, MISSING))
         elif remote.size != size:
-            found.append(Difference(path, f"has {remote.size} bytes there, {size} here"))
+            found.append(
+                Difference(path, f"has {remote.size} bytes on the Hub, {size} in the folder")
+            )
         elif (ours := digests.known[path, remote.algorithm]) != remote.hash:
-            what = f"its {remote.algorithm} is {remote.hash} there, {ours} here"
+            what = f"its {remote.algorithm} is {remote.hash} on the Hub, {ours} in the folder"
             found.append(Difference(path, what))
     return found
 

@@ -1,4 +1,4 @@
-"""A folder to a repo, and the proof that it arrived.
+"""Upload a folder to a repo, and verify that it arrived.
 
 The client's `upload_folder` sends what the repo does not have (huggingface_hub 1.33: one commit, or
 with hf_xet several); afterwards the commit's tree is compared with the folder, file by file.
@@ -7,7 +7,7 @@ with hf_xet several); afterwards the commit's tree is compared with the folder, 
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +18,7 @@ from qconvert.core.errors import OutputError
 from qconvert.hub.download import Reader, client
 from qconvert.hub.retries import Refused, Say, patiently, without_userinfo
 from qconvert.hub.trees import (
+    MISSING,
     Difference,
     Digests,
     Remote,
@@ -26,7 +27,7 @@ from qconvert.hub.trees import (
     remote_files,
     stale_weights,
 )
-from qconvert.run.executor import Events, Silent
+from qconvert.run.events import Events, Silent
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to, and how: a repo, whose `revision` is a branch (made where it is missing) or
-    `refs/pr/N`; a pull request instead of a commit; `private` for a repo that is made."""
+    """A repo, whose `revision` is a branch (created where it is missing) or `refs/pr/N`; `create_pr`
+    opens a pull request instead of a commit; `private` is for a repo that is created."""
 
     repo: Repo
     message: str
@@ -45,8 +46,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What an upload would do: files of the folder with their sizes, those the repo lacks or has
-    otherwise, weights that only the repo has. `exists` and `private` of the repo."""
+    """What an upload would do: `files` of the folder with their sizes, `changed` those that the repo
+    lacks or has with other content, `stale` weights that only the repo has. `exists` and `private` are
+    the repo's."""
 
     files: Mapping[str, int]
     changed: tuple[Difference, ...]
@@ -63,8 +65,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A finished upload: the commit, its page, the pull request's page, and what of the folder is not
-    on the Hub as it is here. `read_back` files were fetched again and compared byte for byte."""
+    """A finished upload: the commit, its page, the pull request's page, and files that differ on the Hub
+    from the folder's. `read_back` files were fetched again and compared byte for byte."""
 
     commit: str
     url: str
@@ -77,14 +79,14 @@ class Arrived:
 def considered(
     folder: Path, rewritten: Mapping[str, bytes], *, follow_links: bool = False
 ) -> dict[str, int]:
-    """Files that an upload would hold against the repo, with their sizes: those of the folder, and
-    `rewritten`, which are made anew before. Nothing is asked of the Hub. Raises OutputError."""
+    """Files that an upload would compare with the repo's, with their sizes: those of the folder, and
+    `rewritten`, which are written anew before. No request is sent. Raises OutputError."""
     found = local_files(folder, follow_links=follow_links)
     return {**found, **{path: len(data) for path, data in rewritten.items()}}
 
 
 class Upload:
-    """One upload, in three steps: `pending`, `send`, `proof`. `say` gets a line for each wait."""
+    """One upload in three steps: `pending`, `send`, `verify`. `say` gets a line for each retry."""
 
     def __init__(
         self,
@@ -104,21 +106,21 @@ class Upload:
         self._files = local_files(folder, follow_links=follow_links)
 
     def _ask(self, call: Any, what: str, once: str | None = None) -> Any:
-        then = "what was sent is kept, the same command goes on"
+        then = "what was sent is kept; run the same command again to continue"
         return patiently(call, what, say=self._say, once=once, then=then)
 
     def pending(self) -> Pending:
         """Compare the folder with the repo as it is now. Raises OutputError where the repo is public
-        and was to be private."""
+        and `private` was asked for."""
         repo, target = self.target.repo, self.target
         info = self._look(None)
         if info is None:
-            changed = tuple(Difference(path, "is not there") for path in self._files)
+            changed = tuple(Difference(path, MISSING) for path in self._files)
             return Pending(self._files, changed, (), False, target.private, None)
         if target.private and not info.private:
             raise OutputError(
-                f"{repo.id} is there already, and public: --private is for repos that are made; change "
-                "it in its settings, or name another"
+                f"{repo.id} already exists and is public, and --private applies to new repos only; make "
+                "it private in its settings, or name another repo"
             )
         if repo.revision is not None:
             info = self._look(repo.revision) or info  # a branch begins as a copy of main
@@ -129,7 +131,7 @@ class Upload:
         return Pending(self._files, changed, stale, True, bool(info.private), str(info.sha))
 
     def _look(self, revision: str | None) -> Any:
-        """The Hub's word on the repo, None where it has none of that name."""
+        """What the Hub knows of the repo, None where it has none of that name."""
         name = self.target.repo.id
         try:
             return self._ask(
@@ -151,36 +153,50 @@ class Upload:
         return remote_files(entry for entry in listed if isinstance(entry, RepoFile))
 
     def send(self, pending: Pending) -> Arrived:
-        """Make the repo and branch where they are missing, and send what is pending. Nothing pending
-        is no request. The result is not proved yet."""
-        target, name = self.target, self.target.repo.id
+        """Create the repo and branch where they are missing, and send what is pending; nothing pending
+        is no request. The result is not verified yet."""
         if not pending.exists:
-            self._ask(
-                lambda: self._api.create_repo(name, private=target.private or None, exist_ok=True),
-                f"making {name}",
-            )
-        revision = target.repo.revision
-        if revision is not None and self._look(revision) is None:
-            if revision.startswith("refs/"):
-                raise OutputError(f"{name} has no {revision}; --create-pr opens a pull request")
-            self._ask(
-                lambda: self._api.create_branch(name, branch=revision, exist_ok=True),
-                f"making the branch {revision} of {name}",
-            )
-        if not pending.changed:
-            url = without_userinfo(f"{self._api.endpoint}/{name}/commit/{pending.commit}")
-            return Arrived(str(pending.commit), url, None, (), pending.stale, 0)
+            self._create_repo()
+        self._create_branch()
+        if pending.changed:
+            return self._commit([change.path for change in pending.changed])
+        name = self.target.repo.id
+        url = without_userinfo(f"{self._api.endpoint}/{name}/commit/{pending.commit}")
+        return Arrived(str(pending.commit), url, None, (), pending.stale, 0)
+
+    def _create_repo(self) -> None:
+        name, private = self.target.repo.id, self.target.private or None
+        self._ask(
+            lambda: self._api.create_repo(name, private=private, exist_ok=True),
+            f"creating {name}",
+        )
+
+    def _create_branch(self) -> None:
+        """The target's branch, where it is missing. Raises OutputError for a pull request."""
+        name, revision = self.target.repo.id, self.target.repo.revision
+        if revision is None or self._look(revision) is not None:
+            return
+        if revision.startswith("refs/"):
+            raise OutputError(f"{name} has no {revision}; --create-pr opens a pull request")
+        self._ask(
+            lambda: self._api.create_branch(name, branch=revision, exist_ok=True),
+            f"creating the branch {revision} of {name}",
+        )
+
+    def _commit(self, paths: Sequence[str]) -> Arrived:
+        """Send files as one commit, or as the client cuts it."""
+        target, name = self.target, self.target.repo.id
         self._events.phase("uploading")
-        # Of the client's retries only those of a commit are missing, and it drops what has not
-        # changed: sending again what was sent is no request for its bytes.
+        # The client retries everything but a commit, and skips what has not changed: sending again what
+        # was sent is no request for its bytes.
         info = self._ask(
             lambda: self._api.upload_folder(
                 repo_id=name,
                 folder_path=self.folder,
                 commit_message=target.message,
-                revision=revision,
+                revision=target.repo.revision,
                 create_pr=target.create_pr,
-                allow_patterns=[glob.escape(change.path) for change in pending.changed],
+                allow_patterns=[glob.escape(path) for path in paths],
             ),
             f"uploading to {name}",
             once="/commit/" if target.create_pr else None,
@@ -188,9 +204,9 @@ class Upload:
         pull = without_userinfo(str(info.pr_url)) if info.pr_url else None
         return Arrived(str(info.oid), without_userinfo(str(info.commit_url)), pull, (), (), 0)
 
-    def proof(self, arrived: Arrived, *, read_back: bool = False) -> Arrived:
-        """Compare what the Hub lists at that commit with the folder, read anew where it was not
-        before; with `read_back` fetch every file and compare its bytes' hash."""
+    def verify(self, arrived: Arrived, *, read_back: bool = False) -> Arrived:
+        """Compare what the Hub lists at that commit with the folder, hashing what was not hashed
+        before; with `read_back` fetch every file and compare the hash of its bytes."""
         there = self._tree(arrived.commit)
         now = local_files(self.folder, follow_links=self._follow_links)
         self._events.start(_same_size(now, there) + (sum(now.values()) if read_back else 0), 0)
@@ -219,7 +235,7 @@ class Upload:
                 self._events.wrote(len(chunk))
             ours = self._digests.known[path, "sha256"]
             if digest.hexdigest() != ours:
-                what = f"read back, its sha256 is {digest.hexdigest()}, here {ours}"
+                what = f"read back, its sha256 is {digest.hexdigest()}, in the folder {ours}"
                 found.append(Difference(path, what))
         return found
 

@@ -3,7 +3,7 @@
 How a layer's codes come out depends on what goes through the model up to it, so no op can make one
 matrix by itself. In a plan such a matrix is a `Calibrated` node all the same: it has arguments, which
 are accounted for, and results of known types, which have their places in files. The executor leaves
-units with one to a maker (`qconvert/calibrate/`), a layer at a time.
+units with one to a backend (`qconvert/calibrate/`), a layer at a time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Calibrated:
     ) -> Mapping[str, int]:
         raise RunError(
             f"{self.kind} of expert {self.expert} in layer {self.layer} needs its layer's calibration; "
-            "give the run a maker (qconvert.calibrate.maker.maker_for)"
+            "give the run a backend (qconvert.calibrate.backend.backend_for)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The plan: what shall exist, proved to account for every source byte before any is read."""
+"""The plan: the tensors of the output, checked to account for every source byte before any is read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ELSEWHERE = "elsewhere:"
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One pass as it ran: how many tensors (or other `what`) it matched, and how many the config led
-    it to expect (None where nothing could be known)."""
+    """One pass as it ran: how many tensors (or other `what`) it matched, and how many it expected from
+    the config (None where the config does not tell)."""
 
     name: str
     spec: str
@@ -38,8 +38,8 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class Calibrating:
-    """A calibration that a plan rests on: the model it runs, which is the plan before its weights were
-    replaced, and what was asked for. Its digest is in every op that depends on it."""
+    """The calibration that a plan's codes come from: the model it runs, which is the plan before its
+    weights were replaced, and what was asked for. Its digest is in every op that depends on it."""
 
     model: Plan
     request: Calibration
@@ -214,12 +214,12 @@ def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
 
 
 def counted(plan: Plan) -> Plan:
-    """The plan, if its last pass found what it was led to expect: one that finds 35 of 36 layers has
+    """The plan, if its last pass matched as many as expected: one that matches 35 of 36 layers has
     failed. Raises PlanError."""
     entry = plan.log[-1]
     if entry.expected is not None and entry.matched != entry.expected:
         raise PlanError(
-            f"{entry.matched} {entry.what} matched, the config leads to {entry.expected}"
+            f"matched {entry.matched} of {entry.expected} {entry.what} expected from the config"
         )
     return plan
 
@@ -262,8 +262,8 @@ def _check_filled(plan: Plan) -> None:
         filled = sum(piece.nbytes for piece in output.pieces)
         if filled != output.type.nbytes:
             raise PlanError(
-                f"tensor {name!r}: {output.type} takes {output.type.nbytes} bytes, "
-                f"its pieces hold {filled}"
+                f"tensor {name!r}: expected {output.type.nbytes} bytes for {output.type}, found pieces "
+                f"of {filled} bytes"
             )
 
 
@@ -327,12 +327,12 @@ def _check_scales(plan: Plan) -> None:
     for name, output in plan.tensors.items():
         weights = weight_candidates(name)
         if weights and not any(weight in plan.tensors for weight in weights):
-            raise PlanError(f"scale {name!r} has no weight beside it ({' or '.join(weights)})")
+            raise PlanError(f"scale {name!r} has no weight (expected {' or '.join(weights)})")
         if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not weights:
             scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
             if not scales:
                 tried = " or ".join(scale_candidates(name))
-                raise PlanError(f"FP8 weight {name!r} has no scale ({tried})")
+                raise PlanError(f"FP8 weight {name!r} has no scale (expected {tried})")
             if block is not None and len(output.type.shape) >= 2:
                 fault = grid_fault(output.type, plan.tensors[scales[0]].type, block)
                 if fault is not None:
@@ -355,8 +355,8 @@ def _check_ties(plan: Plan) -> None:
 
 
 def _check_whole_groups(plan: Plan) -> None:
-    """Routed experts of a layer, and MTP, leave together or not at all: half of either loads and
-    babbles."""
+    """Routed experts of a layer, and MTP layers, are dropped as a whole or not at all: half of either
+    would load without error and generate garbage."""
     if not plan.dropped:
         return
     census = plan.checkpoint.census
@@ -370,7 +370,7 @@ def _check_whole_groups(plan: Plan) -> None:
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")
         rule = plan.dropped.get(name)
-        if rule is not None and _spent(rule):
+        if rule is not None and _is_stale(rule):
             continue
         for group in groups:
             (gone if rule is not None else kept).setdefault(group, name)
@@ -378,12 +378,12 @@ def _check_whole_groups(plan: Plan) -> None:
         if group in kept:
             raise PlanError(
                 f"the rule {plan.dropped[name]!r} drops {name!r} but keeps {kept[group]!r}: "
-                f"{group} are kept or dropped whole"
+                f"{group} are kept or dropped whole; drop or keep all of them"
             )
 
 
-def _spent(rule: str) -> bool:
-    """Rules of conversions that make a parameter meaningless (activation scales of weights that
-    are no longer quantized), what follows from other parameters, and what is left to another folder:
-    their module stays whole."""
+def _is_stale(rule: str) -> bool:
+    """Whether a rule drops what a conversion makes stale (activation scales of weights that are no
+    longer quantized), what is derived from other parameters, or what another folder holds: the module
+    stays whole."""
     return rule.startswith(("dequant:", "derived:", ELSEWHERE))

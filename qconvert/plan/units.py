@@ -1,4 +1,4 @@
-"""Units: the plan cut into the smallest pieces of work that can be done, and remembered, alone.
+"""Units: the plan cut into the smallest pieces of work that can be done, and journalled, alone.
 
 A unit is a connected component: outputs that share a computed value belong together, so that each
 value is computed once. Within a unit, steps run one after another; a step is either a copy of
@@ -23,8 +23,6 @@ MIN_COPY_BYTES = 64 << 10
 # How much an op is asked to work on at once: a part stays in the cache that cores share, and its
 # result fits the sink's window.
 PART_BYTES = 3 << 20
-
-
 # Several results of one node are kept until they are whole, if they are no larger than this: parts of
 # them, written in turn, would be many small writes.
 GATHER_BYTES = 32 << 20
@@ -67,7 +65,7 @@ Step = Copy | Compute
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Outputs that must be made together, the steps that make them, and their bytes. `peak` is the
-    least memory the hungriest step can run in."""
+    least memory that the step with the largest buffers can run in."""
 
     outputs: tuple[tuple[str, Output], ...]
     steps: tuple[Step, ...]

@@ -1,1 +1,1 @@
-"""The machine room: read, compute, write, remember."""
+"""A plan is run: read, compute, write, journal, publish."""

@@ -20,11 +20,11 @@ class Arena:
         self._used = 0
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes, aligned for any dtype. Raises RunError when the arena is spent, which only
-        a plan that under-states its needs can cause."""
+        """`size` bytes, aligned for any dtype. Raises RunError when the arena is used up, which only
+        a plan that understates its needs can cause."""
         start = self._used
         if start + size > self.size:
-            raise RunError(f"buffers of {start + size} bytes asked of an arena of {self.size}")
+            raise RunError(f"buffers need {start + size} bytes, the arena has {self.size}")
         self._used = start + aligned(size)
         return self._view[start : start + size]
 

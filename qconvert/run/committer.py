@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class Committer:
     """Collects finished units and commits them in batches."""
 
     def __init__(
-        self, journal: Journal, files: Files, paths: list[Path], commit_bytes: int
+        self, journal: Journal, files: Files, paths: Sequence[Path], commit_bytes: int
     ) -> None:
         self._journal = journal
         self._files = files

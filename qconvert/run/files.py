@@ -2,7 +2,7 @@
 between any two of them.
 
 What survives a power cut: file data after `sync`, names after `sync_folder` of their folder. The
-rest of the machine room assumes nothing more.
+rest of this package assumes nothing more.
 """
 
 from __future__ import annotations

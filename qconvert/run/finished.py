@@ -1,4 +1,4 @@
-"""A finished folder looked over: is it still what the plan makes, and what is to be made again?"""
+"""A finished folder is checked: is it still what the plan makes, and what must be made again?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qconvert.run.staging import (
 from qconvert.run.vouched import Hashing, header_of, planned_record
 
 if TYPE_CHECKING:
-    from qconvert.run.executor import Prepared
+    from qconvert.run.prepare import Prepared
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def look_over(ready: Prepared, out: Path, *, verify: bool) -> State:
     return State(faults, frozenset(lost), records, frozenset(wrong), frozenset(edited))
 
 
-_OTHER_BYTES = "has other bytes than were written"
+_OTHER_BYTES = "has bytes that differ from those written"
 
 
 def _wanted_texts(ready: Prepared, out: Path) -> dict[str, bytes]:
@@ -118,7 +118,7 @@ def _receipt(
         if planned_record(line, name, ready.plan.tensors[name], *places[name]) is not None:
             records[name] = json.dumps(line, separators=(",", ":"))
     if records.keys() != places.keys():
-        return records, "has no line of some tensors"
+        return records, "lacks lines of some tensors"
     return records, _wrong_file_lines(ready, out, found.lines, wanted)
 
 
@@ -133,11 +133,11 @@ def _wrong_file_lines(
         if "header_xxh3" in line:  # older receipts have none
             same = same and line["header_xxh3"] == digest(header_of(file))
         if not same:
-            return f"has no right line of {file.name}"
+            return f"has a wrong line, or none, of {file.name}"
     for name, xxh3 in wanted.items():
         line = said.get(name, {})
         if line.get("xxh3") != xxh3 and name not in EDITED:
-            return f"has no right line of {name}"
+            return f"has a wrong line, or none, of {name}"
     return None
 
 

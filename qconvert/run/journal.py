@@ -113,15 +113,15 @@ def _is_numbers(value: Any) -> bool:
 
 def _begun(record: Mapping[str, Any]) -> Remembered:
     """What the first line says. What is only compared with this run's own may be of any type: it
-    differs then. Raises ValueError where it is no line of ours."""
-    _expect(isinstance(record.get("fingerprint"), str), "the first line says of no run")
-    _expect(isinstance(record.get("run", ""), str), "the run is no text")
-    _expect(_is_texts(record.get("passes", [])), "the passes are no list of texts")
+    differs then. Raises ValueError for a line that qconvert does not write."""
+    _expect(isinstance(record.get("fingerprint"), str), "the first line names no run")
+    _expect(isinstance(record.get("run", ""), str), "run is not a string")
+    _expect(_is_texts(record.get("passes", [])), "passes is not a list of strings")
     return Remembered(record, seen=record.get("seen"))
 
 
 def _take(found: Remembered, record: Mapping[str, Any]) -> None:
-    """Let a line say what it says. Raises ValueError where it is no line of ours."""
+    """Apply a line. Raises ValueError for one that qconvert does not write."""
     for kind, take in _KINDS.items():
         if kind in record:
             take(found, record)
@@ -131,9 +131,9 @@ def _take(found: Remembered, record: Mapping[str, Any]) -> None:
 
 def _unit(found: Remembered, record: Mapping[str, Any]) -> None:
     number, records, remarks = record["unit"], record.get("records"), record.get("remarks")
-    _expect(type(number) is int and number >= 0, f"unit {number!r} is no number of a unit")
-    _expect(_is_texts(records), f"records of unit {number} are no list of texts")
-    _expect(_is_texts(remarks), f"remarks of unit {number} are no list of texts")
+    _expect(type(number) is int and number >= 0, f"{number!r} is not the number of a unit")
+    _expect(_is_texts(records), f"records of unit {number} are not a list of strings")
+    _expect(_is_texts(remarks), f"remarks of unit {number} are not a list of strings")
     assert isinstance(records, list)
     assert isinstance(remarks, list)
     found.units.pop(number, None)  # the order is that of the last time
@@ -143,7 +143,7 @@ def _unit(found: Remembered, record: Mapping[str, Any]) -> None:
 
 
 def _forget(found: Remembered, record: Mapping[str, Any]) -> None:
-    _expect(_is_numbers(record["forget"]), "the units to forget are no list of numbers")
+    _expect(_is_numbers(record["forget"]), "the units to forget are not a list of numbers")
     for number in record["forget"]:
         found.units.pop(number, None)
 
@@ -154,7 +154,7 @@ def _publish(found: Remembered, record: Mapping[str, Any]) -> None:
 
 def _withdraw(found: Remembered, record: Mapping[str, Any]) -> None:
     found.withdrawn, found.publish = _names(record["withdraw"]), None
-    _expect(_is_texts(record.get("edited")), "the edited files are no list of names")
+    _expect(_is_texts(record.get("edited")), "the edited files are not a list of names")
     found.edited = frozenset(record["edited"])
     found.withdrawals += 1
 
@@ -164,7 +164,7 @@ def _seen(found: Remembered, record: Mapping[str, Any]) -> None:
 
 
 def _names(value: Any) -> list[str]:
-    _expect(_is_texts(value), "the names of files are no list of texts")
+    _expect(_is_texts(value), "the names of files are not a list of strings")
     names: list[str] = value
     for name in names:
         _expect(is_own_name(name), f"{name!r} is not inside the folder")

@@ -48,15 +48,15 @@ def take_lock(path: Path) -> Lock | None:
     except OSError as error:
         if path.is_symlink():
             raise OutputError(
-                f"{path}: is a symbolic link, and must be a file of its own"
+                f"{path}: expected a regular file, found a symbolic link; remove it"
             ) from error
         raise OutputError(f"{path}: cannot lock: {error.strerror or error}") from error
     status = os.fstat(fd)
     if not S_ISREG(status.st_mode) or status.st_nlink > 1:
-        # It is written to: under another name it may be anyone's.
+        # It is written to: what has another name may be anyone's.
         os.close(fd)
         raise OutputError(
-            f"{path}: must be a file of its own; remove it if no run is at work there"
+            f"{path}: expected a regular file with one name; remove it if no run uses it"
         )
     if not _patiently(fd):
         raise _held(fd, path)
@@ -73,8 +73,8 @@ def _held(fd: int, path: Path) -> OutputError:
     holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
     os.close(fd)
     return OutputError(
-        f"{path.parent.parent}: another qconvert (process {holder or 'unknown'}) is at "
-        "work there; wait for it, or choose another folder"
+        f"{path.parent.parent}: another qconvert (process {holder or 'unknown'}) is "
+        "running there; wait for it, or choose another folder"
     )
 
 

@@ -16,7 +16,7 @@ from qconvert.core.sizes import exact_size, format_size
 from qconvert.plan.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
-# What is taken unasked; more where the plan and a worker for each core need it.
+# Without --memory; more where the plan and a worker for each core need it.
 DEFAULT_BYTES = 1 << 30
 # What the plan, the units and the receipts of one tensor cost the main process: see
 # tests/test_memory.py, which measures it (1.6 KB when planned, 3.6 KB when published).
@@ -57,7 +57,7 @@ def free_bytes() -> int:
 def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None) -> Share:
     """Workers and arena for a budget in bytes, or for what is fit where none is given. `tensors`
     counts those read or those written, whichever are more. Raises PlanError naming the tensor that
-    cannot fit and the smallest --memory that would do.
+    cannot fit and the smallest --memory that is enough.
 
     Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
     workers are never slower than many starved ones.
@@ -76,17 +76,17 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
-            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once; with "
-            f"{_mib(plan)} for the plan and {_mib(need - plan - worst.peak)} for a worker, the smallest "
-            f"--memory that would do is {_mib(need)} "
+            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, the plan "
+            f"{_mib(plan)} and a worker {_mib(need - plan - worst.peak)}; give --memory {_mib(need)} or "
+            "more "
             + (f"(given: {given})" if given else f"(half of what is free: {format_size(memory)})")
         )
     for count in range(wanted, 0, -1):
         processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)
-        room = (memory - plan - processes) // count
-        if room >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
-            arena = min(room - WINDOWS * MIN_WINDOW_BYTES, comfortable)
-            window = min((room - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
+        each = (memory - plan - processes) // count
+        if each >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
+            arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+            window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
             return Share(count, arena, window, total)
     raise AssertionError("one worker always fits: checked above")

@@ -1,15 +1,23 @@
-"""An output folder as a run would find it, looked at without a write: what a dry run has to say."""
+"""Output folders as a run would find them, looked at without a write: what a dry run has to say."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qconvert.core.errors import OutputError
-from qconvert.run.files import existing_parent
+from qconvert.core.errors import OutputError, QConvertError
+from qconvert.run.backend import Backend
+from qconvert.run.events import Silent
+from qconvert.run.files import Files, existing_parent
 from qconvert.run.lock import refuse_locked
+from qconvert.run.refusals import check_backend, check_parts
+from qconvert.run.repair import look_over_all
+from qconvert.run.resume import is_resumable
+from qconvert.run.target import Parts, Target, opened
 from qconvert.run.workspace import LOCK, Workspace
 
 State = Literal["new", "unfinished", "finished"]
@@ -56,3 +64,47 @@ def check_writable(out: Path) -> None:
         raise OutputError(f"{folder} is not a folder, so {out} cannot be made")
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise OutputError(f"{folder}: cannot be written to; choose another folder for {out.name}")
+
+
+def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:
+    """What `run_together` would find in each folder and refuse to begin, by its own checks, without a
+    write. Refusals of the folders as a whole are listed with the first one's."""
+    common: list[str] = []
+    with _noted(common):
+        check_parts(parts, backend)
+    own: list[list[str]] = [[] for _ in parts]
+    spaces: list[Onlooker | None] = [None for _ in parts]
+    if not common:  # of a folder on top of the source, say, what lies in it is no news
+        for number, (ready, out) in enumerate(parts):
+            with _noted(own[number]):
+                spaces[number] = opened(ready, out, Files(), Onlooker)
+    targets = [
+        Target(ready, space) for (ready, _), space in zip(parts, spaces, strict=True) if space
+    ]
+    damaged: list[tuple[str, ...]] = [() for _ in parts]
+    if len(targets) == len(parts):
+        with _noted(common):
+            if targets[0].space.finished:
+                damaged = [tuple(target.faults) for target in look_over_all(targets, Silent())]
+            else:
+                is_resumable(targets)
+            if not all(target.space.finished for target in targets):
+                check_backend(parts, backend)
+    own[0] = [*common, *own[0]]
+    units = len(parts[0][0].units)
+    left = spaces[0].remembered if spaces[0] is not None else None  # it speaks of all folders
+    done = {"finished": units, "unfinished": 0 if left is None else len(left.units)}
+    return [
+        Outlook(out, None if space is None else space.state,
+                0 if space is None else done.get(space.state, 0), units, tuple(refusals), faults)
+        for (_, out), space, refusals, faults in zip(parts, spaces, own, damaged, strict=True)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _noted(refusals: list[str]) -> Iterator[None]:
+    """Errors that a user is to see, kept as text."""
+    try:
+        yield
+    except QConvertError as error:
+        refusals.append(str(error))

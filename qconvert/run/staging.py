@@ -1,5 +1,5 @@
-"""Everything of a folder but its tensors: side files, config, index, manifest, receipt. Made beside the
-finished shards, looked at as a stranger would, then published.
+"""Everything of a folder but its tensors: side files, config, index, manifest, receipt. Written next to
+the finished shards, checked as any reader of the folder would, then published.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qconvert.run.vouched import check_entries, header_of, seen, shard_fault
 from qconvert.run.workspace import Workspace, lasting
 
 if TYPE_CHECKING:
-    from qconvert.run.executor import Prepared
+    from qconvert.run.prepare import Prepared
 
 # People, and `upload`, write in it after a conversion.
 EDITED = frozenset({"README.md"})
@@ -167,7 +167,7 @@ def hash_of(path: Path, made: _Hash) -> str:
 
 
 def check_staged(ready: Prepared, space: Workspace) -> None:
-    """Look at every file that is about to be published, or was, as a stranger would: shards' headers
+    """Check every file that is about to be published, or was, as any reader would: shards' headers
     against the plan, JSON and seals parsed. Raises OutputError naming the file."""
     for file in ready.layout.files:
         check_entries(_place(space, file.name), file)
@@ -180,15 +180,15 @@ def check_staged(ready: Prepared, space: Workspace) -> None:
         except (ValueError, RecursionError):
             sound = False
         if not sound or (name == MANIFEST and manifest_seal(data) != "sound"):
-            raise _unpublished(path, "is not as it was written")
+            raise _unpublished(path, "differs from what was written")
     found = read_file_lines(_place(space, RECEIPT), error=OutputError)
     if found.seal != "sound":
-        raise _unpublished(space.stage / RECEIPT, "is not as it was written")
+        raise _unpublished(space.stage / RECEIPT, "differs from what was written")
     for line in found.lines:
         if "xxh3" in line:
             path = _place(space, line["file"])
             if hash_of(path, xxhash.xxh3_128()) != line["xxh3"]:
-                raise _unpublished(path, "is not as it was written")
+                raise _unpublished(path, "differs from what was written")
 
 
 def _place(space: Workspace, name: str) -> Path:
@@ -199,7 +199,7 @@ def _place(space: Workspace, name: str) -> Path:
             if path.is_symlink():
                 raise _unpublished(path, "is a symbolic link")
             return path
-    raise _unpublished(space.stage / name, "was staged, and is gone")
+    raise _unpublished(space.stage / name, "was staged and is missing now")
 
 
 def _unpublished(path: Path, what: str) -> OutputError:

@@ -1,6 +1,6 @@
-"""What an interrupted run, or a finished one, vouches for is looked at before it is built on.
+"""What an interrupted run, or a finished one, left is checked before it is used.
 
-Shards are looked at as anybody who loads them would: size and header. A unit counts as finished where
+Shards are checked as a loader would check them: size and header. A unit counts as finished where
 its record is the plan's, and, as far as that was asked for, its bytes have the hash in it. Where the
 source's files were touched since, the bytes that finished units were made from are hashed again.
 """
@@ -50,7 +50,7 @@ def shard_fault(path: Path, file: OutFile) -> str | None:
         return "is missing" if not os.path.lexists(path) else str(error)
     if header.file_size != file.size:
         return f"has {header.file_size} bytes, expected {file.size}"
-    return None if header.raw == header_of(file) else "has another header than planned"
+    return None if header.raw == header_of(file) else "its header differs from the plan's"
 
 
 def header_of(file: OutFile) -> bytes:
@@ -76,7 +76,8 @@ def check_entries(path: Path, file: OutFile) -> None:
             )
     if header.raw != header_of(file):
         raise OutputError(
-            f"{path}: has another header than planned; nothing was published. Run the same command again"
+            f"{path}: its header differs from the plan's; nothing was published. Run the same command "
+            "again"
         )
 
 
@@ -118,7 +119,7 @@ def check_units(
             sound = sound and planned_record(_parsed(text), name, output, *places[name]) is not None
         if not sound:
             raise OutputError(
-                f"{where}: its record of unit {number} is not one of this plan; drop the unfinished "
+                f"{where}: its record of unit {number} does not match this plan; drop the unfinished "
                 f"work: qconvert clean {where.parent.parent}"
             )
 
@@ -257,7 +258,7 @@ def _changed(checkpoint: Checkpoint, name: str) -> CheckpointError:
     source = checkpoint.get(name)
     where = checkpoint.root if source is None else checkpoint.shards[source.shard].path
     return CheckpointError(
-        f"{where}: tensor {name!r}: its bytes are not those that finished work was made from, though "
-        "size and time of the file are; the source changed. Put it back, or drop that work "
-        "(qconvert clean OUT) and start again"
+        f"{where}: tensor {name!r}: its bytes changed since finished work was made from it, with size "
+        "and time of the file unchanged. Put the source back, or drop that work (qconvert clean OUT) "
+        "and start again"
     )

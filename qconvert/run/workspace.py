@@ -61,7 +61,7 @@ def check_disk(out: Path, needed: int) -> None:
     if free < needed:
         raise OutputError(
             f"{out}: the result needs {needed} more bytes, the disk has {free} free; nothing was "
-            "written"
+            "written. Free some space, or choose another disk"
         )
 
 
@@ -163,7 +163,7 @@ class Workspace:
                 "folder"
             )
         raise OutputError(
-            f"{self.out} is not empty ({entries[0]}) and was not begun by qconvert; choose an "
+            f"{self.out} is not empty ({entries[0]}) and is not a folder of qconvert's; choose an "
             "empty or new folder"
         )
 
@@ -389,7 +389,9 @@ class Workspace:
                 self._files.make_folder(final.parent)
             self._files.rename(staged, final)
         elif not is_there(final):
-            raise OutputError(f"{final}: was staged, and is gone; run qconvert clean {self.out}")
+            raise OutputError(
+                f"{final}: was staged and is missing now; run qconvert clean {self.out}"
+            )
 
     def forget(self) -> None:
         """Drop what an interrupted run left, for good: its journal must not speak of files that are
@@ -450,8 +452,8 @@ def check_own(out: Path) -> None:
         if not is_right(mode):
             kind = "a folder" if is_right is S_ISDIR else "a regular file"
             raise OutputError(
-                f"{path}: expected {kind} of qconvert's own, found something else (a symbolic link?); "
-                "remove it, or choose another folder"
+                f"{path}: expected {kind}, found something else (a symbolic link?); remove it, or "
+                "choose another folder"
             )
 
 
@@ -460,7 +462,8 @@ def check_way(root: Path, name: str) -> None:
     for parent in Path(name).parents:
         if parent.parts and (root / parent).is_symlink():
             raise OutputError(
-                f"{root / parent}: is a symbolic link, and {name!r} is to lie below it"
+                f"{root / parent}: expected a folder, found a symbolic link, and {name!r} is written "
+                "below it; remove the link"
             )
 
 

@@ -8,9 +8,9 @@
 | `hf-dataset:NAME`, `:SPLIT`, `:CONFIG:SPLIT` | a row, read as a line of JSONL is |
 | none, synthetic | ids drawn from the whole vocabulary, for trials |
 
-Seed 0 takes samples as they stand, from the first. Any other draws them: draw k is the sample whose
-number is xxh3_64("SEED:k") modulo how many there are, and one drawn before is passed over. That is
-written out here, and not left to a library, so that it stays. Nothing is padded or packed.
+Seed 0 takes samples in file order. Any other draws them: draw k is the sample whose number is
+xxh3_64("SEED:k") modulo how many there are, and one drawn before is skipped. The rule is spelled out
+here, not left to a library, so that it never changes. Nothing is padded or packed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class DataSpec:
         if not 0 <= self.seed < _SEEDS:
             raise DataError(f"expected a seed from 0 to {_SEEDS - 1}, found {self.seed}")
         if self.synthetic and self.data is not None:
-            raise DataError(f"--synthetic makes tokens up: leave --data {self.data} out")
+            raise DataError(f"--synthetic generates random tokens: omit --data {self.data}")
         if self.column is not None and self.kind in ("text", "synthetic"):
-            raise DataError(f"a text has no column {self.column!r}; leave --column out")
-        _ = self.kind  # refuses what is none
+            raise DataError(f"text has no column {self.column!r}; omit --column")
+        _ = self.kind  # raises for an unknown form
 
     @property
     def kind(self) -> Kind:
@@ -82,7 +82,7 @@ class DataSpec:
         if kind is None:
             raise DataError(
                 f"{self.data}: expected a name that ends in {', '.join(_SUFFIXES)}, or "
-                f"{DATASET}NAME; write it as one of these"
+                f"{DATASET}NAME; convert it to one of these"
             )
         return kind
 
@@ -128,16 +128,16 @@ def _say(text: str) -> None:
 
 def load_tokens(spec: DataSpec, folder: Path, remark: Callable[[str], None] = _say) -> list[Ids]:
     """The samples, in order: int64 [ids], 1 <= ids <= length, each id below `vocab_size` of
-    `folder`/config.json. `remark` is told what a user must know: fewer samples than were asked for,
-    short or empty ones, made-up tokens. Raises DataError, with file and line, for data that cannot
+    `folder`/config.json. `remark` is told what a user must know: fewer samples than requested, short
+    or empty ones, random tokens. Raises DataError, with file and line, for data that cannot
     be used, and where there is no sample at all."""
     import numpy as np
 
     vocab = _vocab_size(folder)
     if spec.kind == "synthetic":
         remark(
-            f"tokens are made up: {spec.samples} x {spec.length}, uniform over {vocab} ids; routers "
-            "and activations see what no text shows them: for trials, not for a model to serve"
+            f"tokens are random: {spec.samples} x {spec.length}, uniform over {vocab} ids; routers and "
+            "activations see no real text: use this for trials, not for a model to serve"
         )
         # Of numpy's generators the one whose numbers are promised never to change.
         drawn = np.random.RandomState(spec.seed)
@@ -162,7 +162,8 @@ def load_tokens(spec: DataSpec, folder: Path, remark: Callable[[str], None] = _s
             break
     if not found:
         raise DataError(
-            f"{spec.data}: expected {count(spec.samples, 'sample')}, found none: it has no text"
+            f"{spec.data}: expected {count(spec.samples, 'sample')}, found none; give data with "
+            "text"
         )
     _remark(spec, found, empty, remark)
     return found
@@ -172,10 +173,10 @@ def _remark(
     spec: DataSpec, found: Sequence[Ids], empty: int, remark: Callable[[str], None]
 ) -> None:
     if empty:
-        remark(f"{spec.data}: {count(empty, 'sample')} without a token passed over")
+        remark(f"{spec.data}: skipped {count(empty, 'sample')} without tokens")
     if len(found) < spec.samples:
         remark(
-            f"{spec.data}: found {count(len(found), 'sample')}, where {spec.samples} were asked for"
+            f"{spec.data}: found {count(len(found), 'sample')}, fewer than the {spec.samples} requested"
         )
     short = sum(ids.size < spec.length for ids in found)
     if short:
@@ -208,7 +209,7 @@ def _samples(spec: DataSpec, tokenizer: Tokenizer) -> Samples:
         return TensorRows(file, spec.column or "input_ids")
     if spec.kind == "jsonl":
         return JsonLines(file, spec.column, tokenizer)
-    # As they stand, what comes after the last that is asked for need not be tokenized.
+    # In file order, what comes after the last sample need not be tokenized.
     limit = None if spec.seed else spec.samples
     return Windows(file, text_windows(file, tokenizer, spec.length, limit))
 

@@ -54,7 +54,8 @@ class Windows:
 class JsonLines:
     """Lines that are not blank, found by their offsets: only those that are taken are parsed.
 
-    Raises DataError, with file and line, for a line that is no JSON object, and as Tokenizer.row does.
+    Raises DataError, with file and line, for a line that is not a JSON object, and as Tokenizer.row
+    does.
     """
 
     def __init__(self, file: Path, column: str | None, tokenizer: Tokenizer) -> None:
@@ -85,10 +86,10 @@ class JsonLines:
                 stream.seek(self._offsets[number])
                 row = parse_json(stream.readline(MOST_LINE), where, error=DataError)
         except DataError as error:
-            raise DataError(f"{error}; write one object a line") from error
+            raise DataError(f"{error}; write one object per line") from error
         if not isinstance(row, dict):
             raise DataError(
-                f"{where}: expected an object, found {type(row).__name__}; write one object a line"
+                f"{where}: expected an object, found {type(row).__name__}; write one object per line"
             )
         return self._tokenizer.row(row, self._column, where)
 
@@ -110,7 +111,7 @@ class TensorRows:
         if name not in entries:
             raise DataError(
                 f"{file}: expected tensor {name!r}, found {', '.join(entries) or 'none'}; name the "
-                "one to take (--column)"
+                "tensor with --column"
             )
         self._file, self._name = file, name
         self._rows = self._matrix(entries[name])
@@ -118,7 +119,7 @@ class TensorRows:
         if mask is not None and not bool(self._matrix(mask).all()):
             raise DataError(
                 f"{file}: 'attention_mask' has zeros, so rows are padded; give rows of real tokens, "
-                "or JSONL with input_ids, whose lines need not be alike"
+                "or JSONL with input_ids, whose lines may differ in length"
             )
 
     def _matrix(self, entry: Entry) -> np.ndarray[Any, Any]:
@@ -159,7 +160,9 @@ class DatasetRows:
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise DataError(f"{self._name}: needs a package: pip install datasets") from error
+            raise DataError(
+                f"{self._name}: the package datasets is missing: pip install datasets"
+            ) from error
         config = rest[0] if len(rest) == 2 else None
         try:
             self._rows = load_dataset(repo, config, split=rest[-1] if rest else "train")

@@ -1,6 +1,6 @@
-"""Text to token ids, by the tokenizer that lies beside the model's weights.
+"""Text to token ids, by the tokenizer in the checkpoint's folder.
 
-Only code that comes with transformers is run: a tokenizer that brings its own (Kimi's) is refused.
+Only code of transformers is run: a tokenizer with code of its own (Kimi's) is refused.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from qconvert.core.errors import DataError
 from qconvert.core.regular import open_regular
 
-# What a tokenizer may be made of, in the root of a checkpoint.
+# Files that a tokenizer may consist of, in the root of a checkpoint.
 _FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-_CURE = "give tokenized safetensors (`input_ids` [samples, length]), or --synthetic for a trial"
+_FIX = "give tokenized safetensors (`input_ids` [samples, length]), or --synthetic for a trial"
 
 # ShareGPT's names of who speaks, in the words that chat templates know.
 _ROLES = {
@@ -53,7 +53,7 @@ class Tokenizer:
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             if not any(True for pattern in _VOCABULARIES for _ in self._folder.glob(pattern)):
-                raise DataError(f"{self._folder}: expected tokenizer files, found none; {_CURE}")
+                raise DataError(f"{self._folder}: expected tokenizer files, found none; {_FIX}")
             for file in self._folder.iterdir():
                 _check_loadable(file)
             from transformers import AutoTokenizer
@@ -64,7 +64,7 @@ class Tokenizer:
                 )
             except Exception as error:  # of many kinds, from several libraries
                 raise DataError(
-                    f"{self._folder}: transformers cannot load the tokenizer: {_line(error)}; {_CURE}"
+                    f"{self._folder}: transformers cannot load the tokenizer: {_line(error)}; {_FIX}"
                 ) from error
         return self._loaded
 
@@ -98,7 +98,7 @@ class Tokenizer:
         try:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # a template raises what it likes
-            raise DataError(f"{where}: the chat template refuses it: {_line(error)}") from error
+            raise DataError(f"{where}: the chat template rejects it: {_line(error)}") from error
         return self._ids([text], special=False)[0]
 
     def row(self, row: Mapping[str, Any], column: str | None, where: str) -> list[int]:
@@ -113,7 +113,7 @@ class Tokenizer:
             known = ", ".join(ROW_COLUMNS)
             raise DataError(
                 f"{where}: expected one of the columns {known}, found "
-                f"{', '.join(present or row) or 'none'}; name the one to take (--column)"
+                f"{', '.join(present or row) or 'none'}; name the column with --column"
             )
         name = present[0] if column is None else column
         value = row[name]
@@ -137,7 +137,7 @@ def _check_loadable(file: Path) -> None:
     size = os.fstat(fd).st_size
     os.close(fd)
     if size > _MOST_TOKENIZER and any(file.match(pattern) for pattern in _FILES):
-        raise DataError(f"{file}: expected at most {_MOST_TOKENIZER} bytes, found {size}; {_CURE}")
+        raise DataError(f"{file}: expected at most {_MOST_TOKENIZER} bytes, found {size}; {_FIX}")
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         role = _ROLES.get(str(item["from"]))
         if role is None:
             raise DataError(
-                f"{where}: nobody called {item['from']!r} is known to speak; known are "
+                f"{where}: unknown speaker {item['from']!r}; supported values: "
                 f"{', '.join(sorted(_ROLES))}"
             )
         return {"role": role, "content": item["value"]}
@@ -175,7 +175,7 @@ def text_pieces(file: Path) -> Iterator[str]:
                     yield "".join(lines)
                     lines, size = [], 0
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 text: {error.reason}; write it anew") from error
+        raise DataError(f"{file}: is not UTF-8 text: {error.reason}; save it as UTF-8") from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
     if lines:
@@ -185,13 +185,15 @@ def text_pieces(file: Path) -> Iterator[str]:
 def text_windows(
     file: Path, tokenizer: Tokenizer, length: int, limit: int | None
 ) -> Iterator[Sequence[int]]:
-    """A text as consecutive windows of `length` ids, the first `limit` of them. Each begins with what
-    the tokenizer puts before a text. What is left at the end, shorter than a window, is one only
-    where there is no other. Raises DataError where no text fits beside what is put before it."""
+    """A text as consecutive windows of `length` ids, the first `limit` of them. Each begins with the
+    special tokens that the tokenizer puts before a text. The rest at the end, shorter than a window, is
+    a sample only where it is the only one. Raises DataError where special tokens leave no space."""
     prefix = tokenizer.prefix()
     body = length - len(prefix)
     if body < 1:
-        raise DataError(f"a length of {length} has no room beside {len(prefix)} special tokens")
+        raise DataError(
+            f"length {length} leaves no space for text after {len(prefix)} special tokens"
+        )
     ids: list[int] = []
     made = 0
     for batch in _batches(text_pieces(file)):

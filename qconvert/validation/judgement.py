@@ -28,7 +28,7 @@ from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.graph import Output, Source, Value
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
-from qconvert.run.executor import Prepared
+from qconvert.run.prepare import Prepared
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 

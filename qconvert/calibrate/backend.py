@@ -1,24 +1,26 @@
-"""The executor's maker: runs a plan's calibration and hands its codes in, packed."""
+"""GPTQ in this process: the backend that solves a plan's calibrated units, and packs their codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
-from qconvert.calibrate.settings import LayerStats, Settings, Target
+from qconvert.calibrate.memory import least_bytes
+from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings, Target
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Codes, Packer
+from qconvert.core.int_scheme import Packer
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.plan.plan import Calibrating, Plan, nodes
+from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
 from qconvert.run.files import Files
-from qconvert.run.outside import Desk, Wanted
 from qconvert.run.workspace import check_apart, check_folders_apart
 from qconvert.samples.data import load_tokens
 from qconvert.samples.request import Calibration, digest_of, fact
@@ -26,13 +28,10 @@ from qconvert.samples.request import Calibration, digest_of, fact
 if TYPE_CHECKING:
     from qconvert.samples.data import Ids
 
-Key = tuple[int, int, str]
 
-
-def maker_for(plans: Sequence[Plan], memory: int | None = None) -> CalibrationMaker | None:
-    """The maker of plans that are run together, None where nothing is to be calibrated. `memory` in
-    bytes, None for half of what is free. Raises PlanError where plans ask for different
-    calibrations."""
+def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
+    """The backend of plans that are run together, None where nothing is to be calibrated. Raises
+    PlanError where plans ask for different calibrations."""
     asked = [plan.calibration for plan in plans if plan.calibration is not None]
     if not asked:
         return None
@@ -40,20 +39,20 @@ def maker_for(plans: Sequence[Plan], memory: int | None = None) -> CalibrationMa
     for other in asked[1:]:
         if other.request != first.request:
             raise PlanError(
-                "folders made together are calibrated together: give them one calibration"
+                "folders written by one run share one calibration: give all of them the same one"
             )
     # Of all there are: an interrupted run may want no matrix of some kind any more.
     ops = [calibrated_op(node) for plan in plans for node in nodes(plan.tensors.values())]
     packers = {op.kind: op.packers for op in ops if op is not None}
-    return CalibrationMaker(first, memory, packers)
+    return GptqBackend(first, packers)
 
 
 @dataclass(frozen=True)
-class CalibrationMaker:
-    """See `maker_for`."""
+class GptqBackend:
+    """A `run.backend.Backend`; `packers` are those of each kind of matrix (gate_proj, up_proj,
+    down_proj), the same in all layers."""
 
     calibration: Calibrating
-    memory: int | None
     packers: Mapping[str, tuple[Packer, ...]]
 
     @cached_property
@@ -63,6 +62,14 @@ class CalibrationMaker:
         if request.kind in ("text", "jsonl", "dataset"):  # the others need no tokenizer
             _hush_transformers()
         return load_tokens(request, self.calibration.model.checkpoint.root, remarks.append), remarks
+
+    def needs(self) -> Needs:
+        dims, memory = self.calibration.model.census.dims, 0
+        # What there is where no device was named, only torch knows: too slow to import for this.
+        if self.packers and "cpu" in self.calibration.request.devices:
+            schemes = len(self.packers["gate_proj"])
+            memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes)
+        return Needs(memory, work_dir_bytes(self.calibration))
 
     def check(self, folders: Sequence[Path]) -> None:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
@@ -77,61 +84,65 @@ class CalibrationMaker:
         check_devices(request.devices)
         _ = self._data
 
-    def idle(self) -> Sequence[str]:
+    def unused(self) -> Sequence[str]:
         folder = self.calibration.request.save_stats
         if folder is None:
             return []
-        return [f"nothing was left to calibrate, so this run wrote no statistics to {folder}"]
+        return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
-    def disk_bytes(self) -> int:
-        return room_bytes(self.calibration)
-
-    def make(
-        self,
-        wanted: Sequence[Wanted],
-        desk: Desk,
-        *,
-        room: Path,
-        key: str,
-        files: Files,
-        say: Callable[[str], None],
-    ) -> Sequence[str]:
+    def solve(self, job: Job) -> Generator[Item]:
         _hush()
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
         request, model = self.calibration.request, self.calibration.model
-        say("reading calibration data")
+        yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
-            say(remark)
-        self._begin_stats(files)
-        handed = _Handed(
-            {(w.op.layer, w.op.expert, w.op.kind): w for w in wanted}, desk, request, files
-        )
+            yield Phase(remark)
+            yield Remark(remark)
+        self._begin_stats(job.files)  # claimed before hours of work
         devices = request.devices or found_devices()
-        summary = calibrate(
+        events = calibrate(
             model,
             samples,
             _targets(self.packers, model),
             _settings(request),
-            handed,
-            room=room,
-            memory=self.memory or free_bytes() // 2,
+            work_dir=job.work_dir,
+            memory=job.memory or free_bytes() // 2,
             devices=devices,
-            key=f"{key} {kind_of(devices)}",
-            last=max(w.op.layer for w in wanted),
-            say=say,
-            files=files,
+            key=f"{job.key} {kind_of(devices)}",
+            last=max(unit.op.layer for unit in job.units),
+            files=job.files,
         )
-        handed.check()
-        return [*remarks, *summary.remarks, *self._hotness(files)]
+        units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
+        with closing(events):
+            for event in events:
+                match event:
+                    case Matrix():
+                        # Of its layer, an interrupted run may have written some.
+                        unit = units.get((event.layer, event.expert, event.kind))
+                        if unit is not None:
+                            yield _packed(unit, event)
+                    case LayerDone():
+                        self._save_stats(event.layer, event.stats, job.files)
+                        yield Barrier()
+                    case Phase() | Remark():
+                        yield event
+                del event  # its codes must not live on while the next ones are computed
+        yield from map(Remark, self._hotness(job.files))
 
     def _begin_stats(self, files: Files) -> None:
-        """Claim the folder of statistics before hours of work."""
         request = self.calibration.request
         if request.save_stats is not None:
             begin(Path(request.save_stats), self._about(), files)
+
+    def _save_stats(self, layer: int, stats: LayerStats, files: Files) -> None:
+        from qconvert.calibrate.stats import save_layer
+
+        request = self.calibration.request
+        if request.save_stats is not None:
+            save_layer(Path(request.save_stats), layer, stats, files)
 
     def _about(self) -> dict[str, Any]:
         """What tells these statistics from those of another model, data or format: layers see what
@@ -145,29 +156,44 @@ class CalibrationMaker:
             **fact(request, digest_of(request, checkpoint.root)),
         }
 
-    def _hotness(self, files: Files) -> list[str]:
-        """The map of hot experts beside the statistics; a remark says how it is served."""
+    def _hotness(self, files: Files) -> Iterator[str]:
+        """Write the map of hot experts next to the statistics; a remark says how to serve with it."""
         from qconvert.calibrate.hotness import OPTIONS, save_hotness
 
         request, dims = self.calibration.request, self.calibration.model.census.dims
         if request.save_stats is None:
-            return []
+            return
         try:
             file = save_hotness(
                 Path(request.save_stats), dims.num_layers, dims.groups["moe"], files
             )
         except DataError as error:  # an earlier run's layers are in another folder
-            return [f"no map of hot experts was written: {error}"]
-        return [f"which experts are hot stands beside the statistics: {OPTIONS} {file.name}"]
+            yield f"no map of hot experts was written: {error}"
+        else:
+            yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
 
 
-def room_bytes(calibration: Calibrating) -> int:
-    """Bytes that the work folder may come to hold beside the result: states of every token."""
+def work_dir_bytes(calibration: Calibrating) -> int:
+    """Bytes that a calibration keeps in the work folder at the most: states of every token."""
     from qconvert.calibrate.engine import disk_bytes
 
     request = calibration.request
     hidden = calibration.model.census.dims.hidden_size
     return disk_bytes(request.samples * request.length, hidden)
+
+
+def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:
+    """A matrix as the unit's packers store it."""
+    buffers: list[Buffer] = []
+    for packer, codes in zip(unit.op.packers, matrix.codes, strict=True):
+        rows, columns = codes.codes.shape
+        outs = [
+            Buffer(part, memoryview(bytearray(part.nbytes)))
+            for part in packer.infer(TensorType("BF16", (rows, columns)))
+        ]
+        packer.pack(codes, outs)
+        buffers += outs
+    return Solved(unit.number, buffers, matrix.sources)
 
 
 def _hush() -> None:
@@ -207,50 +233,3 @@ def _targets(packers: Mapping[str, tuple[Packer, ...]], model: Plan) -> list[Tar
         Target(gate.scheme_of(columns["gate_proj"]), down.scheme_of(columns["down_proj"]))
         for gate, down in zip(packers["gate_proj"], packers["down_proj"], strict=True)
     ]
-
-
-class _Handed:
-    """Packs what the engine makes and hands in what is still wanted of it."""
-
-    def __init__(
-        self, wanted: dict[Key, Wanted], desk: Desk, request: Calibration, files: Files
-    ) -> None:
-        self._wanted = wanted
-        self._desk = desk
-        self._request = request
-        self._files = files
-
-    def put(
-        self,
-        layer: int,
-        expert: int,
-        kind: str,
-        made: Sequence[Codes],
-        sources: Sequence[Mapping[str, Any]],
-    ) -> None:
-        wanted = self._wanted.pop((layer, expert, kind), None)
-        if wanted is None:  # an interrupted run handed it in already
-            return
-        buffers: list[Buffer] = []
-        for packer, codes in zip(wanted.op.packers, made, strict=True):
-            rows, columns = codes.codes.shape
-            outs = [
-                Buffer(part, memoryview(bytearray(part.nbytes)))
-                for part in packer.infer(TensorType("BF16", (rows, columns)))
-            ]
-            packer.pack(codes, outs)
-            buffers += outs
-        self._desk.put(wanted.number, buffers, sources)
-
-    def done(self, layer: int, stats: LayerStats) -> None:
-        if self._request.save_stats is not None:
-            from qconvert.calibrate.stats import save_layer
-
-            save_layer(Path(self._request.save_stats), layer, stats, self._files)
-        self._desk.commit()
-
-    def check(self) -> None:
-        """Raise PlanError where the engine left something out."""
-        if self._wanted:
-            layer, expert, kind = min(self._wanted)
-            raise PlanError(f"layer {layer}: {kind} of expert {expert} was not calibrated")

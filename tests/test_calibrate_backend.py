@@ -1,4 +1,4 @@
-"""What a calibration's maker refuses before anything is written, and what tells its work apart."""
+"""What the calibration backend refuses before anything is written, and what tells its work apart."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from calibrated_plans import SYNTHETIC, MadeUp, amx_plan
 from checkpoints import run_cli
 from test_kt import qwen3_moe
 
+from qconvert.calibrate.backend import GptqBackend, backend_for
 from qconvert.calibrate.devices import check_devices, kind_of
-from qconvert.calibrate.maker import CalibrationMaker, maker_for
 from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
@@ -28,13 +28,13 @@ HIDDEN, INTERMEDIATE = 128, 256
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = qwen3_moe("bf16", hidden=HIDDEN, intermediate=INTERMEDIATE)
     model.config["vocab_size"] = 8
-    return model.write(tmp_path_factory.mktemp("maker") / "source")
+    return model.write(tmp_path_factory.mktemp("backend") / "source")
 
 
-def made(plan: Plan) -> CalibrationMaker:
-    maker = maker_for([plan])
-    assert maker is not None
-    return maker
+def made(plan: Plan) -> GptqBackend:
+    backend = backend_for([plan])
+    assert backend is not None
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
 ) -> None:
     plan = amx_plan(source, replace(SYNTHETIC, devices=("cpu", name)))
     with pytest.raises(RunError, match=f"device '{name}': expected one that torch"):
-        execute(plan, tmp_path / "out", maker=made(plan))
+        execute(plan, tmp_path / "out", backend=made(plan))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,7 +71,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_is_written(
     data.write_text('{"input_ids": [1, 2]}\n{"input_ids": [3, 99]}\n')
     plan = amx_plan(source, Calibration(str(data), samples=2, length=8))
     with pytest.raises(DataError, match=r"data\.jsonl:2: token id 99 is outside"):
-        execute(plan, tmp_path / "out", maker=made(plan))
+        execute(plan, tmp_path / "out", backend=made(plan))
     assert [file.name for file in tmp_path.iterdir()] == ["data.jsonl"]
 
 
@@ -82,7 +82,7 @@ def test_statistics_lie_apart_from_source_and_result(
     stats = source / "stats" if place == "source" else tmp_path / place
     plan = amx_plan(source, replace(SYNTHETIC, save_stats=str(stats)))
     with pytest.raises(OutputError, match="apart from"):
-        execute(plan, tmp_path / "out", maker=made(plan))
+        execute(plan, tmp_path / "out", backend=made(plan))
     assert list(tmp_path.iterdir()) == []
     assert not (source / "stats").exists()
 
@@ -96,7 +96,7 @@ def test_a_folder_of_other_statistics_is_refused_before_anything_is_written(
     begin(stats, made(one)._about())
     made(same).check([tmp_path / "out"])
     with pytest.raises(OutputError, match="another calibration"):  # other formats
-        execute(other, tmp_path / "out", maker=made(other))
+        execute(other, tmp_path / "out", backend=made(other))
     assert not (tmp_path / "out").exists()
 
 
@@ -123,27 +123,27 @@ def test_samples_are_read_once(source: Path, monkeypatch: pytest.MonkeyPatch) ->
         calls.append(1)
         return real(*args)
 
-    monkeypatch.setattr("qconvert.calibrate.maker.load_tokens", counted)
-    maker = made(amx_plan(source))
-    maker.check([])
-    assert len(maker._data[0]) == SYNTHETIC.samples
+    monkeypatch.setattr("qconvert.calibrate.backend.load_tokens", counted)
+    backend = made(amx_plan(source))
+    backend.check([])
+    assert len(backend._data[0]) == SYNTHETIC.samples
     assert len(calls) == 1
 
 
 def test_nothing_left_to_do_is_said_and_not_checked_again(source: Path, tmp_path: Path) -> None:
     first, second = MadeUp(HIDDEN, INTERMEDIATE), MadeUp(HIDDEN, INTERMEDIATE)
     plan = amx_plan(source, replace(SYNTHETIC, save_stats=str(tmp_path / "stats")))
-    execute(plan, tmp_path / "out", maker=first)
+    execute(plan, tmp_path / "out", backend=first)
     assert first.checked == [(tmp_path / "out",)]
-    again = execute(plan, tmp_path / "out", maker=second)
+    again = execute(plan, tmp_path / "out", backend=second)
     assert (again.already_done, again.remarks, second.checked) == (True, ("nothing made",), [])
-    remarks = execute(plan, tmp_path / "out", maker=made(plan)).remarks
+    remarks = execute(plan, tmp_path / "out", backend=made(plan)).remarks
     assert len(remarks) == 1
     assert "no statistics" in remarks[0]
     assert not (tmp_path / "stats").exists()
 
 
-def test_the_room_is_of_a_kind_of_device(
+def test_the_work_dir_is_of_a_kind_of_device(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes of a CPU and of a GPU do not mix; and nothing runs after the last layer wanted."""
@@ -155,11 +155,11 @@ def test_the_room_is_of_a_kind_of_device(
         raise Seen(key.split()[1:], last)
 
     monkeypatch.setattr("qconvert.calibrate.engine.calibrate", seen)
-    monkeypatch.setattr("qconvert.calibrate.maker.check_devices", lambda _: None)
+    monkeypatch.setattr("qconvert.calibrate.backend.check_devices", lambda _: None)
     for name, kind in (("cpu", "cpu"), ("cuda:1", "cuda")):
         plan = amx_plan(source, replace(SYNTHETIC, devices=(name,)))
         with pytest.raises(Seen) as caught:
-            execute(plan, tmp_path / name, maker=made(plan))
+            execute(plan, tmp_path / name, backend=made(plan))
         assert caught.value.args == ([kind], 1)
 
 

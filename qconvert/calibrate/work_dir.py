@@ -1,7 +1,7 @@
 """The work folder of a calibration: hidden states between layers, and how far it has come.
 
 Its state file is replaced only once everything that it speaks of is on disk, so an interrupted
-calibration goes on at a layer whose hidden states are whole.
+calibration continues at a layer whose hidden states are whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STATE = "state.json"
 
 
 @dataclass(frozen=True)
-class Room:
+class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]. `key` names the calibration."""
 
     path: Path
@@ -37,8 +37,8 @@ class Room:
         return InFile(path, self.count, self.width, torch.bfloat16, self.files, new=new)
 
     def layer(self) -> int | None:
-        """The layer to go on with, None where nothing was begun; what else lies here is removed. Raises
-        RunError for another calibration's room."""
+        """The layer to continue with, None where nothing was begun; what else lies here is removed.
+        Raises RunError for the folder of another calibration."""
         self.files.make_folder(self.path)
         file = self.path / _STATE
         layer: int | None = None
@@ -49,7 +49,7 @@ class Room:
             if state.get("key") != self.key:
                 raise RunError(
                     f"{self.path} holds another calibration (other data, settings, plan or kind of "
-                    "device); clean the output folder to begin again, or give what it was begun with"
+                    "device); give the options it was begun with, or drop it with qconvert clean"
                 )
             layer = state.get("layer")
             if type(layer) is not int or layer < 0:

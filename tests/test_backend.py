@@ -1,9 +1,11 @@
-"""Units that a maker makes: their bytes lie where the plan says, a receipt tells of them, and what was
-handed in before an interruption is not asked for again."""
+"""Units that a backend solves: their bytes lie where the plan says, a receipt tells of them, and what
+was solved before an interruption is not asked for again."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +15,18 @@ from checkpoints import read_tensors
 from faults import differing, tree
 from test_kt import qwen3_moe
 
-from qconvert.calibrate.maker import maker_for
+from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import OutputError, PlanError, RunError
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, nodes, run_passes
-from qconvert.run.executor import Options, Silent, execute
+from qconvert.run.backend import Barrier, Item, Job
+from qconvert.run.events import Silent
+from qconvert.run.executor import execute
+from qconvert.run.journal import read_journal
+from qconvert.run.prepare import Options
 from qconvert.samples.request import Calibration
 from qconvert.validators.reading.amx import tile_codes
 
@@ -34,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.write(tmp_path_factory.mktemp("outside") / "source")
 
 
-def maker(stop: int | None = None) -> MadeUp:
+def backend(stop: int | None = None) -> MadeUp:
     return MadeUp(HIDDEN, INTERMEDIATE, stop)
 
 
@@ -44,11 +50,9 @@ def ops(plan: object) -> list[Calibrated]:
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-def test_codes_are_read_back_as_they_were_handed_in(
-    source: Path, tmp_path: Path, numa: int
-) -> None:
+def test_codes_are_read_back_as_they_were_solved(source: Path, tmp_path: Path, numa: int) -> None:
     plan = amx_plan(source, numa=numa)
-    receipt = execute(plan, tmp_path / "out", maker=maker())
+    receipt = execute(plan, tmp_path / "out", backend=backend())
     assert receipt.remarks == ("made up",)
     stored = read_tensors(tmp_path / "out")
     for op in ops(plan):
@@ -72,18 +76,63 @@ def test_codes_are_read_back_as_they_were_handed_in(
 
 
 def test_the_receipt_says_what_was_read_for_it(source: Path, tmp_path: Path) -> None:
-    execute(amx_plan(source), tmp_path / "out", maker=maker())
+    execute(amx_plan(source), tmp_path / "out", backend=backend())
     lines = (tmp_path / "out" / "qconvert.receipt.jsonl").read_text().splitlines()
     experts = [line for line in map(json.loads, lines) if "xxh3" in line and "name" in line]
     assert experts
-    # The maker says it read tensor `x`, which is none of the plan's: only true ranges are kept.
+    # The backend says it read tensor `x`, which is none of the plan's: only true ranges are kept.
     assert all(line["sources"] == [] for line in experts)
 
 
-def test_without_a_maker_nothing_is_touched(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no maker"):
+def test_without_a_backend_nothing_is_touched(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no backend"):
         execute(amx_plan(source), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_backend_that_needs_more_memory_than_there_is_touches_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    needy = MadeUp(HIDDEN, INTERMEDIATE, memory=300 << 20)
+    with pytest.raises(PlanError, match=r"more than 300 MiB .* \(given: 256 MiB\)"):
+        execute(amx_plan(source), tmp_path / "out", Options(256 << 20), backend=needy)
+    assert not (tmp_path / "out").exists()
+    assert not needy.made
+    execute(amx_plan(source), tmp_path / "out", Options(512 << 20), backend=needy)
+    assert needy.made
+
+
+def test_a_unit_that_a_backend_leaves_out_is_named(source: Path, tmp_path: Path) -> None:
+    class Forgetful(MadeUp):
+        def solve(self, job: Job) -> Generator[Item]:
+            yield from super().solve(replace(job, units=job.units[1:]))
+
+    plan = amx_plan(source)
+    with pytest.raises(PlanError, match=r"layer 0: .*_proj of expert 0 was not calibrated"):
+        execute(plan, tmp_path / "out", backend=Forgetful(HIDDEN, INTERMEDIATE))
+    rest = backend()
+    execute(plan, tmp_path / "out", backend=rest)
+    assert len(rest.made) == 1  # what was solved had been kept
+
+
+def test_after_a_barrier_everything_before_it_is_in_the_journal(
+    source: Path, tmp_path: Path
+) -> None:
+    counts: list[tuple[int, int]] = []
+
+    class Looking(MadeUp):
+        def solve(self, job: Job) -> Generator[Item]:
+            for item in super().solve(job):
+                yield item
+                if isinstance(item, Barrier):
+                    found = read_journal(tmp_path / "out" / ".qconvert" / "journal.jsonl")
+                    assert found is not None
+                    mine = {unit.number for unit in job.units} & set(found.units)
+                    counts.append((len(mine), len(self.made)))
+
+    execute(amx_plan(source), tmp_path / "out", backend=Looking(HIDDEN, INTERMEDIATE))
+    assert counts
+    assert all(kept == made > 0 for kept, made in counts)
 
 
 def test_the_op_alone_says_what_is_needed(source: Path) -> None:
@@ -95,13 +144,13 @@ def test_interrupted_in_the_second_layer_the_first_is_not_made_again(
     source: Path, tmp_path: Path
 ) -> None:
     plan = amx_plan(source)
-    execute(plan, tmp_path / "undisturbed", maker=maker())
+    execute(plan, tmp_path / "undisturbed", backend=backend())
     total = len(ops(plan))
-    first, second = maker(stop=total // 2 + 1), maker()
+    first, second = backend(stop=total // 2 + 1), backend()
     with pytest.raises(KeyboardInterrupt):
-        execute(plan, tmp_path / "out", maker=first)
+        execute(plan, tmp_path / "out", backend=first)
     assert not (tmp_path / "out" / "config.json").exists()
-    execute(plan, tmp_path / "out", maker=second)
+    execute(plan, tmp_path / "out", backend=second)
     # What was on its way when it stopped is made again, what was committed is not.
     assert {layer for layer, _, _ in second.made} == {1}
     assert len(second.made) == total // 2
@@ -112,21 +161,21 @@ def test_what_a_calibration_remembers_goes_with_the_work_folder(
     source: Path, tmp_path: Path
 ) -> None:
     class Remembering(MadeUp):
-        def make(self, *args: object, room: Path, **more: object) -> list[str]:
-            room.mkdir(exist_ok=True)
-            (room / "hidden").write_bytes(b"states")
-            return list(super().make(*args, room=room, **more))  # type: ignore[arg-type]
+        def solve(self, job: Job) -> Generator[Item]:
+            job.work_dir.mkdir(exist_ok=True)
+            (job.work_dir / "hidden").write_bytes(b"states")
+            yield from super().solve(job)
 
-    execute(amx_plan(source), tmp_path / "out", maker=Remembering(HIDDEN, INTERMEDIATE))
+    execute(amx_plan(source), tmp_path / "out", backend=Remembering(HIDDEN, INTERMEDIATE))
     assert not (tmp_path / "out" / ".qconvert").exists()
 
 
 def test_another_calibration_is_another_plan(source: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        execute(amx_plan(source), tmp_path / "out", maker=maker(stop=2))
+        execute(amx_plan(source), tmp_path / "out", backend=backend(stop=2))
     other = amx_plan(source, Calibration(synthetic=True, samples=2, length=8, dampening_frac=0.02))
     with pytest.raises(OutputError, match=r"dampening_frac=0\.01"):
-        execute(other, tmp_path / "out", maker=maker())
+        execute(other, tmp_path / "out", backend=backend())
 
 
 def test_where_data_lies_is_not_part_of_the_plan(source: Path, tmp_path: Path) -> None:
@@ -153,14 +202,14 @@ def test_bytes_are_counted_once(source: Path, tmp_path: Path) -> None:
             self.wrote_bytes += nbytes
 
     events = Listening()
-    execute(amx_plan(source), tmp_path / "out", Options(jobs=1), events=events, maker=maker())
+    execute(amx_plan(source), tmp_path / "out", Options(jobs=1), events=events, backend=backend())
     assert events.wrote_bytes == events.total > 0
 
 
 def test_what_is_left_may_be_of_one_kind_only(source: Path) -> None:
     """A run stopped within its last layer wants down projections alone."""
     plan = amx_plan(source)
-    made = maker_for([plan])
+    made = backend_for([plan])
     assert made is not None
     assert set(made.packers) == {"gate_proj", "up_proj", "down_proj"}
 

@@ -1,0 +1,170 @@
+"""The seam between the executor and whatever computes calibrated weights.
+
+A unit with a `Calibrated` op is not a worker's to run: how a layer's codes come out depends on what goes
+through the model up to it. A backend is asked for all such units of a run at once, and streams results
+back. They are written at their known places, hashed and journalled like any other unit's. This module is
+all that both sides know of each other: a backend may compute here, in another process, or far away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer
+from qconvert.matrices.calibrated import Calibrated, calibrated_op
+from qconvert.plan.units import Compute, Unit
+from qconvert.run.files import Files
+from qconvert.run.sink import Sink, Underway
+from qconvert.run.unit_runner import Place, UnitResult
+from qconvert.run.worker import Done, Setup, unit_runner
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a backend takes beside the result, in bytes: `memory` at the very least (0: not known
+    beforehand), `disk` of the work folder at the most."""
+
+    memory: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedUnit:
+    """A unit for a backend: its number, and the one op that gives all of its results."""
+
+    number: int
+    op: Calibrated
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a backend is asked for: `units`, which are those that are not in the journal yet.
+
+    `memory` is what it may take, in bytes (None: as it sees fit). `work_dir` is a folder for what it has
+    to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
+    is done there. `key` names this run: what was kept under another key must not be continued."""
+
+    units: tuple[CalibratedUnit, ...]
+    memory: int | None
+    work_dir: Path
+    key: str
+    files: Files
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """Results of a unit, a buffer for each port of its op in order, and the source ranges that were read
+    for it: name, start, stop, xxh3. The buffers are read before the next item is asked for."""
+
+    number: int
+    results: Sequence[Buffer]
+    sources: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """The next item is asked for only once everything before this one is on disk and in the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is being done from now on, for a progress bar."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What the user must know of the result."""
+
+    text: str
+
+
+Item = Solved | Barrier | Phase | Remark
+
+
+class Backend(Protocol):
+    """Solves all calibrated units of a run."""
+
+    def needs(self) -> Needs:
+        """What it takes. Reads and writes nothing."""
+
+    def check(self, folders: Sequence[Path]) -> None:
+        """Refuse what is known to go wrong before anything is written: data, devices, folders of its own
+        that overlap `folders`, the results'. Writes nothing."""
+
+    def unused(self) -> Sequence[str]:
+        """Remarks for a run that has nothing left to solve."""
+
+    def solve(self, job: Job) -> Generator[Item]:
+        """Every unit of the job, in any order. Closed early where the run fails; what it is to continue
+        from after that lies in the job's `work_dir`."""
+
+
+def calibrated_in(unit: Unit) -> Calibrated | None:
+    """The op of a unit that is a backend's to compute, None for a worker's unit."""
+    for step in unit.steps:
+        if isinstance(step, Compute):
+            for node in step.nodes:
+                if (op := calibrated_op(node)) is not None:
+                    return op
+    return None
+
+
+def write_solved(
+    items: Generator[Item],
+    setup: Setup,
+    files: Files,
+    units: Mapping[int, Unit],
+    places: Mapping[str, Place],
+    *,
+    wrote: Callable[[int], None],
+    phase: Callable[[str], None],
+    finished: Callable[[int, UnitResult], None],
+    commit: Callable[[], None],
+) -> list[str]:
+    """Write what a backend solves. `finished` hears of each unit once its bytes are written; `commit`
+    makes durable what it heard of. Returns the backend's remarks. Raises PlanError where one of `units`
+    was not solved."""
+    remarks: list[str] = []
+    left = set(units)
+    sink = Sink(files, setup.paths, setup.window)
+    runner = unit_runner(setup, sink, wrote)
+    underway: Underway[Done] = Underway(sink)
+
+    def tell(written: Iterable[Done]) -> None:
+        for done in written:
+            finished(done.number, done.result)
+
+    try:
+        with closing(items):
+            for item in items:
+                match item:
+                    case Solved():
+                        left.remove(item.number)
+                        unit = units[item.number]
+                        result = runner.write(unit, places, item.results, item.sources)
+                        underway.add(Done(item.number, result))
+                        tell(underway.settled())
+                    case Barrier():
+                        tell(underway.flush())
+                        commit()
+                    case Phase():
+                        phase(item.text)
+                    case Remark():
+                        remarks.append(item.text)
+                del item  # its buffers must not live on while the next ones are computed
+            tell(underway.flush())
+    finally:
+        runner.close()
+        sink.close()
+    for number in sorted(left):
+        op = calibrated_in(units[number])
+        assert op is not None
+        raise PlanError(f"layer {op.layer}: {op.kind} of expert {op.expert} was not calibrated")
+    return remarks

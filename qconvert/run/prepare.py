@@ -1,0 +1,116 @@
+"""A plan made ready to run: cut into units and files, with its share of memory. Nothing is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.checkpoint.checkpoint import file_size
+from qconvert.core.dtypes import TensorType
+from qconvert.plan.plan import Plan
+from qconvert.plan.units import Unit, units
+from qconvert.run.backend import calibrated_in
+from qconvert.run.committer import COMMIT_BYTES
+from qconvert.run.files import can_link, existing_parent
+from qconvert.run.memory import Share, share_out
+from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
+
+# Journal, receipt and index lines of one tensor, generously.
+_RECORD_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a plan. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
+    each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
+    `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
+    files that a plan may hold as they are stand in by hard link where they are on the same disk.
+    `verify` hashes all that an earlier run left, not only what it wrote last."""
+
+    memory: int | None = None
+    jobs: int | None = None
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    sha256: bool = False
+    commit_bytes: int = COMMIT_BYTES
+    link_near: Path | None = None
+    verify: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan ready to run: its units, files, and share of memory. Everything that can be refused
+    without touching the output folder has been. Plans that run together have the units and the
+    share in common."""
+
+    plan: Plan
+    options: Options
+    fingerprint: str
+    units: tuple[Unit, ...]
+    layout: Layout
+    share: Share
+
+
+def prepare(plan: Plan, options: Options) -> Prepared:
+    """Cut the plan into units and files and share out the memory. Raises PlanError where a unit
+    cannot fit. Reads no tensor data and writes nothing."""
+    return prepare_together([plan], options)[0]
+
+
+def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
+    """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
+    once, and written for every plan that wants it. Their tensors must have different names."""
+    merged = {name: output for plan in plans for name, output in plan.tensors.items()}
+    assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
+    cut = tuple(units(merged))
+    tensors = max(len(plans[0].checkpoint), len(merged))
+    # A backend takes memory of its own, after the workers have given theirs back.
+    workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
+    share = share_out(workers, tensors, options.memory, options.jobs)
+    ready = []
+    for plan in plans:
+        metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
+        links = []
+        if options.link_near is not None:
+            links = _links(plan, options.link_near, options.max_shard_size)
+        layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
+        ready.append(Prepared(plan, options, plan.fingerprint(), cut, layout, share))
+    return ready
+
+
+def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
+    """The plan's linkable source files that can be hard-linked to the output's disk, and are not larger
+    than an explicit --max-shard-size."""
+    folder = existing_parent(near)
+    linked = _linked_already(near)
+    # Published shards are about as large as the default, some a little larger.
+    largest = max_shard_size if max_shard_size != DEFAULT_SHARD_BYTES else sys.maxsize
+    by_shard: dict[int, list[tuple[str, TensorType, int]]] = {n: [] for n in plan.linkable}
+    for name, source in plan.checkpoint.items():
+        if source.shard in by_shard:
+            by_shard[source.shard].append((name, source.type, source.offset))
+    return [
+        Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
+        for number, tensors in by_shard.items()
+        if (shard := plan.checkpoint.shards[number]).size <= largest
+        and (shard.inode in linked or can_link(shard.path, folder))
+    ]
+
+
+def _linked_already(near: Path) -> frozenset[int]:
+    """Inodes of shards that already lie in the output. Another link would only change the source's
+    ctime, and a resumed run would have to hash its bytes again."""
+    return frozenset(file.stat().st_ino for file in near.glob("**/*.safetensors") if file.is_file())
+
+
+def side_bytes(plan: Plan) -> int:
+    """Size of the side files that travel along. Raises CheckpointError if one cannot be read."""
+    return sum(file_size(plan.checkpoint.root / name) for name in plan.side_files)
+
+
+def disk_bytes(ready: Prepared) -> int:
+    """Bytes a run will put on disk, generously."""
+    records = _RECORD_BYTES * len(ready.plan.tensors)
+    texts = sum(len(text.encode()) for text in ready.plan.new_files.values())
+    return ready.layout.written + side_bytes(ready.plan) + texts + records

@@ -1,0 +1,204 @@
+"""What an interrupted run left: which folders can go on, and what of the work in them is still good."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qconvert.core.errors import OutputError
+from qconvert.run.events import Events
+from qconvert.run.shards import OutFile
+from qconvert.run.staging import check_staged, identity_of, lost_shards, planned_places
+from qconvert.run.target import Target
+from qconvert.run.vouched import LOOK_BACK, check_units, wrong_units
+from qconvert.run.workspace import JOURNAL, Workspace
+
+Records = Sequence[str]
+# A planned file and the folder it is for.
+_Shard = tuple[Workspace, str]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, and where its units add what they leave. `kept` are the receipt lines of
+    finished units, by number; `before` those of units that were finished once and must be done again;
+    `remarks` are for the user; `seen` is how the source's shards were when the units were made."""
+
+    kept: dict[int, Records]
+    before: Mapping[int, Records]
+    remarks: list[str]
+    seen: Any
+
+
+def open_journals(targets: Sequence[Target]) -> list[Target]:
+    """Go on where all folders can; else begin all of them anew. A folder that is finished needs no
+    journal. Raises as `is_resumable` does."""
+    resumable = is_resumable(targets)
+    if not resumable:
+        # The first folder's journal goes first: it speaks of files in all of them.
+        for target in targets:
+            target.space.forget()
+    run = secrets.token_hex(8)
+    found: list[Target] = []
+    # It also comes last, when all files it may speak of are there.
+    for target in reversed(targets):
+        space = target.space
+        if space.finished:
+            found.append(target)
+        elif resumable:
+            found.append(replace(target, journal=space.resume()))
+        else:
+            found.append(replace(target, journal=space.begin(target.ready.layout, run)))
+    return found[::-1]
+
+
+def is_resumable(targets: Sequence[Target]) -> bool:
+    """Whether all folders can be gone on with. Raises OutputError where one is finished that another
+    begun anew would write to."""
+    first = targets[0].space
+    unfinished = [target.space.remembered for target in targets if not target.space.finished]
+    runs = {None if left is None else left.run for left in unfinished}
+    resumable = None not in runs and len(runs) == 1
+    finished = [target.out for target in targets if target.space.finished]
+    kept = len(first.remembered.units) if first.remembered is not None else None
+    if finished and not (resumable and kept == len(targets[0].ready.units)):
+        raise OutputError(
+            f"{finished[0]} is finished, and the other folder of its run, {first.out}, is not; remove "
+            f"{finished[0]} to write both again"
+        )
+    return resumable
+
+
+def progress_of(targets: Sequence[Target], told: Events) -> Progress:
+    """What of the work that was left can be built on. Files that are not as planned are made anew; where
+    some had been published, all are taken out of sight first.
+
+    Raises OutputError for records that are not this plan's, and where another folder of the run is
+    finished and would have to be written to.
+    """
+    first = targets[0]
+    remembered = first.space.remembered
+    if remembered is None:
+        return Progress({}, {}, [], identity_of(first.ready)["seen"])
+    told.phase("checking what was done before")
+    kept, units = remembered.units, first.ready.units
+    at = _places(targets)
+    names = {name: place for name, (_, place) in at.items()}
+    check_units(kept, units, names, first.space.work / JOURNAL)
+
+    def where(name: str) -> tuple[Path, int]:
+        space, (file, offset) = at[name]
+        return space.find(file), offset
+
+    verify = first.ready.options.verify
+    wrong = wrong_units(kept, units, where, None if verify else LOOK_BACK)
+    begun = [target for target in targets if target.journal is not None]
+    _withdraw(begun, damaged=bool(wrong))
+    before: dict[int, Records] = {}
+    if not any(target.publishing for target in begun):
+        before = _forget_damaged(targets, begun, kept, set(wrong), at)
+    return Progress(kept, before, list(remembered.remarks), remembered.seen)
+
+
+def _places(targets: Sequence[Target]) -> dict[str, tuple[Workspace, tuple[str, int]]]:
+    """Of each output its folder, and file name and offset there."""
+    return {
+        name: (target.space, place)
+        for target in targets
+        for name, place in planned_places(target.ready.layout.files).items()
+    }
+
+
+def _withdraw(begun: Sequence[Target], *, damaged: bool) -> None:
+    """Take all folders out of sight again where some are, and any of them is not fit to be published."""
+    rounds = max(target.space.withdrawals for target in begun)
+    if any(target.publishing for target in begun) and (damaged or not all(map(_is_sound, begun))):
+        rounds += 1
+    for target in begun:
+        assert target.journal is not None
+        if target.space.withdrawals < rounds:
+            target.space.withdraw_again(target.journal)
+    for target in begun:
+        target.space.move_back()
+
+
+def _is_sound(target: Target) -> bool:
+    """Whether a folder that is being published, or about to be, can be."""
+    try:
+        if target.publishing:
+            check_staged(target.ready, target.space)
+    except OutputError:
+        return False
+    return target.publishing or not lost_shards(target.ready, target.space.stage)
+
+
+def _forget_damaged(
+    targets: Sequence[Target],
+    begun: Sequence[Target],
+    kept: dict[int, Records],
+    wrong: set[int],
+    at: Mapping[str, tuple[Workspace, tuple[str, int]]],
+) -> dict[int, Records]:
+    """Take units out of `kept`, and out of the journal, that are wrong or in lost files, and make those
+    files anew. Returns the units' records."""
+    units = targets[0].ready.units
+    files = [{(at[name][0], at[name][1][0]) for name, _ in unit.outputs} for unit in units]
+    lost = {
+        (target.space, file.name): file
+        for target in begun
+        for file in target.ready.layout.files
+        if file.name in lost_shards(target.ready, target.space.stage)
+    }
+    before = _take_out(kept, wrong, files, lost, _shared(begun, lost))
+    if before:
+        _check_none_finished(targets)
+        assert targets[0].journal is not None
+        targets[0].journal.append([{"forget": sorted(before)}])
+    for (space, _), file in lost.items():
+        space.make_again(file)
+    return before
+
+
+def _shared(begun: Sequence[Target], lost: Mapping[_Shard, OutFile]) -> dict[_Shard, OutFile]:
+    """Staged files that have a second name, which may be anyone's."""
+    return {
+        (target.space, file.name): file
+        for target in begun
+        for file in target.ready.layout.files
+        if file.link is None
+        and (target.space, file.name) not in lost
+        and (target.space.stage / file.name).stat().st_nlink > 1
+    }
+
+
+def _take_out(
+    kept: dict[int, Records],
+    wrong: set[int],
+    files: Sequence[set[_Shard]],
+    lost: dict[_Shard, OutFile],
+    shared: Mapping[_Shard, OutFile],
+) -> dict[int, Records]:
+    """Take units out of `kept` that are wrong or in lost files. `files` are those of each unit. A shared
+    file that would be written to is lost too: it is added to `lost`."""
+    before: dict[int, Records] = {}
+    while True:
+        for number in [n for n in kept if n in wrong or files[n] & lost.keys()]:
+            before[number] = kept.pop(number)
+        written = {file for n, unit in enumerate(files) if n not in kept for file in unit}
+        more = {key: file for key, file in shared.items() if key in written and key not in lost}
+        if not more:
+            return before
+        lost |= more
+
+
+def _check_none_finished(targets: Sequence[Target]) -> None:
+    first = targets[0].out
+    for target in targets:
+        if target.space.finished:
+            raise OutputError(
+                f"{first}: unfinished work in it is damaged, and the other folder of its run, "
+                f"{target.out}, is finished; remove the latter, and run qconvert clean {first}"
+            )

@@ -1,0 +1,133 @@
+"""The units that the journal does not know are run: by workers, or by a backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.core.errors import QConvertError
+from qconvert.plan.units import Unit
+from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
+from qconvert.run.committer import Committer
+from qconvert.run.events import Events
+from qconvert.run.files import Files
+from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
+from qconvert.run.resume import Progress
+from qconvert.run.target import Target
+from qconvert.run.unit_runner import Place, UnitResult
+from qconvert.run.vouched import check_same_sources
+from qconvert.run.worker import Progress as Made
+from qconvert.run.worker import Setup
+from qconvert.run.workspace import CALIBRATION
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """What all units of a run are written with. `finished` takes what a unit leaves once its bytes are
+    written, `commit` makes that durable."""
+
+    setup: Setup
+    places: Mapping[str, Place]
+    files: Files
+    told: Events
+    finished: Callable[[int, UnitResult], None]
+    commit: Callable[[], None]
+
+
+def run_units(
+    targets: Sequence[Target],
+    progress: Progress,
+    told: Events,
+    files: Files,
+    backend: Backend | None,
+) -> None:
+    """Run the units that are left, those of workers first, and add their records to `progress`."""
+    ready, journal = targets[0].ready, targets[0].journal
+    assert journal is not None, "the first folder is published last"
+    left = [
+        (number, unit) for number, unit in enumerate(ready.units) if number not in progress.kept
+    ]
+    total = sum(unit.write for unit in ready.units)
+    told.start(total, total - sum(unit.write for _, unit in left))
+    if not left:
+        return
+    setup, places = _setup(targets)
+    committer = Committer(journal, files, setup.paths, ready.options.commit_bytes)
+
+    def finished(number: int, result: UnitResult) -> None:
+        if number in progress.before:
+            check_same_sources(progress.before[number], result.records, ready.plan.checkpoint)
+        progress.kept[number] = result.records
+        progress.remarks.extend(result.remarks)
+        committer.add(number, result)
+
+    writing = _Writing(setup, places, files, told, finished, committer.commit)
+    solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
+    try:
+        _by_workers(targets, [item for item in left if item[0] not in solved], writing)
+        if solved:
+            assert backend is not None, "checked before anything was claimed"
+            progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
+    except (KeyboardInterrupt, QConvertError):
+        # What is finished is kept, unless keeping it fails as well.
+        with suppress(QConvertError):
+            committer.commit()
+        raise
+    committer.commit()
+
+
+def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
+    """Files of all folders, and where in them each output goes."""
+    paths: list[Path] = []
+    places: dict[str, Place] = {}
+    for target in targets:
+        base, layout = len(paths), target.ready.layout
+        paths += [target.space.stage / file.name for file in layout.files]
+        for name, (n, at) in layout.places.items():
+            places[name] = Place(base + n, at, layout.files[n].link is not None)
+    ready = targets[0].ready
+    share = ready.share
+    shards = ready.plan.checkpoint.shards
+    return Setup(shards, paths, share.arena, share.window, os.getpid()), places
+
+
+def _by_workers(targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing) -> None:
+    """Run units in this process or in workers, which inherit the folders' locks."""
+    ready = targets[0].ready
+    size = min(BATCH_BYTES, ready.options.commit_bytes)
+    batches = cut_batches(todo, writing.places, size)
+    locks = [target.space.lock_fd for target in targets if not target.space.finished]
+    stream = (
+        run_here(writing.setup, batches, writing.files)
+        if ready.share.jobs == 1
+        else run_workers(writing.setup, ready.share.jobs, batches, locks)
+    )
+    # Closed whatever happens here: workers must not outlive the run they belong to.
+    with closing(stream):
+        for message in stream:
+            if isinstance(message, Made):
+                writing.told.wrote(message.nbytes)
+            else:
+                writing.finished(message.number, message.result)
+
+
+def _by_backend(
+    first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
+) -> list[str]:
+    """Let a backend solve units, and write what it solves. Returns its remarks."""
+    asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
+    job = Job(
+        tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
+        memory=first.ready.options.memory,
+        work_dir=first.space.work / CALIBRATION,
+        key=first.ready.fingerprint,
+        files=writing.files,
+    )
+    return write_solved(
+        backend.solve(job), writing.setup, writing.files, units, writing.places,
+        wrote=writing.told.wrote, phase=writing.told.phase, finished=writing.finished,
+        commit=writing.commit,
+    )  # fmt: skip
