@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import click
 
-from qconvert.cli.options import MOST, DataName, Device, Folder, Share, from_options, stacked
+from qconvert.cli.options import (
+    MOST,
+    DataName,
+    Device,
+    Folder,
+    Renamed,
+    Share,
+    from_options,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from qconvert.cli.convert import RunOptions
@@ -62,11 +71,13 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option(
         "--min-tokens", type=click.IntRange(1, MOST),
-        help="An expert with fewer of its own is handled as --few says, and listed. [default: 128]",
+        help="An expert that fewer tokens reach is undersampled: it is listed, and calibrated as "
+        "--undersampled says. [default: 128]",
     ),
     click.option(
-        "--few", type=click.Choice(["all", "rtn"]),
-        help="`all`: such an expert is calibrated on all tokens. `rtn`: it is rounded. [default: all]",
+        "--undersampled", "few", cls=Renamed, old=("--few",), type=click.Choice(["all", "rtn"]),
+        help="`all`: calibrate an undersampled expert on all tokens. `rtn`: round it to nearest. "
+        "[default: all]",
     ),
     click.option(
         "--save-stats", metavar="DIR", type=Folder(),
@@ -98,7 +109,7 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
     if not options["gptq"]:
         if given:
             name = next(n for n in options if _FIELDS.get(n, n) in given)
-            flag = {"devices": "device"}.get(name, name.replace("_", "-"))
+            flag = {"devices": "device", "few": "undersampled"}.get(name, name.replace("_", "-"))
             raise click.UsageError(f"--{flag} goes with --gptq")
         return None
     if options["synthetic"] == (options["data"] is not None):

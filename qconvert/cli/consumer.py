@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ConsumerName(click.ParamType[str]):
@@ -27,3 +30,11 @@ class ConsumerName(click.ParamType[str]):
         if self._only and consumer.name not in self._only:
             self.fail(f"{consumer.name!r} is not one of {', '.join(self._only)}", param, ctx)
         return str(value)
+
+
+def made_for(names: str, *only: str) -> Callable[[F], F]:
+    """`--for`; `names` are those that the command has layouts for, `only` the ones that it takes."""
+    return click.option(
+        "--for", "consumer", type=ConsumerName(*only), metavar="NAME[==VERSION]",
+        help=f"The runtime or model class that will load the result. [{names}]",
+    )  # fmt: skip

@@ -12,14 +12,12 @@ from qconvert.cli.calibration import CALIBRATION, calibration_from, split_option
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
-    RunOptions,
     carry_out,
     convert,
-    prepared,
-    run_options,
+    plan_options,
     show_plan,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, Folder
+from qconvert.cli.options import MOST, OUT, SOURCE, Folder, Words
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -32,9 +30,10 @@ _NUMA = click.option(
     help="NUMA nodes of the machine that will serve; the runtime is started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(
-    "--rounding", type=click.Choice(["peer", "search"]), default="peer", show_default=True,
-    help="`peer`: the bytes kt-kernel's own converter writes. `search`: the same format, each row's "
-    "step searched for the least error; slower.",
+    "--rounding", type=Words(["reference", "search"], old={"peer": "reference"}),
+    default="reference", show_default=True,
+    help="`reference`: the bytes that kt-kernel's own converter writes. `search`: the same format, with "
+    "each row's scale searched for the least error; slower.",
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
@@ -56,7 +55,7 @@ def amx(
     out: Path,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: Literal["peer", "search"],
+    rounding: str,
     mtp: Literal["keep", "drop"],
     **given: Any,
 ) -> None:
@@ -75,9 +74,11 @@ def amx(
     """
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import fields_of
 
     asked, options = split_options(given)
-    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
+    known = fields_of("amx", {"rounding": rounding})
+    steps = (ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
 
 
@@ -106,7 +107,7 @@ def kt(
     cpu_out: Path,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: Literal["peer", "search"],
+    rounding: str,
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | None,
@@ -121,51 +122,26 @@ def kt(
       qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.recipe.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
-    if gpu_out is None:
-        from qconvert.recipe.recipe import Recipe
-
-        recipe = Recipe("kt", (cpu_side,), options["max_shard_size"])
-        convert(recipe, checkpoint, cpu_out, options)
-    else:
-        _convert_pair(checkpoint, cpu_side, cpu_out, gpu_out, options)
-    if options["dump_after"] is None:
-        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out, err=options["as_json"])
-
-
-def _convert_pair(
-    checkpoint: Checkpoint,
-    cpu_side: ExpertsToAmx,
-    cpu_out: Path,
-    gpu_out: Path,
-    options: RunOptions,
-) -> None:
-    """Plan both folders, show them, and make them in one read."""
-    from qconvert.passes.pair import pair_plans
-    from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.plan.plan import Plan
-    from qconvert.recipe.recipe import Recipe
-    from qconvert.run.workspace import check_apart, check_folders_apart
-
-    if not options["dry_run"]:  # a dry run shows the plan first
-        for out in (cpu_out, gpu_out):
-            check_apart(out, checkpoint)
-        check_folders_apart(gpu_out, cpu_out)
-    if options["dump_after"] is not None:
+    if gpu_out is not None and options["dump_after"] is not None:
         raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
-    pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
-    ready, verdicts = prepared(pair, run_options(Recipe("kt", ()), options), options["base_model"])
-    folders = list(zip(ready, (cpu_out, gpu_out), strict=True))
-    show_plan(folders, options, verdicts)
-    if not options["dry_run"]:
-        carry_out(folders, options["as_json"])
+    known = fields_of("amx", {"rounding": rounding})
+    cpu_side = ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known)
+    if gpu_out is None:
+        planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
+    else:
+        planned = api.plan_pair(cpu_side, source, cpu_out, gpu_out, **plan_options(options))
+        show_plan(planned, options)
+        if not options["dry_run"]:
+            carry_out(planned, as_json=options["as_json"])
+    if planned is not None:
+        _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options["as_json"])
 
 
 def _tell_how(

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import click
 
-from qconvert.cli.consumer import ConsumerName
+from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import MOST, OUT, SOURCE
-
-if TYPE_CHECKING:
-    from qconvert.plan.plan import Pass
+from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
 
 
 @click.command()
 @SOURCE
 @OUT
-@click.option(
-    "--for",
-    "consumer",
-    type=ConsumerName(),
-    metavar="NAME[==VERSION]",
-    help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
-)
+@made_for("sglang, vllm, transformers; qwen3-next: a model class")
 @click.option(
     "--groups", type=click.IntRange(1, MOST), help="Order by groups, for your own loader."
 )
-@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order a fused source is in.")
+@SOURCE_GROUPS
 @click.option(
     "--what",
     type=click.Choice(["gdn", "gate_up", "qkv"]),
@@ -58,29 +49,24 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert.api import open_checkpoint
     from qconvert.passes.fuse import Fuse
+    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
         raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    steps = _of_class(step, consumer, checkpoint.family.name)
+    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
+    steps = steps_for(step, consumer, checkpoint.family.name)
     convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
 
 
 @click.command()
 @SOURCE
 @OUT
-@click.option(
-    "--for",
-    "consumer",
-    type=ConsumerName(),
-    metavar="NAME[==VERSION]",
-    help="Who will load it: sglang, vllm, transformers, or qwen3.5 (the model class).",
-)
-@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order the source is in.")
+@made_for("sglang, vllm, transformers; qwen3.5: a model class")
+@SOURCE_GROUPS
 @CONVERSION
 def unfuse(
     source: str,
@@ -100,27 +86,14 @@ def unfuse(
       qconvert unfuse fused-for-sglang out --for vllm
       qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert.api import open_checkpoint
     from qconvert.passes.fuse import Unfuse
+    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    steps = _of_class(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
+    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
+    steps = steps_for(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
     convert(Recipe("unfuse", steps, options["max_shard_size"]), checkpoint, out, options)
-
-
-def _of_class(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
-    """The step, and those that make the consumer's model class of another."""
-    from qconvert.passes.as_class import AsClass
-    from qconvert.passes.experts import Unstack
-    from qconvert.runtimes.consumers import parse_consumer
-
-    name = None if consumer is None else parse_consumer(consumer).name
-    if name == "qwen3-next" and family == "qwen3_5":
-        return Unstack(optional=True), step, AsClass("qwen3_next")
-    if name == "qwen3.5" and family == "qwen3_next":
-        return step, AsClass("qwen3_5_text")
-    return (step,)
 
 
 @click.group()

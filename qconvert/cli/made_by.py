@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qconvert.core.shown import count
+from qconvert.recipe.words import rounding_word
 
 _MOST = 6
 
@@ -41,8 +42,8 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
         nodes = amx.get("numa")
         where = count(nodes, "NUMA node") if isinstance(nodes, int) else "NUMA nodes"
         yield (
-            f"experts for CPU kernels: {amx.get('method')} for {where}, {amx.get('rounding')} rounding; "
-            "all else is read from the GPU side"
+            f"experts for CPU kernels: {amx.get('method')} for {where}, "
+            f"{rounding_word(amx.get('rounding'))} rounding; all else is read from the GPU side"
         )
     pair = _map(manifest, "pair")
     if pair:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SOURCE, Folder, from_options
+from qconvert.cli.options import OUT, SOURCE, STATS, TARGETS, from_options
 
 if TYPE_CHECKING:
     from qconvert.ops.fp4 import Dialect
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
     "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
     help="Whose names, scales and config. The bytes differ too: one divides, the other multiplies.",
 )  # fmt: skip
-@click.option(
-    "--targets", type=click.Choice(["experts", "all"]), default="experts", show_default=True,
-    help="`experts`: the routed experts; all else as it is, FP8 too. `all`: every linear layer that "
-    "is known to be loaded in NVFP4.",
-)  # fmt: skip
-@click.option(
-    "--stats", type=Folder(), metavar="DIR",
-    help="What a calibration saw (--save-stats DIR of `w4a16 --gptq`): input scales are taken from it, "
-    "and the config says that activations are quantized.",
-)  # fmt: skip
+@TARGETS
+@STATS
 @click.option(
     "--weight-only", is_flag=True,
     help="No input scales: activations stay bf16. So it is without --stats anyway.",
@@ -40,7 +32,7 @@ def nvfp4(
     source: str,
     out: Path,
     dialect: Dialect,
-    targets: Literal["experts", "all"],
+    targets: tuple[str, ...],
     stats: Path | None,
     weight_only: bool,
     **options: Unpack[RunOptions],
@@ -60,13 +52,15 @@ def nvfp4(
     Examples:
       qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
-      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets all --weight-only
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
     from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import EXPERTS, fields_of
 
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: leave --stats out")
     with from_options():
-        step = ToNvfp4(dialect, targets, weight_only, None if stats is None else str(stats))
+        chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
+        step = ToNvfp4(dialect, chosen, weight_only, None if stats is None else str(stats))
     convert(Recipe("nvfp4", (step,), options["max_shard_size"]), source, out, options)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,6 +187,36 @@ class Share(click.FloatRange):
         return number
 
 
+class Renamed(click.Option):
+    """An option with earlier spellings, which are taken until 0.2 and shown nowhere."""
+
+    def __init__(self, declared: Sequence[str], *, old: Sequence[str] = (), **given: Any) -> None:
+        super().__init__([*declared, *old], **given)
+        self.old = tuple(old)
+
+    def _without_old(self) -> Renamed:
+        shown = copy(self)
+        shown.opts = [spelling for spelling in self.opts if spelling not in self.old]
+        return shown
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return click.Option.get_help_record(self._without_old(), ctx)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        return click.Option.get_error_hint(self._without_old(), ctx)
+
+
+class Words(click.Choice[str]):
+    """A choice some of whose words were others before: `old` maps those, taken until 0.2, to today's."""
+
+    def __init__(self, words: Sequence[str], *, old: Mapping[str, str]) -> None:
+        super().__init__(words)
+        self._old = dict(old)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(self._old.get(str(value), value), param, ctx)
+
+
 @contextmanager
 def from_options() -> Iterator[None]:
     """Around the building of a pass or a calibration from options alone: what it refuses then, no
@@ -212,9 +243,72 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 MOST = (
     2**31 - 1
 )  # of whatever an option counts; the product of two is still a number to compute with
+# Options of several commands: one meaning, so one text. What differs is their default.
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
     "otherwise.",
+)  # fmt: skip
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+DRY_RUN = click.option(
+    "--dry-run", is_flag=True, help="Show what would be done, and what would be refused; write and "
+    "send nothing.",
+)  # fmt: skip
+
+
+def memory(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--memory", type=Size(), metavar="SIZE",
+        help=f"Memory of all processes together, e.g. 512MiB. [default: {default}]",
+    )  # fmt: skip
+
+
+def jobs(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--jobs", type=click.IntRange(1, MOST), metavar="N",
+        help=f"Worker processes. [default: {default}]",
+    )  # fmt: skip
+
+
+def base_model(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--base-model", metavar="ORG/NAME", type=ModelId(),
+        help=f"The source's repo, for the model card. [default: {default}]",
+    )  # fmt: skip
+
+
+def level(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--level", type=click.Choice(["headers", "sample", "full"]), default=default,
+        show_default=True,
+        help="What is validated: `headers` reads no weights, `sample` some of each kind, `full` every "
+        "byte.",
+    )  # fmt: skip
+
+
+AGAINST = click.option(
+    "--against", type=SourceName(), metavar="SRC",
+    help="The source that the folder was made from, to compare it with.",
+)  # fmt: skip
+SOURCE_GROUPS = click.option(
+    "--source-groups", type=click.IntRange(1, MOST), metavar="N",
+    help="Groups in which the rows of the source's fused projections are ordered.",
+)  # fmt: skip
+# What a quantization takes: the same words and patterns for each format.
+TARGETS = click.option(
+    "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
+    metavar="NAME",
+    help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that runtimes "
+    "load so), a module's name, the end of one, or re:PATTERN. Repeatable. [default: experts]",
+)  # fmt: skip
+IGNORE = click.option(
+    "--ignore", multiple=True, type=Pattern(), metavar="NAME",
+    help="What is left of the targets as it is: a module's name, the end of one, or re:PATTERN. "
+    "Repeatable.",
+)  # fmt: skip
+STATS = click.option(
+    "--stats", type=Folder(), metavar="DIR",
+    help="Statistics of a calibration (DIR of `w4a16 --gptq --save-stats DIR`), to take the input "
+    "scales of activations from.",
 )  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())
 OUT = click.argument("out", type=Folder())

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.options import FOLLOW_LINKS, Branch, Folder, ModelId, SourceName
+from qconvert.cli.options import (
+    AGAINST,
+    DRY_RUN,
+    FOLLOW_LINKS,
+    JSON,
+    Branch,
+    Folder,
+    base_model,
+    level,
+)
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_json
 
@@ -33,35 +42,17 @@ _MOST_LISTED = 12
 )
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead.")
 @click.option("--commit-message", metavar="TEXT", help="[default: what made the folder]")
-@click.option(
-    "--base-model",
-    metavar="ORG/NAME",
-    type=ModelId(),
-    help="The source's repo, for the model card.",
-)
-@click.option(
-    "--against",
-    metavar="SRC",
-    type=SourceName(),
-    help="Validate against the source, and say so in the card.",
-)
-@click.option(
-    "--level",
-    type=click.Choice(["headers", "sample", "full"]),
-    default="sample",
-    show_default=True,
-    help="Level of the validation before, as in `validate`.",
-)
+@base_model("what README.md names")
+@AGAINST
+@level("sample")
 @click.option("--no-card", is_flag=True, help="Leave README.md as it is.")
 @click.option(
     "--read-back", is_flag=True, help="Afterwards fetch every file and compare its bytes."
 )
 @FOLLOW_LINKS
 @click.option("--force", is_flag=True, help="Upload what does not validate; the card says so.")
-@click.option(
-    "--dry-run", is_flag=True, help="Validate, list the files, and stop: without the Hub."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@DRY_RUN
+@JSON
 def upload(
     folder: Path,
     repo: str,

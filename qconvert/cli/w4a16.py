@@ -9,7 +9,7 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.cli.convert import CONVERSION, convert
-from qconvert.cli.options import MOST, OUT, SOURCE, Pattern, from_options
+from qconvert.cli.options import IGNORE, MOST, OUT, SOURCE, TARGETS, Renamed, from_options
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -30,19 +30,13 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 )  # fmt: skip
 @click.option("--asymmetric", is_flag=True, help="A zero point beside each scale.")
 @click.option(
-    "--format", "packing", type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]),
-    default="compressed-tensors", show_default=True,
-    help="How it is stored; gptq and gptq-v2 differ in how zero points are.",
+    "--packing", "packing", cls=Renamed, old=("--format",),
+    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+    show_default=True,
+    help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
 )  # fmt: skip
-@click.option(
-    "--target", "targets", multiple=True, type=Pattern(), metavar="NAME",
-    help="What is quantized: a module's name, the end of one, re:PATTERN, or Linear (all linears that "
-    "runtimes load so). May be repeated. [default: routed experts]",
-)  # fmt: skip
-@click.option(
-    "--ignore", multiple=True, type=Pattern(), metavar="NAME",
-    help="Of these, what is left. May be repeated.",
-)  # fmt: skip
+@TARGETS
+@IGNORE
 @click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",
     help="Refuse what would not load on N tensor-parallel ranks.",
@@ -73,7 +67,7 @@ def w4a16(
     actorder: Literal["static", "group"] | None,
     **given: Any,
 ) -> None:
-    """Quantize the routed experts of SRC, or what --target names, to packed INT4 or INT8.
+    """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
 
     Everything else stays as it is, FP8 too, and the config says which is which. Symmetric and
     asymmetric compressed-tensors results are llm-compressor's of the same weights in BF16, byte for byte
@@ -84,12 +78,13 @@ def w4a16(
     Examples:
       qconvert w4a16 Qwen/Qwen3-235B-A22B out --rtn --tp 4 --dry-run
       qconvert w4a16 GLM-4.5-Air out --rtn --group-size 32 --tp 4
-      qconvert gptq4 Qwen3-30B-A3B out --rtn --format gptq
-      qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --target Linear
+      qconvert gptq4 Qwen3-30B-A3B out --rtn --packing gptq
+      qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
       qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
     """
-    from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+    from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import EXPERTS, fields_of
 
     asked, options = split_options(given)
     if rtn == asked["gptq"]:
@@ -102,7 +97,7 @@ def w4a16(
             bits=8 if bits == "8" else 4,
             symmetric=not asymmetric,
             packing=packing,
-            targets=targets or (EXPERTS,),
+            **fields_of("w4a16", {"targets": targets or (EXPERTS,)}),
             ignore=ignore,
             leave_bf16=leave_bf16,
             tp=tp,
