@@ -41,6 +41,7 @@ from qconvert.core.errors import (
 )
 from qconvert.core.sizes import parse_size
 from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.stages import split_plan
@@ -70,6 +71,7 @@ from qconvert.validation.runner import Level, Report, Request, validate_folder, 
 
 __all__ = (
     "Calibration",
+    "CheckedFolder",
     "Checkpoint",
     "CheckpointError",
     "DataError",
@@ -89,10 +91,13 @@ __all__ = (
     "Report",
     "Result",
     "RunError",
+    "Uploaded",
     "UsageError",
     "Verdict",
     "carry_out",
     "check_foreseen",
+    "check_upload",
+    "destination",
     "diff",
     "load_recipe",
     "open_checkpoint",
@@ -100,7 +105,9 @@ __all__ = (
     "plan_after",
     "plan_pair",
     "plan_stages",
+    "refusal",
     "run",
+    "upload",
     "validate",
     "validate_kernels",
 )

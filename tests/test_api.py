@@ -6,6 +6,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,12 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 
 NAMES = (
-    "Calibration", "Checkpoint", "CheckpointError", "DataError", "Difference", "Events", "Finding",
-    "Measure", "Outlook", "OutputError", "PlanError", "Planned", "PlannedFolder", "PlannedStages",
-    "QConvertError", "Recipe", "RecipeError", "Report", "Result", "RunError", "UsageError", "Verdict",
-    "carry_out", "check_foreseen", "diff", "load_recipe", "open_checkpoint", "plan", "plan_after",
-    "plan_pair", "plan_stages", "run", "validate", "validate_kernels",
+    "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
+    "Events", "Finding", "Measure", "Outlook", "OutputError", "PlanError", "Planned", "PlannedFolder",
+    "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Report", "Result", "RunError",
+    "Uploaded", "UsageError", "Verdict", "carry_out", "check_foreseen", "check_upload", "destination",
+    "diff", "load_recipe", "open_checkpoint", "plan", "plan_after", "plan_pair", "plan_stages",
+    "refusal", "run", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 
 
@@ -283,3 +285,43 @@ def test_a_repo_or_folder_of_stages_takes_no_pair(source: Path, tmp_path: Path) 
     api.carry_out(api.plan_stages("copy", source, tmp_path / "s", "1,1", jobs=1))
     with pytest.raises(api.UsageError, match="--pair goes with"):
         api.validate(tmp_path / "s", pair=source)
+
+
+# --- Documents -----------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
+        program = program.replace(f'"{name}"', repr(str(path)))
+    names: dict[str, Any] = {}
+    exec(program.replace("jobs=8", "jobs=1"), names)
+    assert names["made"].folder == tmp_path / "out"
+    assert names["report"].errors == 0
+
+
+# --- Uploads -------------------------------------------------------------------------------------
+
+
+def test_what_would_be_uploaded_is_refused_or_listed(source: Path, tmp_path: Path) -> None:
+    """Without the Hub; with it: test_hub_upload.py."""
+    made = api.run("dequant-fp8", source, tmp_path / "out", jobs=1).folder
+    before = tree(made)
+    checked = api.check_upload(made, source, level="full", dry_run=True)
+    assert checked.report.errors == 0
+    files = checked.files(base_model="org/model")
+    assert set(files) == set(before)
+    assert files["README.md"] != (made / "README.md").stat().st_size
+    assert tree(made) == before
+    with pytest.raises(api.OutputError, match="dry run"):
+        api.upload(checked, "me/model")
+    (made / "config.json").write_text("{}")
+    broken = api.check_upload(made, level="headers")
+    with pytest.raises(api.OutputError, match="not uploaded: "):
+        api.upload(broken, "me/model")
+    for repo, revision in (("model", None), ("me/model@a", "b")):
+        with pytest.raises(api.UsageError):
+            api.destination(repo, revision)
+    with pytest.raises(api.UsageError, match="--create-pr"):
+        api.destination("me/model", "x", create_pr=True)

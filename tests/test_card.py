@@ -402,7 +402,7 @@ def test_many_findings_are_counted_and_errors_come_first() -> None:
     assert listed[0] == "- error QC002: e: bad"
     assert len(listed) == 20
     assert "... and 11 more findings." in text
-    assert "**Uploaded although it does not validate.**" in text
+    assert "**Uploaded although it failed validation.**" in text
 
 
 def test_nothing_checked_is_said_so() -> None:
@@ -424,9 +424,9 @@ def test_nothing_checked_is_said_so() -> None:
                       "expected": 1}]}, FP8, ["    vllm serve REPO"]),
         ({"passes": [{"name": "fuse", "spec": "Fuse(consumer='transformers')", "matched": 1,
                       "expected": 1}]}, FP8, ['from_pretrained("REPO")']),
-        ({"passes": []}, BF16, ["Every tensor as it is.", "no runtime in particular"]),
+        ({"passes": []}, BF16, ["All tensors are unchanged.", "not made for a specific runtime"]),
         ({"dropped": {"drop: what=mtp": ["a", "b"]}, "dropped_files": {"x.json": "amx: stale"}}, BF16,
-         ["left out: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
+         ["dropped: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
         ({"stage": {"number": 1, "of": 4, "layers": [15, 30],
                     "environment": {"SGLANG_PP_LAYER_PARTITION": "15,15,15,16"}}}, BF16,
          ["pipeline stage 1 of 4, layers 15 to 29", "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),

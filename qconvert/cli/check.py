@@ -1,4 +1,4 @@
-"""inspect, diff, validate: looking without touching."""
+"""inspect, diff, validate: commands that only read."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 
 @click.command()
 @SOURCE
-@click.option("--tensors", metavar="PATTERN", help="List tensors whose names fit, e.g. '*.61.*'.")
+@click.option("--tensors", metavar="PATTERN", help="List tensors whose names match, e.g. '*.61.*'.")
 @FOLLOW_LINKS
 @JSON
 def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
-    """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
+    """Show the contents of a checkpoint, from its headers: model, dtypes, roles, quantization.
 
-    Works on sources and on outputs of qconvert. Of a repo on the Hub only headers and small files
-    are fetched; with HF_HUB_OFFLINE it is looked for in the local cache.
+    Works on sources and on outputs of qconvert. From a repo on the Hub only headers and small files are
+    fetched; with HF_HUB_OFFLINE the local cache is used.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
         if tensors is not None:
             _say_tensors(checkpoint, tensors, as_json=as_json)
             return
-        from qconvert.cli.plan_report import inspect_json, inspect_lines, inspect_stages
+        from qconvert.cli.inspect_report import inspect_json, inspect_lines, inspect_stages
 
         stages = stage_folders(Path(place.folder))
         found = inspect_stages(checkpoint, stages) if stages else inspect_json(checkpoint)
@@ -93,14 +93,14 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.argument("a", type=SourceName())
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
-@click.option("--all", "every", is_flag=True, help="A line for every difference.")
+@click.option("--all", "every", is_flag=True, help="Print a line for every difference.")
 @FOLLOW_LINKS
 @JSON
 def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
-    """Compare two checkpoints tensor by tensor, wherever their shards put them.
+    """Compare two checkpoints tensor by tensor, whatever their shards.
 
-    Differences are told by role, at most a screen of them. Exit code 0 where A and B are equal, 3
-    where they differ.
+    Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
+    they differ.
 
     \b
     Examples:
@@ -157,13 +157,13 @@ class Layers(click.ParamType[tuple[int, ...]]):
     "--pair",
     type=SourceName(),
     metavar="GPU",
-    help="The GPU side a folder of CPU experts is served with.",
+    help="The GPU side that a folder of CPU experts is served with.",
 )
 @click.option(
     "--kernels",
     is_flag=True,
-    help="Compare our Triton kernels with torch: on random weights, and on OUT's where they fit. "
-    "Without a GPU they run in Triton's interpreter, small.",
+    help="Compare qconvert's Triton kernels with torch, on random weights and on those of OUT. "
+    "Without a GPU they run in Triton's interpreter, on small shapes.",
 )
 @click.option(
     "--logits",
@@ -174,13 +174,13 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--attribute",
     is_flag=True,
-    help="Say how much of the output error each cause makes: codes, activations, FP8.",
+    help="Attribute the output error to its causes: codes, activations, FP8.",
 )
 @click.option(
     "--layers",
     type=Layers(),
     metavar="0,3,58-60",
-    help="Layers that --kernels and --attribute look at, instead of a few.",
+    help="Layers for --kernels and --attribute. [default: a few]",
 )
 @jobs("the cores, as far as the work needs them")
 @memory("not limited")
@@ -188,7 +188,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     "--format",
     "form",
     type=click.Choice(["text", "json", "junit", "sarif", "markdown", "github", "html"]),
-    help="What to print [text; github within GitHub Actions].",
+    help="Format of the printed report. [default: text; github in GitHub Actions]",
 )
 @JSON
 @click.option(
@@ -197,7 +197,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     multiple=True,
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
+    help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
 @FOLLOW_LINKS
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
@@ -220,9 +220,9 @@ def validate(
 ) -> int:
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
-    Prints findings, then what was proved, what was only read, and what was not looked at. Exit code 3
-    on an error-level finding. Under GitHub Actions it also writes the step's summary. Of a repo on the
-    Hub, level headers fetches no weights; other levels take it from the local cache.
+    Prints findings, then what was proved, what was only read, and what was not checked. Exit code 3 on
+    an error-level finding. In GitHub Actions it also writes the step's summary. From a repo on the Hub
+    level headers fetches no weights; the other levels use the local cache.
 
     \b
     Examples:
@@ -262,32 +262,32 @@ def validate(
 
 
 def _explain(rule_id: str) -> None:
-    """Raises UsageError for an id that there is not."""
+    """Print a rule. Raises UsageError for an unknown id."""
     from qconvert.core.errors import UsageError
     from qconvert.validation.runner import rules
 
     known = rules()
     if rule_id.upper() not in known:
-        raise UsageError(f"no rule {rule_id!r}; there are {', '.join(known)}")
+        raise UsageError(f"unknown rule {rule_id!r}; rules are {', '.join(known)}")
     rule = known[rule_id.upper()]
     say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
 
 
 def _forms(files: Sequence[Path]) -> list[str]:
-    """The formats of report files. Raises UsageError for a suffix that names none, QConvertError for a
-    folder that is not there."""
+    """Formats of report files. Raises UsageError for an unknown suffix, QConvertError for a missing
+    folder."""
     from qconvert.core.errors import QConvertError
     from qconvert.validation.reports import suffix_format
 
     forms = [suffix_format(file) for file in files]
     for file in files:
         if not file.absolute().parent.is_dir():
-            raise QConvertError(f"{file}: there is no folder {file.parent} to write it to")
+            raise QConvertError(f"{file}: folder {file.parent} does not exist")
     return forms
 
 
 def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) -> None:
-    """Print the report, write it to files, each in its format, and to the step's summary."""
+    """Print the report, write it to files, and to the step's summary in GitHub Actions."""
     from qconvert.validation.reports import append_step_summary, render
 
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
@@ -298,5 +298,5 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
         file.write_text(render(report, kind), encoding="utf-8")
     try:
         append_step_summary(report)
-    except OSError as error:  # says nothing of the folder
-        say(f"qconvert: the job's summary was not written: {error}", err=True)
+    except OSError as error:  # no fault of the folder
+        say(f"qconvert: cannot write the job's summary: {error}", err=True)

@@ -1,4 +1,4 @@
-"""`--for NAME[==VERSION]`: who will load the result."""
+"""`--for NAME[==VERSION]`: the runtime or model class that will load the result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ConsumerName(click.ParamType[str]):
-    """A consumer that layouts are known for, and the version of it, as they were written. `only` are the
-    names that a command takes."""
+    """A consumer with known layouts, with or without its version. `only` are the names that a command
+    takes."""
 
     name = "consumer"
 

@@ -1,4 +1,4 @@
-"""plan, run, and a command for each conversion, which is a recipe in flags."""
+"""plan, run, and what every conversion command shares: options, the shown plan, the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RunOptions(TypedDict):
 
 
 class PlanOptions(TypedDict):
-    """Those of them that planning takes."""
+    """The options that planning takes."""
 
     memory: int | None
     jobs: int | None
@@ -103,10 +103,10 @@ CONVERSION: Callable[[F], F] = stacked(
 @_PLANNING
 @DATA
 def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
-    """Show what RECIPE would make of SRC, from its headers alone.
+    """Show the plan of RECIPE for SRC, from its headers alone.
 
-    RECIPE is a YAML file, llm-compressor's too, or a built-in name. With OUT, the time is estimated
-    with the write speed of its disk.
+    RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
+    estimated from the write speed of its disk.
 
     \b
     Examples:
@@ -131,10 +131,10 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 @RUNNING
 @DATA
 def run(recipe: str, source: str, out: Path, **given: Any) -> None:
-    """Carry out RECIPE on SRC into the folder OUT.
+    """Run RECIPE on SRC and write the folder OUT.
 
-    Interrupted, by anything, the same command goes on where it stopped. A recipe of llm-compressor's
-    (GPTQModifier, QuantizationModifier) runs as it is; one that calibrates takes its data here.
+    After any interruption the same command continues where it stopped. Recipes of llm-compressor
+    (GPTQModifier, QuantizationModifier) run unchanged; one that calibrates takes its data from --data.
 
     \b
     Examples:
@@ -145,27 +145,27 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
     from qconvert.recipe.recipe import load_recipe
 
     data, rest = split_data(given)
-    options = cast(RunOptions, {**rest, "print_recipe": False})  # it is one already
+    options = cast(RunOptions, {**rest, "print_recipe": False})  # it is a recipe already
     convert(load_recipe(recipe, data), source, out, options)
 
 
 @click.command()
 @SOURCE
 @OUT
-@click.option("--drop-mtp", is_flag=True, help="Leave the MTP (draft) layers out.")
+@click.option("--drop-mtp", is_flag=True, help="Drop the MTP (draft) layers.")
 @click.option(
     "--allow-overflow",
     is_flag=True,
-    help="Write weights beyond BF16 as infinite, instead of ending the run.",
+    help="Write weights that exceed BF16 as infinity, instead of failing.",
 )
 @CONVERSION
 def dequant(
     source: str, out: Path, drop_mtp: bool, allow_overflow: bool, **options: Unpack[RunOptions]
 ) -> None:
-    """Turn the FP8 weights of SRC into BF16, exactly: bf16(fp32(w) * fp32(s)).
+    """Dequantize the FP8 weights of SRC to BF16, exactly: bf16(fp32(w) * fp32(s)).
 
-    Block, per-channel and per-tensor scales; MTP layers are kept unless dropped by --drop-mtp. A weight
-    that BF16 cannot hold ends the run and is named; with --allow-overflow qconvert.json says so.
+    Supports block, per-channel and per-tensor scales; MTP layers are kept without --drop-mtp. A weight
+    that exceeds BF16 ends the run with its name; with --allow-overflow it is noted in qconvert.json.
 
     \b
     Examples:
@@ -185,8 +185,8 @@ def dequant(
 def convert(
     recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
 ) -> Planned | None:
-    """Plan a recipe and, unless it is a dry run, carry it out, telling the user. None where only the
-    recipe or a dump was asked for."""
+    """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
+    a dump was requested."""
     if options["print_recipe"]:
         say(*recipe.to_yaml().splitlines())
         return None
@@ -203,7 +203,7 @@ def convert(
 
 
 def plan_options(options: RunOptions) -> PlanOptions:
-    """A dry run shows the plan first, and refuses then."""
+    """The options for planning. A dry run shows the plan before it refuses."""
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
@@ -213,7 +213,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
 
 
 def dump_after(recipe: Recipe, source: str | Checkpoint, options: RunOptions) -> None:
-    """Every tensor with the expression it comes from, as it stands after a pass."""
+    """Print every tensor with its expression, as it is after a pass."""
     from qconvert import api
     from qconvert.cli.plan_report import dump, expression
 
@@ -234,9 +234,9 @@ def dump_after(recipe: Recipe, source: str | Checkpoint, options: RunOptions) ->
 
 
 def show_plan(planned: Planned, options: RunOptions) -> None:
-    """The plan of each folder goes to stdout where it is the result, to stderr where a run follows.
-    How fast this machine is gets measured for the first only: the run itself will soon tell. Raises
-    OutputError, after that, for a dry run of what the run would refuse."""
+    """Print the plan of each folder: to stdout in a dry run, to stderr before a run. A dry run also
+    measures the speed of this machine, and raises OutputError, after printing, where the run would
+    refuse."""
     from qconvert.api import check_foreseen
     from qconvert.cli.plan_report import Rates, outlook_json, outlook_lines, plan_json, plan_lines
     from qconvert.run.probe import read_rate, write_rate
@@ -265,7 +265,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
 
 
 def carry_out(planned: Planned, *, as_json: bool = False, quiet: bool = False) -> None:
-    """Run what was planned and tell the user."""
+    """Run the plan and print the result."""
     import time
 
     from qconvert import api

@@ -1,5 +1,5 @@
-"""The main jobs on an embedded sample, start to end: an FP8 checkpoint fused for sglang, then
-dequantized; each planned, converted, validated, and compared with an independent computation."""
+"""The main conversions on an embedded sample: an FP8 checkpoint is fused for sglang, then dequantized;
+each result is validated, and the last is compared with torch's own decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_demo(folder: Path | None) -> None:
     """Make the sample, fuse it, dequantize it, and validate both results. Raises QConvertError if
     anything does not hold.
 
-    `folder` keeps the files; without it they go to a temporary folder and are removed.
+    The files are kept in `folder`; without it they go to a temporary folder and are removed.
     """
     if folder is not None:
         if folder.exists() and any(folder.iterdir()):
@@ -51,7 +51,7 @@ def _demo(folder: Path) -> None:
 
 
 def _convert(source: Path, out: Path, step: Pass) -> None:
-    """Plan, show, run."""
+    """Plan, show the plan, run it."""
     planned = api.plan(step, source, out, jobs=1)
     (folder,) = planned.folders
     lines = plan_lines(folder.ready, out.name, Rates(None, None), folder.verdict)
@@ -66,7 +66,7 @@ def _validate(source: Path, out: Path) -> None:
     report = api.validate(out, source, level="full")
     say_report(render(report, "text"), "text")
     if report.findings:
-        raise RunError(f"{out.name} did not validate")
+        raise RunError(f"{out.name} failed validation")
 
 
 def _compare_with_torch(source: Path, out: Path) -> int:

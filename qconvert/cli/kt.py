@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
     "--numa", required=True, type=click.IntRange(1, MOST),
-    help="NUMA nodes of the machine that will serve; the runtime is started with the same count.",
+    help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(
     "--rounding", type=Words(["reference", "search"], old={"peer": "reference"}),
@@ -37,7 +37,7 @@ _ROUNDING = click.option(
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
-    help="Experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers as a whole.",
+    help="Keep or drop experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers entirely.",
 )  # fmt: skip
 
 
@@ -61,9 +61,9 @@ def amx(
 ) -> None:
     """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
 
-    Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds experts only: the
-    runtime reads the other layers from SRC itself (`qconvert kt` prints how to start it). With --gptq
-    codes are calibrated, in the same byte format.
+    Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds the experts only: the
+    runtime reads all other layers from SRC (`qconvert kt` prints the launch command). With --gptq codes
+    are calibrated; the format is the same.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def amx(
     "--cpu-out",
     required=True,
     type=Folder(),
-    help="Folder for the CPU's experts.",
+    help="Folder for the experts on the CPU side.",
 )
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
 @_NUMA
@@ -96,8 +96,8 @@ def amx(
 @_MTP
 @click.option(
     "--gpu", type=click.Choice(["source", "w4a16"]), default="source", show_default=True,
-    help="`source`: SRC itself is the GPU side. `w4a16`: a folder with experts in packed INT4 "
-    "(round to nearest, groups of 128) and all other layers as they are.",
+    help="`source`: the GPU side is SRC. `w4a16`: a folder with experts in packed INT4 (round to "
+    "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
 @CALIBRATION
@@ -113,8 +113,8 @@ def kt(
     gpu_out: Path | None,
     **given: Any,
 ) -> None:
-    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how. With --gptq
-    one calibration finds the codes of both.
+    """Convert SRC for KTransformers, CPU and GPU side in one read, and print the launch command. With
+    --gptq one calibration serves both sides.
 
     \b
     Examples:
@@ -127,10 +127,12 @@ def kt(
     from qconvert.recipe.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
-        raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
+        raise click.UsageError("--gpu w4a16 needs --gpu-out; --gpu source takes none")
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
     if gpu_out is not None and options["dump_after"] is not None:
-        raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
+        raise click.UsageError(
+            "--dump-after is not supported with --gpu w4a16; use `amx` for the CPU side"
+        )
     known = fields_of("amx", {"rounding": rounding})
     cpu_side = ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known)
     if gpu_out is None:
@@ -152,8 +154,8 @@ def _tell_how(
     *,
     err: bool,
 ) -> None:
-    """The launch line; and where kt reads the source as it is, that too. To stderr where stdout is
-    JSON."""
+    """The launch command; and the one for the unconverted source, if kt-kernel reads that. To stderr if
+    stdout is JSON."""
     from qconvert.formats.amx.encode import RUNTIME_NAME
     from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
 
@@ -166,7 +168,7 @@ def _tell_how(
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
         say(
-            f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
+            f"kt-kernel also reads {checkpoint.root} without conversion: --kt-method "
             f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
             err=err,
         )

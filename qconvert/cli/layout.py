@@ -1,4 +1,4 @@
-"""fuse, unfuse, experts: the same numbers in another order."""
+"""fuse, unfuse, experts: the same weights in another layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
 @OUT
 @made_for("sglang, vllm, transformers; qwen3-next: a model class")
 @click.option(
-    "--groups", type=click.IntRange(1, MOST), help="Order by groups, for your own loader."
+    "--groups",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help="Number of groups in which rows are ordered, for your own loader.",
 )
 @SOURCE_GROUPS
 @click.option(
@@ -25,7 +28,7 @@ from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
     type=click.Choice(["gdn", "gate_up", "qkv"]),
     default="gdn",
     show_default=True,
-    help="Which projections.",
+    help="Projections to fuse.",
 )
 @CONVERSION
 def fuse(
@@ -37,11 +40,11 @@ def fuse(
     what: str,
     **options: Unpack[RunOptions],
 ) -> None:
-    """Bring Gated DeltaNet projections (Qwen3.5, Qwen3-Next) into the order a consumer takes.
+    """Fuse Gated DeltaNet projections (Qwen3.5, Qwen3-Next) in the row order that a consumer expects.
 
-    Fusing saves sglang and vLLM the work of fusing at load and gives a file range a projection; it
-    makes nothing run faster. FP8 stays FP8: block scales move with their rows, or are refused where
-    they cannot. `--for qwen3-next` on a Qwen3.5 source converts the model class: text only.
+    Fusing saves sglang and vLLM work at load and makes each projection one range of a file; inference
+    is not faster. FP8 stays FP8: block scales move with their rows, or the plan is refused.
+    `--for qwen3-next` on a Qwen3.5 source converts the model class, text only.
 
     \b
     Examples:
@@ -55,7 +58,7 @@ def fuse(
     from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
-        raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
+        raise click.UsageError("name the consumer, --for NAME, or the number of groups, --groups N")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
     checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
     steps = steps_for(step, consumer, checkpoint.family.name)
@@ -75,10 +78,10 @@ def unfuse(
     source_groups: int | None,
     **options: Unpack[RunOptions],
 ) -> None:
-    """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
+    """Split fused Gated DeltaNet projections, as vLLM and transformers expect them for Qwen3.5.
 
-    The order of the source comes from its qconvert.json, its family, or --source-groups. No loader of
-    Qwen3-Next takes them apart: `--for qwen3.5` converts the model class as well.
+    The source's row order is read from its qconvert.json, its family, or --source-groups. No loader of
+    Qwen3-Next takes split projections: `--for qwen3.5` converts the model class as well.
 
     \b
     Examples:
@@ -98,7 +101,7 @@ def unfuse(
 
 @click.group()
 def experts() -> None:
-    """Routed experts as 3-D stacks, or a matrix each.
+    """Routed experts as 3-D stacks, or one matrix per expert.
 
     \b
     Examples:
@@ -112,7 +115,7 @@ def experts() -> None:
 @OUT
 @CONVERSION
 def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """A matrix an expert to stacks [E, 2I, H] and [E, H, I].
+    """Stack one matrix per expert to [E, 2I, H] and [E, H, I].
 
     \b
     Example:
@@ -129,7 +132,7 @@ def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @OUT
 @CONVERSION
 def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Stacks [E, 2I, H] and [E, H, I] to a matrix an expert, never reading a stack at once.
+    """Split stacks [E, 2I, H] and [E, H, I] to one matrix per expert, without reading a whole stack.
 
     \b
     Example:

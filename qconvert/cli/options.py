@@ -1,6 +1,6 @@
 """Arguments and option types that several commands share.
 
-What is wrong by its own text ends a command with exit code 2, before a file is opened.
+A value that is invalid whatever the files hold ends a command with exit code 2, before one is opened.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_EMPTY = "the name is empty; name a folder, `.` for this one"
+_EMPTY = "the name is empty; name a folder (`.` is the current one)"
 _DATASET = re.compile(r"hf-dataset(:[^:]+){1,3}")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
 
 
 class _Text(click.ParamType[str]):
-    """A text that `check` refuses with ValueError or one of ours where it can mean nothing."""
+    """A text, refused by `check` with ValueError or QConvertError if it is invalid."""
 
     @abstractmethod
     def check(self, text: str) -> None:
-        """Raise ValueError, or an error of ours, saying what is wrong with the text."""
+        """Raise ValueError or QConvertError, saying what is wrong with the text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from qconvert.core.errors import QConvertError
@@ -41,7 +41,7 @@ class _Text(click.ParamType[str]):
 
 
 class Size(click.ParamType[int]):
-    """A size in bytes, written as people write it: 512MiB, 5GB."""
+    """A size in bytes: 512MiB, 5GB, 4096."""
 
     name = "size"
 
@@ -68,8 +68,7 @@ class ModelId(_Text):
 
 
 class SourceName(_Text):
-    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is none of
-    them."""
+    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is refused."""
 
     name = "source"
 
@@ -94,7 +93,7 @@ class Partition(_Text):
 
 
 class PassName(_Text):
-    """A pass of some recipe, `source` or `end`. Whether the recipe has it is seen when it is known."""
+    """A pass, `source` or `end`. Whether the recipe has that pass is checked later."""
 
     name = "pass"
 
@@ -103,18 +102,18 @@ class PassName(_Text):
 
         known = ["source", *passes(), "end"]
         if text not in known:
-            raise ValueError(f"there is no pass {text!r}; passes are {', '.join(known)}")
+            raise ValueError(f"unknown pass {text!r}; passes are {', '.join(known)}")
 
 
 class Pattern(_Text):
-    """Modules by name, by the end of one, or by `re:` and a regular expression."""
+    """Modules by name, by the end of a name, or by `re:` and a regular expression."""
 
     name = "pattern"
 
     def check(self, text: str) -> None:
         if not text.removeprefix("re:"):
             raise ValueError(
-                f"{text!r} names no module; write a name, the end of one, or re:PATTERN"
+                f"{text!r} names no module; write a name, the end of a name, or re:PATTERN"
             )
         if text.startswith("re:"):
             from qconvert.core.patterns import compiled
@@ -138,7 +137,7 @@ class DataName(_Text):
 
 
 class Device(_Text):
-    """What a calibration computes on, by torch's names."""
+    """A device that a calibration runs on, by torch's name."""
 
     name = "device"
 
@@ -155,7 +154,7 @@ class Branch(_Text):
     def check(self, text: str) -> None:
         bad = ".." in text or text.startswith(("/", "-")) or text.endswith(("/", ".", ".lock"))
         if bad or not _BRANCH.fullmatch(text):
-            raise ValueError(f"{text!r} is not a valid name of a branch")
+            raise ValueError(f"{text!r} is not a valid branch name")
 
 
 class Folder(click.Path):
@@ -173,7 +172,7 @@ class Folder(click.Path):
 
 
 class Share(click.FloatRange):
-    """A number between 0 and 1, neither of them, nor NaN, which no comparison refuses."""
+    """A number between 0 and 1, both excluded, and not NaN, which comparisons let through."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, min_open=True, max_open=True)
@@ -219,8 +218,8 @@ class Words(click.Choice[str]):
 
 @contextmanager
 def from_options() -> Iterator[None]:
-    """Around the building of a pass or a calibration from options alone: what it refuses then, no
-    file has a part in."""
+    """Around building a pass or a calibration from options alone: an error there is a usage error,
+    since no file is involved."""
     from qconvert.core.errors import DataError, PlanError, RecipeError
 
     try:
@@ -242,7 +241,7 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 MOST = (
     2**31 - 1
-)  # of whatever an option counts; the product of two is still a number to compute with
+)  # the largest count that an option takes; the product of two is still a sensible number
 # Options of several commands: one meaning, so one text. What differs is their default.
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
@@ -298,11 +297,11 @@ TARGETS = click.option(
     "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
     metavar="NAME",
     help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that runtimes "
-    "load so), a module's name, the end of one, or re:PATTERN. Repeatable. [default: experts]",
+    "load so), a module's name, the end of a name, or re:PATTERN. Repeatable. [default: experts]",
 )  # fmt: skip
 IGNORE = click.option(
     "--ignore", multiple=True, type=Pattern(), metavar="NAME",
-    help="What is left of the targets as it is: a module's name, the end of one, or re:PATTERN. "
+    help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
     "Repeatable.",
 )  # fmt: skip
 STATS = click.option(

@@ -92,11 +92,13 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
     required=True,
     type=Partition(),
     metavar="15,15,15,16|N",
-    help="Layers of each stage, or a number of stages to cut as the runtime would.",
+    help="Layers of each stage, or a number of stages to split as the runtime would.",
 )
 @made_for("sglang or vllm; needed with --pp N", "sglang", "vllm")
-@click.option("--recipe", metavar="RECIPE", help="Passes to apply in the same read.")
-@click.option("--copy", is_flag=True, help="Copy shards that could be hard links to the source's.")
+@click.option("--recipe", metavar="RECIPE", help="Recipe to apply in the same read.")
+@click.option(
+    "--copy", is_flag=True, help="Copy shards instead of hard-linking them to the source's."
+)
 @RUNNING
 @DATA
 def split(
@@ -108,10 +110,10 @@ def split(
     copy: bool,
     **given: Any,
 ) -> None:
-    """Cut a checkpoint into a folder for each pipeline stage, each complete in itself.
+    """Split a checkpoint into one folder per pipeline stage, each complete in itself.
 
-    Whole shards that belong to one stage unchanged are hard links to the source's files where that
-    is possible. The environment variable to set is printed, and stands in every qconvert.json.
+    A shard that belongs to one stage unchanged is hard-linked to the source's file where possible. The
+    environment variable to set is printed, and written to every qconvert.json.
 
     \b
     Examples:
@@ -124,10 +126,10 @@ def split(
 
     data, rest = split_data(given)
     if data and recipe is None:
-        raise click.UsageError("calibration data goes with a --recipe that calibrates")
+        raise click.UsageError("calibration data needs a --recipe that calibrates")
     if "," not in pp and consumer is None:
-        raise click.UsageError("each runtime cuts differently: say --for sglang or --for vllm")
-    options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are no recipe
+        raise click.UsageError("runtimes split differently: add --for sglang or --for vllm")
+    options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are not a recipe
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
     if options["dump_after"] is not None:
         dump_after(passes, source, options)
@@ -150,7 +152,7 @@ def split(
 @OUT
 @RUNNING
 def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Put the stages that `split` made together again.
+    """Join the stages that `split` made.
 
     \b
     Example:
@@ -159,7 +161,7 @@ def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
     from qconvert.checkpoint.open import open_stages
     from qconvert.recipe.recipe import Recipe
 
-    options["print_recipe"] = False  # stages are no recipe
+    options["print_recipe"] = False  # stages are not a recipe
     recipe = Recipe("join", (), options["max_shard_size"])
     opened = open_stages(stages, follow_links=options["follow_links"])
     convert(recipe, opened, out, options)

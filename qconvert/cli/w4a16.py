@@ -1,4 +1,4 @@
-"""w4a16: weights in packed INT4 or INT8, in the form that GPU runtimes load."""
+"""w4a16: weights in packed INT4 or INT8, as GPU runtimes load them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 @click.command()
 @SOURCE
 @OUT
-@click.option("--rtn", is_flag=True, help="Round to nearest: no data, no model, a stream.")
 @click.option(
-    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits of a code."
+    "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
+)
+@click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
 )
 @click.option(
     "--group-size", "group", type=click.Choice(["32", "64", "128", "channel"]), default="128",
     callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
 )  # fmt: skip
-@click.option("--asymmetric", is_flag=True, help="A zero point beside each scale.")
+@click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale.")
 @click.option(
     "--packing", "packing", cls=Renamed, old=("--format",),
     type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
@@ -39,16 +41,16 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 @IGNORE
 @click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",
-    help="Refuse what would not load on N tensor-parallel ranks.",
+    help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 @click.option(
     "--leave-bf16", is_flag=True,
-    help="Leave a linear whose columns are no whole groups as it is, instead of refusing.",
+    help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
 )  # fmt: skip
 @click.option(
     "--actorder", type=click.Choice(["static", "group"]), default=None,
-    help="Order in which --gptq solves columns: by importance with groups as they stand (static), or "
-    "with groups of columns alike, which needs g_idx and a runtime that takes it (group).",
+    help="Order in which --gptq solves columns: by importance within unchanged groups (static), or with "
+    "groups of columns of like importance, which needs g_idx and a runtime that supports it (group).",
 )  # fmt: skip
 @CALIBRATION
 @CONVERSION
@@ -69,10 +71,10 @@ def w4a16(
 ) -> None:
     """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
 
-    Everything else stays as it is, FP8 too, and the config says which is which. Symmetric and
-    asymmetric compressed-tensors results are llm-compressor's of the same weights in BF16, byte for byte
-    (FP16 and FP32 are rounded to BF16 first). The plan says at which
-    tensor-parallel sizes the result loads. `gptq4` is another name of this command.
+    All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
+    results, symmetric and asymmetric, equal llm-compressor's for the same weights in BF16, byte for byte
+    (FP16 and FP32 are rounded to BF16 first). The plan lists the tensor-parallel sizes at which the
+    result loads. `gptq4` is another name for this command.
 
     \b
     Examples:
@@ -88,9 +90,9 @@ def w4a16(
 
     asked, options = split_options(given)
     if rtn == asked["gptq"]:
-        raise click.UsageError("say how weights are rounded: --rtn, or --gptq with --data")
+        raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
     if rtn and actorder is not None:
-        raise click.UsageError("--actorder goes with --gptq")
+        raise click.UsageError("--actorder needs --gptq")
     with from_options():
         step = ExpertsToW4A16(
             group=group,
