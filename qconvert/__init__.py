@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qconvert.api import *  # noqa: F403
+
 __version__ = "0.1.0"
 
 
@@ -27,11 +28,16 @@ class CallablePackage(ModuleType):
         )
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in (api := import_module("qconvert.api")).__all__:
-        raise AttributeError(f"module 'qconvert' has no attribute {name!r}")
-    # Looked for again, because importing the API imports the packages `plan` and `run`.
-    return globals().get(name, getattr(api, name))
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        api = None if name.startswith("_") else import_module("qconvert.api")
+        if name == "api":
+            return api
+        if api is None or name not in api.__all__:
+            raise AttributeError(f"module 'qconvert' has no attribute {name!r}")
+        # Looked for again, because importing the API imports the packages `plan` and `run`.
+        return globals().get(name, getattr(api, name))
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
 """qconvert for Python programs; the command line is built on it.
 
 A conversion is planned from headers alone, judged by the header rules of `validate`, and carried out
-in bounded memory; the folder gets a model card, a receipt and a manifest. Interrupted, by anything,
-the same call goes on where it stopped. Errors are the classes below: all derive from QConvertError,
-and their texts name the tensor or file, what was expected, what was found and what to do.
+in bounded memory; the folder gets a model card, a receipt and a manifest. After any interruption the
+same call continues where it stopped. Errors are the classes below: all derive from QConvertError, and
+their texts name the tensor or file, what was expected, what was found and what to do.
 
     >>> import qconvert
     >>> planned = qconvert.plan("dequant-fp8", sample)
@@ -112,16 +112,16 @@ __all__ = (
     "validate_kernels",
 )
 
-# A recipe, a pass or several, or the name of a recipe: its file's, or that of one built in.
+# A recipe, one or several passes, a recipe file, or the name of a built-in recipe.
 Steps = Recipe | Pass | tuple[Pass, ...] | list[Pass] | str | Path
-# Told after each write: bytes written, bytes to write in all.
+# Called after each write with the bytes written and the bytes to write in total.
 Callback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class PlannedFolder:
-    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` what the
-    header rules warn of. `out` is None where no folder was named."""
+    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds the
+    warnings of the header rules. `out` is None if no folder was named."""
 
     out: Path | None
     ready: Prepared
@@ -138,24 +138,24 @@ class PlannedFolder:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the source's headers and all that is done to them: no path, no time."""
+        """A hash of the source's headers and of all steps; paths and times do not enter it."""
         return self.ready.fingerprint
 
     @property
     def disk(self) -> int:
-        """Bytes that the run puts on disk, generously counted."""
+        """Upper bound of the bytes that the run writes to disk."""
         return disk_bytes(self.ready)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is odd about the source, and what the result will be warned of."""
+        """Warnings about the source, then those of the header rules about the result."""
         return (*self.ready.plan.checkpoint.warnings, *self.verdict.lines())
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run would make of `source`, checked and judged; no tensor data has been read. Several
-    folders are made `together`, from one read, or one after another."""
+    """A checked and judged plan over `source`; no tensor data has been read. Several folders are made
+    `together`, from one read, or one after another."""
 
     source: Checkpoint
     folders: tuple[PlannedFolder, ...]
@@ -172,7 +172,7 @@ class Planned:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that all processes of a run take together."""
+        """Bytes of memory that all processes of a run use together."""
         return max(folder.ready.share.total for folder in self.folders)
 
     @property
@@ -181,7 +181,7 @@ class Planned:
 
     @property
     def losses(self) -> Mapping[str, int]:
-        """What the steps lose, each with the number of times."""
+        """The lossy steps, each with the number of times."""
         found: dict[str, int] = {}
         for folder in self.folders:
             for what, number in folder.ready.plan.losses().items():
@@ -190,22 +190,22 @@ class Planned:
 
     @property
     def parts(self) -> tuple[Planned, ...]:
-        """The runs that it takes: one, or one a folder."""
+        """The plan as runs: one, or one per folder."""
         if self.together:
             return (self,)
         return tuple(Planned(self.source, (folder,)) for folder in self.folders)
 
     def foreseen(self) -> tuple[Outlook, ...]:
-        """What a run would find in each folder, and why it would refuse to begin. Writes nothing. Empty
-        where no folder was named."""
+        """What a run would find in each folder, and why it would refuse to start. Writes nothing. Empty
+        if no folder was named."""
         return tuple(look for part in self.parts for look in _foreseen(part))
 
 
 @dataclass(frozen=True)
 class PlannedStages(Planned):
-    """Folders of pipeline stages in `out`: the `partition`, the settings that tell a runtime of it
-    (`NAME=VALUE`, one of them where the runtime is known), notes for the user. `whole` is the plan
-    before it was cut."""
+    """A plan of one folder per pipeline stage in `out`: the `partition`, the environment variables that
+    configure a runtime for it (`NAME=VALUE`; only one if the runtime is known), notes for the user.
+    `whole` is the plan before it was split."""
 
     out: Path = Path()
     whole: Plan | None = None
@@ -214,7 +214,7 @@ class PlannedStages(Planned):
     notes: tuple[str, ...] = ()
 
     def foreseen(self) -> tuple[Outlook, ...]:
-        """First of the folder of all stages, then of each."""
+        """First for the folder of all stages, then for each stage."""
         refusals: tuple[str, ...] = ()
         try:
             self.check_out()
@@ -223,27 +223,26 @@ class PlannedStages(Planned):
         return (Outlook(self.out, None, 0, 0, refusals), *super().foreseen())
 
     def check_out(self) -> None:
-        """Raise OutputError where something else lies in the folder of all stages, or not all of them
-        fit on its disk: before the first is begun."""
+        """Raise OutputError if `out` holds something else, or if its disk has no room for all stages."""
         folders = [(folder.out, folder.ready) for folder in self.folders if folder.out is not None]
         names = {out.name for out, _ in folders}
         foreign = sorted(set(os.listdir(self.out)) - names) if self.out.is_dir() else []
         if foreign:
             raise OutputError(
-                f"{self.out} holds {foreign[0]}, which is not of this split; choose an empty or new "
-                "folder"
+                f"{self.out} holds {foreign[0]}, which is not part of this split; choose an empty or "
+                "new folder"
             )
         check_disk(self.out, sum(disk_bytes(ready) for out, ready in folders if not out.exists()))
 
 
 @dataclass(frozen=True)
 class Result:
-    """A folder that a run made, or, with `dry_run`, that it would make.
+    """A folder that a run made, or, with `dry_run`, would make.
 
-    `nbytes` are those of the weights' files. `warnings` are of the plan, `remarks` of the run (NaN codes
-    met, and the like). `already_done`: the folder held this very result before. `resumed_units` were
-    finished by an earlier run; `repaired` are files of a finished folder that were not as they had been
-    made and are again, with what was wrong.
+    `nbytes` is the size of the weight files. `warnings` are from the plan, `remarks` from the run (such
+    as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
+    an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
+    been made again.
     """
 
     folder: Path
@@ -263,7 +262,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     """A checkpoint known from its headers: a folder, one .safetensors file, a repo in the local Hub
     cache (ORG/NAME, hf://ORG/NAME, @REVISION), or the folder of all pipeline stages of a split.
 
-    It maps each tensor's name to where it lies; links that lead out of the folder are refused unless
+    It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.
 
         >>> from qconvert import open_checkpoint
@@ -290,17 +289,17 @@ def plan(
     follow_links: bool = False,
     for_run: bool = False,
 ) -> Planned:
-    """Plan a recipe over a source, and judge the folder that it leads to. Reads headers only.
+    """Plan a recipe over a source, and judge the resulting folder. Reads headers only.
 
     `memory` of all processes (bytes, or `512MiB`; None: 1 GiB, or what all cores need, at most half of
-    what is free); `jobs` worker processes (None: as many as pay); `max_shard_size` of an output file
-    (None: the recipe's, else 5 GB); `sha256` puts that hash of each file into the receipt as well;
-    `verify` hashes all that an earlier run left in OUT before building on it; `base_model` is the
-    source's repo for the model card (None: what the source says). `for_run` refuses a folder that lies
-    in the source, or the source in it, before anything is planned.
+    what is free); `jobs` worker processes (None: as many cores as pay); `max_shard_size` of an output
+    file (None: the recipe's, else 5 GB); `sha256` puts that hash of each file into the receipt as well;
+    `verify` hashes everything that an earlier run left in `out` before continuing it; `base_model` is
+    the source's repo for the model card (None: what the source names). `for_run` refuses an `out`
+    inside the source, or around it, before planning; a run refuses it in any case.
 
-    Raises RecipeError, CheckpointError, PlanError (a pass that does not fit; a result that would not
-    validate, with the rule; too little memory), UsageError for a size that is none.
+    Raises RecipeError, CheckpointError, PlanError (a pass does not apply; the result would fail
+    validation; memory is too small), UsageError for an invalid size.
     """
     steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
     folder = None if out is None else Path(out)
@@ -314,9 +313,9 @@ def plan(
 def plan_after(
     recipe: Steps, source: str | Path | Checkpoint, name: str, *, follow_links: bool = False
 ) -> Plan:
-    """The plan as it stands after a pass of the recipe; after none of them (`source`); or at the `end`,
-    where it has been checked. To look at, not to run. Raises UsageError for a pass that the recipe has
-    not, and as `plan` does."""
+    """The plan after a pass of the recipe, before the first (`source`), or at the `end`, where it has
+    been checked. For inspection: it cannot be carried out. Raises UsageError for a pass that is not in
+    the recipe, and as `plan` does."""
     steps = _recipe(recipe)
     names = [step.name for step in steps.passes]
     if name not in ("source", *names, "end"):
@@ -346,8 +345,8 @@ def plan_pair(
     follow_links: bool = False,
     for_run: bool = False,
 ) -> Planned:
-    """As `plan`, of two folders from one read: the routed experts for KTransformers' CPU kernels, and
-    the model with packed INT4 experts for its GPU side (None: rounded, groups of 128)."""
+    """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
+    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
     checkpoint = _checkpoint(source, follow_links=follow_links)
     outs = (Path(cpu_out), Path(gpu_out))
     if for_run:
@@ -378,11 +377,11 @@ def plan_stages(
     follow_links: bool = False,
     for_run: bool = False,
 ) -> PlannedStages:
-    """As `plan`, and the result cut into a folder for each pipeline stage, made one after another.
+    """As `plan`, with the result split into one folder per pipeline stage, made one after another.
 
-    `stages` are the layers of each (`15,15,15,16`, or numbers), or how many (`4`) to cut as `runtime`
-    would: `sglang` or `vllm`, with `==VERSION` if you like. `link`: whole shards that belong to one
-    stage unchanged become hard links to the source's, where that is possible.
+    `stages` are the layers of each (`15,15,15,16`, or numbers), or a number of stages (`4`) to split as
+    `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `link`: a shard that belongs to one
+    stage unchanged is hard-linked to the source's, where possible.
     """
     steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
     folder = Path(out)
@@ -425,11 +424,11 @@ def run(
     follow_links: bool = False,
     events: Events | Callback | None = None,
 ) -> Result:
-    """Carry out a recipe on a source into the folder `out`; options as for `plan`. With `dry_run`
-    nothing is written, and what the run would refuse is refused.
+    """Run a recipe on a source and write the folder `out`; options as for `plan`. With `dry_run` nothing
+    is written, and whatever the run would refuse is refused.
 
-    `events` is told of the progress: an object with the methods of Events, or a function of the bytes
-    written and those to write in all.
+    `events` receives the progress: an object with the methods of Events, or a function of the bytes
+    written and the bytes to write in total.
 
         >>> told = []
         >>> made = qconvert.run(
@@ -463,7 +462,7 @@ def run(
 
 
 def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> tuple[Result, ...]:
-    """Run what was planned; a result a folder. Raises as `run` does."""
+    """Run a plan. Returns one result per folder. Raises as `run` does."""
     if isinstance(planned, PlannedStages):
         planned.check_out()
     told = _told(events)
@@ -471,7 +470,7 @@ def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> t
 
 
 def check_foreseen(looks: Iterable[Outlook]) -> None:
-    """Raise OutputError where a run would refuse to begin in any of the folders."""
+    """Raise OutputError if a run would refuse to start in any of the folders."""
     refusals = [text for look in looks for text in look.refusals]
     if refusals:
         raise OutputError("; ".join(dict.fromkeys(refusals)))
@@ -495,16 +494,17 @@ def validate(
 ) -> Report:
     """Check a converted folder, the folder of all its pipeline stages, or a repo on the Hub.
 
-    `against` is the source it was made from. `level` headers reads no weights, sample some of each
-    kind, full every byte. `pair` is the GPU side of a folder of CPU experts. `kernels` compares our
-    Triton kernels with torch, `logits` the first so many layers through transformers, `attribute` says
-    where the output error comes from; `layers` are those that kernels and attribute look at. `jobs`
-    and `memory` as for `plan`. Of a repo on the Hub level headers fetches no weights; `notice` is told
-    how much it fetched.
+    `against` is the source that it was made from. `level` headers reads no weights, sample some of each
+    kind, full every byte. `pair` is the GPU side of a folder of CPU experts. `kernels` compares
+    qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
+    attributes the output error to its causes; `layers` are those for kernels and attribute. `jobs`
+    worker processes (None: the cores, as far as the work needs them) start by importing the main
+    module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
+    From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
 
-    What is wrong is in the report's `findings`; `proved`, `read` and `not_checked` say what stands
-    behind that. Raises CheckpointError for a folder that does not exist and for a source or GPU side
-    that cannot be read, UsageError for options that exclude one another.
+    The report's `findings` are errors and warnings; `proved`, `read` and `not_checked` say what was
+    checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU
+    side that cannot be read, UsageError for options that exclude one another.
 
         >>> report = qconvert.validate(sample)
         >>> report.errors, report.about["model"]
@@ -544,14 +544,14 @@ def diff(
     data: bool = True,
     follow_links: bool = False,
 ) -> list[Difference]:
-    """What differs between two checkpoints, tensor by tensor, wherever their shards put them; without
-    `data` names, dtypes and shapes alone. Raises CheckpointError."""
+    """The differences between two checkpoints, tensor by tensor, whatever their shards; without `data`
+    only names, dtypes and shapes are compared. Raises CheckpointError."""
     first, second = (_checkpoint(where, follow_links=follow_links) for where in (a, b))
     return compare(first, second, data=data)
 
 
 class _Counted:
-    """Events that tell a function how far a run is."""
+    """Events that call a function."""
 
     def __init__(self, tell: Callback) -> None:
         self._tell, self._total, self._done = tell, 0, 0
@@ -611,9 +611,9 @@ def _judged(
     *,
     together: bool = True,
 ) -> tuple[PlannedFolder, ...]:
-    """Plans with their cards, ready to run, and what the header rules say of the folders they lead to.
+    """Plans with their model cards, ready to run, and the verdict of the header rules on each folder.
     Every conversion goes through here. `together`: from one read. Raises PlanError for a folder that
-    would not validate."""
+    would fail validation."""
     carded = [with_card(plan, base_model) for plan in plans]
     groups = [carded] if together else [[plan] for plan in carded]
     ready = [part for group in groups for part in prepare_together(group, options)]
@@ -622,10 +622,10 @@ def _judged(
 
 
 def _named(planned: Planned) -> list[tuple[Prepared, Path]]:
-    """Plans with their folders. Raises UsageError where a folder was not named."""
+    """Plans with their folders. Raises UsageError if a folder was not named."""
     found = [(part.ready, part.out) for part in planned.folders if part.out is not None]
     if len(found) < len(planned.folders):
-        raise UsageError("the plan names no folder to write to; give `plan` one")
+        raise UsageError("the plan has no output folder; name one in `plan`")
     return found
 
 

@@ -205,7 +205,7 @@ def test_errors_are_types(source: Path, tmp_path: Path) -> None:
         (api.RecipeError, lambda: api.load_recipe("gone")),
         (api.CheckpointError, lambda: api.open_checkpoint(tmp_path / "gone")),
         (api.CheckpointError, lambda: api.validate(tmp_path / "gone")),
-        (api.PlanError, lambda: api.plan(Drop(what="vision"), source)),
+        (api.PlanError, lambda: api.plan(Drop(match="no.such.*", why="a test"), source)),
         (api.UsageError, lambda: api.plan("copy", source, memory="lots")),
         (api.UsageError, lambda: api.carry_out(api.plan("copy", source))),
         (api.UsageError, lambda: api.validate(source, logits=1)),
@@ -295,7 +295,7 @@ def test_the_readme_shows_a_program_that_runs(source: Path, tmp_path: Path) -> N
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
         program = program.replace(f'"{name}"', repr(str(path)))
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec(program.replace("jobs=8", "jobs=1"), names)
     assert names["made"].folder == tmp_path / "out"
     assert names["report"].errors == 0

@@ -27,7 +27,7 @@ from qconvert.validation.runner import Level, Report, Request, validate_folder
 @dataclass(frozen=True)
 class CheckedFolder:
     """A finished folder with the report of its validation. `hidden` files are not sent. With `dry_run`
-    nothing in it has been changed, and nothing may be."""
+    the folder is not changed."""
 
     folder: Path
     report: Report
@@ -65,7 +65,7 @@ def destination(repo: str, revision: str | None = None, *, create_pr: bool = Fal
     """The repo that a user named: `ORG/NAME`, with `hf://` before it or `@REVISION` after it. Raises
     UsageError for a name that is none, and for two revisions."""
     if create_pr and revision is not None:
-        raise UsageError("--create-pr opens its own branch; leave --revision away")
+        raise UsageError("--create-pr opens its own branch; omit --revision")
     found = parse_repo(repo)
     if found is None:
         raise UsageError(f"{repo!r} is not a valid repo id; write ORG/NAME")
@@ -125,7 +125,7 @@ def upload(
     forced = bool(checked.report.errors)
     if checked.dry_run:
         raise OutputError(
-            f"{checked.folder}: was checked in a dry run; check it again to upload it"
+            f"{checked.folder}: was checked in a dry run; call check_upload again without it"
         )
     if forced and not force:
         raise OutputError(refusal(checked))
@@ -135,7 +135,8 @@ def upload(
         base = write_card(checked.folder, checked.report, base_model, forced=forced)
         if base is None:
             tell(
-                "README.md names no base model, so the Hub lists this under none: --base-model ORG/NAME"
+                "README.md names no base model, so the Hub lists the repo under none; add "
+                "--base-model ORG/NAME"
             )
     target = Target(to, message or _message(checked.folder), private, create_pr)
     work = Upload(
@@ -153,7 +154,7 @@ def upload(
 def refusal(checked: CheckedFolder) -> str:
     """Why a folder with errors is not uploaded."""
     errors = count(checked.report.errors, "error")
-    return f"not uploaded: {errors} (--force uploads it all the same)"
+    return f"not uploaded: {errors} (--force uploads it anyway)"
 
 
 def _message(folder: Path) -> str:
