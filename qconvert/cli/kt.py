@@ -127,7 +127,7 @@ def kt(
     from qconvert.recipe.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
-        raise click.UsageError("--gpu w4a16 needs --gpu-out; --gpu source takes none")
+        raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
     if gpu_out is not None and options["dump_after"] is not None:
         raise click.UsageError(
@@ -168,7 +168,7 @@ def _tell_how(
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
         say(
-            f"kt-kernel also reads {checkpoint.root} without conversion: --kt-method "
+            f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
             f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
             err=err,
         )

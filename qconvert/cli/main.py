@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         say(
-            "qconvert: interrupted; finished work of a conversion is kept, the same command goes on",
+            "qconvert: interrupted; in a conversion finished work is kept, the same command goes on",
             err=True,
         )
         sys.exit(INTERRUPTED)
