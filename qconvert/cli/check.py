@@ -299,4 +299,4 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
     try:
         append_step_summary(report)
     except OSError as error:  # no fault of the folder
-        say(f"qconvert: cannot write the job's summary: {error}", err=True)
+        say(f"qconvert: the job's summary was not written: {error}", err=True)
