@@ -207,7 +207,7 @@ def test_a_vision_tower_takes_images() -> None:
 def test_without_a_base_model_none_is_made_up() -> None:
     text = card(manifest(), FP8, {"base_model": "/data/models/mine"})
     assert not {"base_model", "base_model_relation"} & front_of(text).keys()
-    assert "a checkpoint whose repo was not named" in text
+    assert "a checkpoint without a known repo" in text
     assert judged(text) == ([], [])
 
 
@@ -387,7 +387,7 @@ def test_what_was_proved_and_what_was_not() -> None:
         "- logits (give --logits N)",
         "- amxint4: 2 matrices, 20.0 dB SQNR or more",
         "- bf16: 1 matrix, all equal",
-        "- fp8: 2 matrices, some with nothing to compare",
+        "- fp8: 2 matrices, some without anything to compare",
         "- from SRC/a",
     ):
         assert line in text, line
@@ -403,7 +403,7 @@ def test_many_findings_are_counted_and_errors_come_first() -> None:
     assert listed[0] == "- error QC002: e: bad"
     assert len(listed) == 20
     assert "... and 11 more findings." in text
-    assert "**Uploaded although it does not validate.**" in text
+    assert "**Uploaded although it failed validation.**" in text
 
 
 def test_nothing_checked_is_said_so() -> None:
@@ -425,9 +425,9 @@ def test_nothing_checked_is_said_so() -> None:
                       "expected": 1}]}, FP8, ["    vllm serve REPO"]),
         ({"passes": [{"name": "fuse", "spec": "Fuse(consumer='transformers')", "matched": 1,
                       "expected": 1}]}, FP8, ['from_pretrained("REPO")']),
-        ({"passes": []}, BF16, ["Every tensor as it is.", "no runtime in particular"]),
+        ({"passes": []}, BF16, ["All tensors are unchanged.", "not made for a specific runtime"]),
         ({"dropped": {"drop: what=mtp": ["a", "b"]}, "dropped_files": {"x.json": "amx: stale"}}, BF16,
-         ["left out: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
+         ["dropped: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
         ({"stage": {"number": 1, "of": 4, "layers": [15, 30],
                     "environment": {"SGLANG_PP_LAYER_PARTITION": "15,15,15,16"}}}, BF16,
          ["pipeline stage 1 of 4, layers 15 to 29", "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),

@@ -573,5 +573,5 @@ def test_a_plan_of_a_checkpoint_with_everything_odd(tmp_path: Path) -> None:
     assert result.code == 0
     lines = result.out.splitlines()
     assert len(lines) <= 40
-    for text in ("100 tensors of no known role", "and 97 more", "total_size 1"):
+    for text in ("100 tensors of unknown role", "and 97 more", "total_size 1"):
         assert text in result.out

@@ -114,7 +114,7 @@ def test_what_all_load_is_called_transformers(tmp_path: Path) -> None:
     assert run_cli("unfuse", source, out, "--for", "qwen3.5", "--jobs", "1").code == 0
     front, text = readme(out)
     assert front["library_name"] == "transformers"
-    assert "It is of the class `qwen3_5_moe_text`" in text
+    assert "It has the model class `qwen3_5_moe_text`" in text
 
 
 @pytest.mark.parametrize(("runtime", "other"), [("sglang", "vllm"), ("vllm", "sglang")])

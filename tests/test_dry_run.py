@@ -146,7 +146,7 @@ def test_a_finished_result_and_unfinished_work_are_told(
 ) -> None:
     dry = run_cli("dequant", source, finished, "--dry-run")
     assert (dry.code, dry.err) == (0, "")
-    assert dry.out.endswith(f"{finished} already holds this very result; a run has nothing to do\n")
+    assert dry.out.endswith(f"{finished} already holds this very result; nothing to do\n")
     told = json.loads(run_cli("plan", "dequant-fp8", source, finished, "--json").out)
     assert (told["out"]["state"], told["refusals"]) == ("finished", [])
 
@@ -191,7 +191,7 @@ def test_folders_of_stages_and_join(moe: Path, tmp_path: Path) -> None:
     words = ("split", moe, out, "--pp", "1,1", "--dry-run")
     foreign(moe, out)
     dry = run_cli(*words)
-    assert (dry.code, "holds notes.txt, which is not of this split" in dry.err) == (1, True)
+    assert (dry.code, "holds notes.txt, which is not part of this split" in dry.err) == (1, True)
     assert dry.out.count("stage-0") == 2
     (out / "notes.txt").unlink()
     foreign(moe, out / "stage-01-of-02")

@@ -362,7 +362,7 @@ def test_force_is_said_in_the_card(hub: LoopbackHub, folder: Path) -> None:
     edit_json(folder / "config.json", lambda config: config.update(num_hidden_layers=3))
     found = uploaded(folder, "--force")
     card = files_of(hub)["README.md"].decode()
-    assert "**Uploaded although it does not validate.**" in card
+    assert "**Uploaded although it failed validation.**" in card
     assert f"{found['errors']} errors" in card
     rule = next(f["rule"] for f in found["findings"] if f["severity"] == "error")
     assert f"- error {rule}: " in card

@@ -26,7 +26,11 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 _CASES = {
-    "AMXINT4": ("amx --method int4 --numa 1", "AMXINT4", "AMXINT4 for 1 NUMA node, peer rounding"),
+    "AMXINT4": (
+        "amx --method int4 --numa 1",
+        "AMXINT4",
+        "AMXINT4 for 1 NUMA node, reference rounding",
+    ),
     "AMXINT8": ("amx --method int8 --numa 2", "AMXINT8", "AMXINT8 for 2 NUMA nodes"),
     "INT4": ("w4a16 --rtn", "INT4 g128 (packed)", "rounds bf16 to int4 in groups of 128"),
     "INT4 zeros": ("w4a16 --rtn --asymmetric", "INT4 g128, zero points (packed)", "zero point"),

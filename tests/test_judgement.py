@@ -268,16 +268,18 @@ def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> No
 # --- Nothing goes past the judge ------------------------------------------------------------------
 
 
-def test_every_command_prepares_in_one_place() -> None:
-    """`prepared` in cli/convert.py judges; no other command may prepare a plan by itself."""
-    found = set()
-    for file in (_ROOT / "qconvert" / "cli").glob("*.py"):
+def test_every_conversion_is_prepared_in_one_place() -> None:
+    """`_judged` in api.py; no command, and nothing else outside of `run`, prepares a plan by itself."""
+    found: dict[str, int] = {}
+    for file in (_ROOT / "qconvert").rglob("*.py"):
+        name = file.relative_to(_ROOT / "qconvert").as_posix()
+        if name.startswith("run/"):
+            continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "qconvert.run.executor":
-                names = {alias.name for alias in node.names}
-                if names & {"prepare", "prepare_together", "execute"}:
-                    found.add(file.name)
-    assert found == {"convert.py", "demo.py"}  # the demo writes its input by a plain copy
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("prepare", "prepare_together", "execute", "run_prepared"):
+                found[name] = found.get(name, 0) + 1
+    assert found == {"api.py": 1}
 
 
 def test_headers_are_judged_without_heavy_libraries(tmp_path: Path) -> None:

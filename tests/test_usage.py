@@ -3,6 +3,7 @@ depends on files and folders ends with 1. An option that nobody listed here fail
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from checkpoints import bf16_moe, run_cli
 
 from qconvert.checkpoint.hub_cache import parse_repo
 from qconvert.cli.main import cli
-from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.errors import QConvertError, RecipeError, UsageError
 from qconvert.core.sizes import parse_size
+from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.pipeline import check_runtime, parse_partition
 from qconvert.validation.reports import suffix_format
 
@@ -203,3 +205,109 @@ def test_a_refused_budget_is_echoed_as_given(given: str, tmp_path: Path) -> None
     number = "".join(c for c in given if c.isdigit())
     unit = given.removeprefix(number).strip()
     assert (result.code, f"(given: {number} {unit})" in result.err) == (1, True), result.err
+
+
+# --- One name, one meaning -----------------------------------------------------------------------
+
+
+def _options() -> dict[str, list[tuple[str, click.Option]]]:
+    """Every option of every command by each of its spellings that is shown."""
+    found: dict[str, list[tuple[str, click.Option]]] = {}
+    for words, command in commands(cli):
+        for param in command.params:
+            if isinstance(param, click.Option):
+                for spelling in set(param.opts) - set(getattr(param, "old", ())):
+                    found.setdefault(spelling, []).append((" ".join(words), param))
+    return found
+
+
+def _meaning(option: click.Option) -> tuple[Any, ...]:
+    """The first words of its help, which a default in brackets may follow, and what it takes."""
+    text = str(option.help).partition(" [")[0]
+    return text, type(option.type), option.is_flag, option.multiple, option.name
+
+
+@pytest.mark.parametrize("spelling", sorted(_options()))
+def test_an_option_means_one_thing_in_every_command(spelling: str) -> None:
+    meanings = {_meaning(option) for _, option in _options()[spelling]}
+    assert len(meanings) == 1, meanings
+
+
+# Old spelling: new one, and a command with both. They go with 0.2.
+_OLD_OPTIONS = {
+    "--target": ("--targets", "w4a16 s o --rtn", "Linear"),
+    "--few": ("--undersampled", "w4a16 s o --gptq --synthetic", "rtn"),
+    "--format": ("--packing", "w4a16 s o --rtn", "gptq"),
+}
+_OLD_VALUES = [
+    ("amx s o --method int8 --numa 1 --rounding", "peer", "reference"),
+    ("amx s o --method int8 --numa 1 --rounding", "search", "search"),
+    ("nvfp4 s o --dialect modelopt --targets", "all", "Linear"),
+    ("nvfp4 s o --dialect modelopt --targets", "experts", "experts"),
+    ("w4a16 s o --rtn --targets", r"re:.*\.mlp\.experts\..*", "experts"),
+]
+
+
+def _printed(line: str, *more: str) -> str:
+    result = run_cli(*line.split(), *more, "--print-recipe")
+    assert result.code == 0, result.err
+    return result.out
+
+
+@pytest.mark.parametrize("old", _OLD_OPTIONS)
+def test_old_spellings_are_taken_and_not_shown(old: str) -> None:
+    new, line, value = _OLD_OPTIONS[old]
+    assert _printed(line, old, value) == _printed(line, new, value)
+    (command,) = (c for words, c in commands(cli) if " ".join(words) == line.split()[0])
+    (option,) = (p for p in command.params if new in p.opts)
+    context = click.Context(command)
+    assert old in option.opts
+    record = option.get_help_record(context)
+    assert record is not None
+    assert f"{old} " not in f"{record[0]} {record[1]} ".replace(new, "")
+    assert option.get_error_hint(context) == f"'{new}'"
+
+
+@pytest.mark.parametrize(("line", "old", "new"), _OLD_VALUES)
+def test_old_values_are_taken(line: str, old: str, new: str) -> None:
+    assert _printed(line, old) == _printed(line, new)
+
+
+@pytest.mark.parametrize(
+    ("step", "old", "new"),
+    [
+        ("amx: {method: int4, numa: 1, HERE}", "rounding: peer", "rounding: reference"),
+        ("nvfp4: {HERE}", "targets: all", "targets: [Linear]"),
+        ("nvfp4: {HERE}", "targets: experts", "targets: [experts]"),
+        ("w4a16: {targets: [HERE, lm_head]}", r"'re:.*\.mlp\.experts\..*'", "experts"),
+        ("w4a16: {calibrate: {synthetic: true, HERE}}", "few: rtn", "undersampled: rtn"),
+        ("w4a16: {calibrate: {synthetic: true, HERE}}", "few: all", "undersampled: all"),
+    ],
+)
+def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) -> None:
+    """Its repr is its identity in fingerprints and journals, so the words end here. A recipe that is
+    written has the new ones, and is read back as the same."""
+    old, new = step.replace("HERE", old), step.replace("HERE", new)
+    before, after = (parse_recipe(f"passes: [{{{text}}}]", "r") for text in (old, new))
+    assert repr(before.passes) == repr(after.passes)
+    written = after.to_yaml()
+    assert parse_recipe(written, "r").passes == after.passes
+    assert not re.search(r"\bpeer\b|\bfew\b|: all\b|mlp", written), written
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("w4a16: {calibrate: {synthetic: true, few: rtn, undersampled: all}}", "are one option"),
+        ("w4a16: {calibrate: {synthetic: true, undersampled: some}}", "'calibrate.undersampled'"),
+        ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
+        ("nvfp4: {targets: [1]}", "'targets'"),
+        ("nvfp4: {targets: []}", "'targets'"),
+        ("amx: {method: int4, numa: 1, rounding: nearest}", "'rounding'"),
+        ("w4a16: {targets: experts}", "'targets'"),
+    ],
+)
+def test_words_that_mean_nothing(text: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=r"^r:1: ") as error:
+        parse_recipe(f"passes: [{{{text}}}]", "r")
+    assert said in str(error.value)

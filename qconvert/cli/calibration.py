@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import click
 
-from qconvert.cli.options import MOST, DataName, Device, Folder, Share, from_options, stacked
+from qconvert.cli.options import (
+    MOST,
+    DataName,
+    Device,
+    Folder,
+    Renamed,
+    Share,
+    from_options,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from qconvert.cli.convert import RunOptions
@@ -18,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CalibrationOptions(TypedDict):
-    """As `CALIBRATION` gives them. None stands for an option that was not given."""
+    """Values of the options in `CALIBRATION`; None for an option that was not given."""
 
     gptq: bool
     data: str | None
@@ -35,7 +44,7 @@ class CalibrationOptions(TypedDict):
     devices: tuple[str, ...]
 
 
-# For commands whose recipe says whether there is a calibration.
+# For commands whose recipe decides whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
     click.option(
         "--data", metavar="FILE", type=DataName(),
@@ -44,44 +53,46 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option(
         "--synthetic", is_flag=True,
-        help="Random tokens instead of data: for trying things out, not for serving.",
+        help="Random tokens instead of data: for trials, not for serving.",
     ),
-    click.option("--samples", type=click.IntRange(1, MOST), help="Samples. [default: 512]"),
-    click.option("--length", type=click.IntRange(2, MOST), help="Tokens a sample. [default: 2048]"),
+    click.option("--samples", type=click.IntRange(1, MOST), help="Number of samples. [default: 512]"),
+    click.option("--length", type=click.IntRange(2, MOST), help="Tokens per sample. [default: 2048]"),
     click.option(
-        "--seed", type=click.IntRange(0, 2**32 - 1), help="Which samples are taken. [default: 0]"
+        "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
     ),
-    click.option("--column", help="The JSONL key or dataset column that holds the text."),
+    click.option("--column", help="JSONL key or dataset column with the text."),
     click.option(
         "--dampening", type=Share(),
-        help="Part of the Hessian's mean diagonal added to it. [default: 0.01]",
+        help="Part of the Hessian's mean diagonal that is added to it. [default: 0.01]",
     ),
     click.option(
         "--experts", type=click.Choice(["routed", "all"]),
-        help="Tokens an expert is calibrated on: its own, or all. [default: routed]",
+        help="Tokens that an expert is calibrated on: those routed to it, or all. [default: routed]",
     ),
     click.option(
         "--min-tokens", type=click.IntRange(1, MOST),
-        help="An expert with fewer of its own is handled as --few says, and listed. [default: 128]",
+        help="An expert that fewer tokens reach is undersampled: it is listed, and calibrated as "
+        "--undersampled says. [default: 128]",
     ),
     click.option(
-        "--few", type=click.Choice(["all", "rtn"]),
-        help="`all`: such an expert is calibrated on all tokens. `rtn`: it is rounded. [default: all]",
+        "--undersampled", "few", cls=Renamed, old=("--few",), type=click.Choice(["all", "rtn"]),
+        help="`all`: calibrate an undersampled expert on all tokens. `rtn`: round it to nearest. "
+        "[default: all]",
     ),
     click.option(
         "--save-stats", metavar="DIR", type=Folder(),
-        help="Keep expert counts, moments of activations, and a hotness map for "
+        help="Save expert counts, moments of activations, and a map of hot experts for "
         "--init-expert-location.",
     ),
     click.option(
         "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-        help="cpu, cuda:0, ...; may be given several times. [default: all GPUs, or else the CPU]",
+        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. [default: all GPUs, else the CPU]",
     ),
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
     click.option(
         "--gptq", is_flag=True,
-        help="Find codes by GPTQ, a layer in memory at a time, instead of rounding to nearest.",
+        help="Calibrate with GPTQ, one layer in memory at a time, instead of rounding to nearest.",
     ),
     DATA,
 )  # fmt: skip
@@ -90,27 +101,27 @@ _FIELDS = {"dampening": "dampening_frac"}
 
 
 def calibration_from(options: CalibrationOptions) -> Calibration | None:
-    """The calibration that was asked for, None where none was. Raises click.UsageError for options
-    that say nothing without --gptq, and for --gptq without data."""
+    """The requested calibration, or None. Raises click.UsageError for options that need --gptq, and for
+    --gptq without data."""
     from qconvert.samples.request import Calibration
 
     given = _given(options)
     if not options["gptq"]:
         if given:
             name = next(n for n in options if _FIELDS.get(n, n) in given)
-            flag = {"devices": "device"}.get(name, name.replace("_", "-"))
-            raise click.UsageError(f"--{flag} goes with --gptq")
+            flag = {"devices": "device", "few": "undersampled"}.get(name, name.replace("_", "-"))
+            raise click.UsageError(f"--{flag} needs --gptq")
         return None
     if options["synthetic"] == (options["data"] is not None):
         raise click.UsageError(
-            "--gptq needs --data FILE; or --synthetic, random tokens, to try things out"
+            "--gptq needs --data FILE, or --synthetic (random tokens) for a trial"
         )
     with from_options():
         return Calibration(**given)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Calibration for the options that were given."""
+    """The given options as fields of a Calibration."""
     return {
         _FIELDS.get(name, name): str(value) if isinstance(value, Path) else value
         for name, value in options.items()
@@ -119,8 +130,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a command with DATA: the fields of a Calibration that were given, and all other options.
-    Raises click.UsageError for options that exclude one another."""
+    """For a command with DATA: the given fields of a Calibration, and all other options. Raises
+    click.UsageError for options that exclude one another."""
     from qconvert.samples.request import Calibration
 
     names = CalibrationOptions.__annotations__
@@ -132,7 +143,7 @@ def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:
-    """Of a command with CALIBRATION: its options, and those of every conversion."""
+    """For a command with CALIBRATION: its options, and those of every conversion."""
     names = CalibrationOptions.__annotations__
     own = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in names}

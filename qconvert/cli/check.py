@@ -1,24 +1,34 @@
-"""inspect, diff, validate: looking without touching."""
+"""inspect, diff, validate: commands that only read."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.options import FOLLOW_LINKS, MOST, SOURCE, Size, SourceName
+from qconvert.cli.options import (
+    AGAINST,
+    FOLLOW_LINKS,
+    JSON,
+    MOST,
+    SOURCE,
+    SourceName,
+    jobs,
+    level,
+    memory,
+)
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_all, say_json, say_report
 from qconvert.core.shown import shortened
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.hub.headers import Place
+    from qconvert.validation.runner import Report
 
 _FINDINGS = 3
 _MOST_LAYERS = 65_536
@@ -27,14 +37,14 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 
 @click.command()
 @SOURCE
-@click.option("--tensors", metavar="PATTERN", help="List tensors whose names fit, e.g. '*.61.*'.")
+@click.option("--tensors", metavar="PATTERN", help="List tensors whose names match, e.g. '*.61.*'.")
 @FOLLOW_LINKS
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@JSON
 def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
-    """Show what a checkpoint holds, from its headers: model, dtypes, roles, quantization.
+    """Show the contents of a checkpoint, from its headers: model, dtypes, roles, quantization.
 
-    Works on sources and on outputs of qconvert. Of a repo on the Hub only headers and small files
-    are fetched; with HF_HUB_OFFLINE it is looked for in the local cache.
+    Works on sources and on outputs of qconvert. From a repo on the Hub only headers and small files are
+    fetched; with HF_HUB_OFFLINE the local cache is used.
 
     \b
     Examples:
@@ -43,16 +53,18 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
       qconvert inspect Qwen/Qwen3-30B-A3B-FP8 --json
       qconvert inspect DeepSeek-V3 --tensors 'model.layers.61.*'
     """
-    from qconvert.checkpoint.open import open_source, stage_folders
+    from qconvert.api import open_checkpoint
+    from qconvert.checkpoint.open import stage_folders
     from qconvert.hub.headers import place_of
 
     with place_of(source) as place:
-        _tell_fetched(place)
-        checkpoint = open_source(place.folder, follow_links=follow_links)
+        if place.fetched:
+            say(place.summary, err=True)
+        checkpoint = open_checkpoint(place.folder, follow_links=follow_links)
         if tensors is not None:
             _say_tensors(checkpoint, tensors, as_json=as_json)
             return
-        from qconvert.cli.plan_report import inspect_json, inspect_lines, inspect_stages
+        from qconvert.cli.inspect_report import inspect_json, inspect_lines, inspect_stages
 
         stages = stage_folders(Path(place.folder))
         found = inspect_stages(checkpoint, stages) if stages else inspect_json(checkpoint)
@@ -61,15 +73,6 @@ def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool)
             say_json(found)
         else:
             say(*(place.named(line) for line in inspect_lines(checkpoint.model_line, found)))
-
-
-def _tell_fetched(place: Place) -> None:
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
-
-    if place.fetched:
-        size = format_size(place.nbytes)
-        say(f"{place.name}: {size} fetched in {count(place.requests, 'request')}", err=True)
 
 
 def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None:
@@ -90,14 +93,14 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.argument("a", type=SourceName())
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
-@click.option("--all", "every", is_flag=True, help="A line for every difference.")
+@click.option("--all", "every", is_flag=True, help="Print a line for every difference.")
 @FOLLOW_LINKS
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout: every difference.")
+@JSON
 def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
-    """Compare two checkpoints tensor by tensor, wherever their shards put them.
+    """Compare two checkpoints tensor by tensor, whatever their shards.
 
-    Differences are told by role, at most a screen of them. Exit code 0 where A and B are equal, 3
-    where they differ.
+    Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
+    they differ.
 
     \b
     Examples:
@@ -105,12 +108,11 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
       qconvert diff original resharded --headers
       qconvert diff one other --all | grep lm_head
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert import api
     from qconvert.core.shown import count
-    from qconvert.validation.diff import compare, grouped_lines
+    from qconvert.validation.diff import grouped_lines
 
-    first, second = (open_source(where, follow_links=follow_links) for where in (a, b))
-    found = compare(first, second, data=not headers)
+    found = api.diff(a, b, data=not headers, follow_links=follow_links)
     if as_json:
         listed = [
             {"tensor": d.tensor, "role": d.role, "kind": d.kind, "detail": d.detail} for d in found
@@ -149,25 +151,19 @@ class Layers(click.ParamType[tuple[int, ...]]):
 
 @click.command()
 @click.argument("out", type=SourceName(), required=False)
-@click.option("--against", type=SourceName(), metavar="SRC", help="The source it was made from.")
-@click.option(
-    "--level",
-    type=click.Choice(["headers", "sample", "full"]),
-    default="headers",
-    show_default=True,
-    help="`headers` reads no weights, `sample` some of each kind, `full` every byte.",
-)
+@AGAINST
+@level("headers")
 @click.option(
     "--pair",
     type=SourceName(),
     metavar="GPU",
-    help="The GPU side a folder of CPU experts is served with.",
+    help="The GPU side that a folder of CPU experts is served with.",
 )
 @click.option(
     "--kernels",
     is_flag=True,
-    help="Compare our Triton kernels with torch: on random weights, and on OUT's where they fit. "
-    "Without a GPU they run in Triton's interpreter, small.",
+    help="Compare qconvert's Triton kernels with torch, on random weights and on those of OUT. "
+    "Without a GPU they run in Triton's interpreter, on small shapes.",
 )
 @click.option(
     "--logits",
@@ -178,32 +174,30 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--attribute",
     is_flag=True,
-    help="Say how much of the output error each cause makes: codes, activations, FP8.",
+    help="Attribute the output error to its causes: codes, activations, FP8.",
 )
 @click.option(
     "--layers",
     type=Layers(),
     metavar="0,3,58-60",
-    help="Layers that --kernels and --attribute look at, instead of a few.",
+    help="Layers for --kernels and --attribute. [default: a few]",
 )
-@click.option(
-    "--jobs", type=click.IntRange(1, MOST), metavar="N", help="Worker processes [the cores]."
-)
-@click.option("--memory", type=Size(), metavar="SIZE", help="Memory they may take, e.g. 2GiB.")
+@jobs("the cores, as far as the work needs them")
+@memory("not limited")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "junit", "sarif", "markdown", "github", "html"]),
-    help="What to print [text; github within GitHub Actions].",
+    help="Format of the printed report. [default: text; github in GitHub Actions]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@JSON
 @click.option(
     "--report",
     "files",
     multiple=True,
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
+    help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
 @FOLLOW_LINKS
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
@@ -226,9 +220,9 @@ def validate(
 ) -> int:
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
-    Prints findings, then what was proved, what was only read, and what was not looked at. Exit code 3
-    on an error-level finding. Under GitHub Actions it also writes the step's summary. Of a repo on the
-    Hub, level headers fetches no weights; other levels take it from the local cache.
+    Prints findings, then what was proved, what was only read, and what was not checked. Exit code 3 on
+    an error-level finding. In GitHub Actions it also writes the step's summary. From a repo on the Hub
+    level headers fetches no weights; the other levels use the local cache.
 
     \b
     Examples:
@@ -241,19 +235,10 @@ def validate(
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
-    from qconvert.checkpoint.open import stage_folders
-    from qconvert.core.errors import QConvertError, UsageError
-    from qconvert.hub.headers import about_repo, place_of
-    from qconvert.validation.reports import append_step_summary, render, suffix_format
-    from qconvert.validation.runner import Request, rules, validate_folder, validate_kernels
-    from qconvert.validators.headers.stage_set import validate_set
+    from qconvert import api
 
     if explain is not None:
-        known = rules()
-        if explain.upper() not in known:
-            raise UsageError(f"no rule {explain!r}; there are {', '.join(known)}")
-        rule = known[explain.upper()]
-        say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
+        _explain(explain)
         return 0
     if against is None and (logits or attribute):
         raise click.UsageError(
@@ -263,42 +248,55 @@ def validate(
         raise click.UsageError(f"--json is --format json; --format {form} is another")
     if out is None and (against or pair or logits or attribute or layers or level != "headers"):
         raise click.UsageError("name the folder to check")
-    forms = [suffix_format(file) for file in files]  # before hours of work
+    if out is None and not kernels:
+        raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
+    forms = _forms(files)  # before hours of work
+    with Bar() as bar:
+        report = api.validate_kernels() if out is None else api.validate(
+            out, against, level=level, pair=pair, kernels=kernels, logits=logits or 0,
+            attribute=attribute, layers=layers, jobs=jobs, memory=memory, follow_links=follow_links,
+            events=bar, notice=lambda text: say(text, err=True),
+        )  # fmt: skip
+    _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
+    return _FINDINGS if report.errors else 0
+
+
+def _explain(rule_id: str) -> None:
+    """Print a rule. Raises UsageError for an unknown id."""
+    from qconvert.core.errors import UsageError
+    from qconvert.validation.runner import rules
+
+    known = rules()
+    if rule_id.upper() not in known:
+        raise UsageError(f"unknown rule {rule_id!r}; rules are {', '.join(known)}")
+    rule = known[rule_id.upper()]
+    say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
+
+
+def _forms(files: Sequence[Path]) -> list[str]:
+    """Formats of report files. Raises UsageError for an unknown suffix, QConvertError for a missing
+    folder."""
+    from qconvert.core.errors import QConvertError
+    from qconvert.validation.reports import suffix_format
+
+    forms = [suffix_format(file) for file in files]
     for file in files:
         if not file.absolute().parent.is_dir():
-            raise QConvertError(f"{file}: there is no folder {file.parent} to write it to")
-    request = Request(level, layers, kernels, logits or 0, attribute, jobs, memory)
-    weights = level != "headers" or bool(kernels or logits or attribute)
-    with ExitStack() as stack:
-        bar = stack.enter_context(Bar())
-        if out is not None:
-            place = stack.enter_context(place_of(out, weights=weights))
-            _tell_fetched(place)
-            folder = Path(place.folder)
-            if stage_folders(folder):
-                if pair is not None:
-                    raise click.UsageError("--pair goes with a folder of experts, not with stages")
-                report = validate_set(
-                    folder, against, request=request, progress=bar, follow_links=follow_links
-                )
-            else:
-                report = validate_folder(
-                    folder, against, request=request, pair=pair, progress=bar,
-                    follow_links=follow_links,
-                )  # fmt: skip
-            report = about_repo(report, place)
-        elif kernels:
-            report = validate_kernels()
-        else:
-            raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
+            raise QConvertError(f"{file}: folder {file.parent} does not exist")
+    return forms
+
+
+def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) -> None:
+    """Print the report, write it to files, and to the step's summary in GitHub Actions."""
+    from qconvert.validation.reports import append_step_summary, render
+
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
-    form = "json" if as_json else form or ("github" if in_actions else "text")
+    form = form or ("github" if in_actions else "text")
     styled = form == "text" and sys.stdout.isatty()
     say_report(render(report, form, terminal=styled), form, styled=styled)
-    for file, kind in zip(files, forms, strict=True):
+    for file, kind in files.items():
         file.write_text(render(report, kind), encoding="utf-8")
     try:
         append_step_summary(report)
-    except OSError as error:  # says nothing of the folder
+    except OSError as error:  # no fault of the folder
         say(f"qconvert: the job's summary was not written: {error}", err=True)
-    return _FINDINGS if report.errors else 0

@@ -1,15 +1,18 @@
-"""`--for NAME[==VERSION]`: who will load the result."""
+"""`--for NAME[==VERSION]`: the runtime or model class that will load the result."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class ConsumerName(click.ParamType[str]):
-    """A consumer that layouts are known for, and the version of it, as they were written. `only` are the
-    names that a command takes."""
+    """A consumer with known layouts, with or without its version. `only` are the names that a command
+    takes."""
 
     name = "consumer"
 
@@ -27,3 +30,11 @@ class ConsumerName(click.ParamType[str]):
         if self._only and consumer.name not in self._only:
             self.fail(f"{consumer.name!r} is not one of {', '.join(self._only)}", param, ctx)
         return str(value)
+
+
+def made_for(names: str, *only: str) -> Callable[[F], F]:
+    """`--for`; `names` are those that the command has layouts for, `only` the ones that it takes."""
+    return click.option(
+        "--for", "consumer", type=ConsumerName(*only), metavar="NAME[==VERSION]",
+        help=f"The runtime or model class that will load the result. [{names}]",
+    )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The main jobs on an embedded sample, start to end: an FP8 checkpoint fused for sglang, then
-dequantized; each planned, converted, validated, and compared with an independent computation."""
+"""The main conversions on an embedded sample: an FP8 checkpoint is fused for sglang, then dequantized;
+each result is validated, and the last is compared with torch's own decoding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.plan_report import Rates, plan_lines
@@ -14,18 +15,15 @@ from qconvert.core.errors import OutputError, RunError
 from qconvert.core.say import say, say_report
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
-from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.run.executor import run_prepared
-from qconvert.run.prepare import Options, prepare
+from qconvert.plan.plan import Pass
 from qconvert.validation.reports import render
-from qconvert.validation.runner import Request, validate_folder
 
 
 def run_demo(folder: Path | None) -> None:
     """Make the sample, fuse it, dequantize it, and validate both results. Raises QConvertError if
     anything does not hold.
 
-    `folder` keeps the files; without it they go to a temporary folder and are removed.
+    The files are kept in `folder`; without it they go to a temporary folder and are removed.
     """
     if folder is not None:
         if folder.exists() and any(folder.iterdir()):
@@ -53,22 +51,22 @@ def _demo(folder: Path) -> None:
 
 
 def _convert(source: Path, out: Path, step: Pass) -> None:
-    """Plan, show, run."""
-    plan = run_passes(Plan.identity(Checkpoint.open(source)), (step,))
-    ready = prepare(plan, Options(jobs=1))
-    lines = plan_lines(ready, out.name, Rates(None, None))
+    """Plan, show the plan, run it."""
+    planned = api.plan(step, source, out, jobs=1)
+    (folder,) = planned.folders
+    lines = plan_lines(folder.ready, out.name, Rates(None, None), folder.verdict)
     say(*(line.replace(str(source), source.name) for line in lines))
-    receipt = run_prepared(ready, out)
-    say("", f"wrote {out.name}: {', '.join(receipt.files)}")
+    (result,) = api.carry_out(planned)
+    say("", f"wrote {out.name}: {', '.join(result.files)}")
 
 
 def _validate(source: Path, out: Path) -> None:
     """Validate at every level there is. Raises RunError for anything less than proved."""
     say("", f"$ qconvert validate {out.name} --against {source.name} --level full")
-    report = validate_folder(out, str(source), request=Request("full"))
+    report = api.validate(out, source, level="full")
     say_report(render(report, "text"), "text")
     if report.findings:
-        raise RunError(f"{out.name} did not validate")
+        raise RunError(f"{out.name} failed validation")
 
 
 def _compare_with_torch(source: Path, out: Path) -> int:

@@ -13,7 +13,7 @@ from qconvert.core.say import say
 
 @click.group()
 def recipes() -> None:
-    """List and show the recipes that come with qconvert.
+    """List and show the built-in recipes.
 
     \b
     Examples:
@@ -24,7 +24,7 @@ def recipes() -> None:
 
 @recipes.command("list")
 def list_recipes() -> None:
-    """A line a recipe: its name and whom it serves.
+    """List built-in recipes with their purpose, one per line.
 
     \b
     Example:
@@ -43,7 +43,7 @@ def list_recipes() -> None:
 @recipes.command("show")
 @click.argument("name")
 def show_recipe(name: str) -> None:
-    """Print a recipe, to read or to start one's own from.
+    """Print a built-in recipe, to read or to edit.
 
     \b
     Example:
@@ -54,15 +54,15 @@ def show_recipe(name: str) -> None:
 
     found = builtin_recipes()
     if name not in found:
-        raise UsageError(f"no built-in recipe {name!r}; there are {', '.join(found)}")
+        raise UsageError(f"unknown built-in recipe {name!r}; recipes are {', '.join(found)}")
     say(*found[name].splitlines())
 
 
 @click.command()
 @OUT
 def clean(out: Path) -> None:
-    """Drop the unfinished work of an interrupted run in OUT. A finished result is left alone; one that
-    was being repaired is unfinished.
+    """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one
+    that was being repaired is unfinished.
 
     \b
     Example:
@@ -82,7 +82,7 @@ def clean(out: Path) -> None:
 def demo(folder: Path | None) -> None:
     """Make a small block-FP8 Qwen3.5-MoE checkpoint, fuse it for sglang, dequantize it, validate.
 
-    FOLDER (new or empty) keeps the files; without it they are removed again.
+    The files are kept in FOLDER (new or empty); without it they are removed.
 
     \b
     Examples:

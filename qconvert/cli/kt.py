@@ -12,14 +12,12 @@ from qconvert.cli.calibration import CALIBRATION, calibration_from, split_option
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
-    RunOptions,
     carry_out,
     convert,
-    prepared,
-    run_options,
+    plan_options,
     show_plan,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, Folder
+from qconvert.cli.options import MOST, OUT, SOURCE, Folder, Words
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -29,16 +27,17 @@ if TYPE_CHECKING:
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
     "--numa", required=True, type=click.IntRange(1, MOST),
-    help="NUMA nodes of the machine that will serve; the runtime is started with the same count.",
+    help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(
-    "--rounding", type=click.Choice(["peer", "search"]), default="peer", show_default=True,
-    help="`peer`: the bytes kt-kernel's own converter writes. `search`: the same format, each row's "
-    "step searched for the least error; slower.",
+    "--rounding", type=Words(["reference", "search"], old={"peer": "reference"}),
+    default="reference", show_default=True,
+    help="`reference`: the bytes that kt-kernel's own converter writes. `search`: the same format, with "
+    "each row's scale searched for the least error; slower.",
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
-    help="Experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers as a whole.",
+    help="Keep or drop experts of the MTP (draft) layers; with `kt --gpu w4a16`, those layers entirely.",
 )  # fmt: skip
 
 
@@ -56,15 +55,15 @@ def amx(
     out: Path,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: Literal["peer", "search"],
+    rounding: str,
     mtp: Literal["keep", "drop"],
     **given: Any,
 ) -> None:
     """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
 
-    Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds experts only: the
-    runtime reads the other layers from SRC itself (`qconvert kt` prints how to start it). With --gptq
-    codes are calibrated, in the same byte format.
+    Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds the experts only: the
+    runtime reads all other layers from SRC (`qconvert kt` prints the launch command). With --gptq codes
+    are calibrated; the format is the same.
 
     \b
     Examples:
@@ -75,9 +74,11 @@ def amx(
     """
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import fields_of
 
     asked, options = split_options(given)
-    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
+    known = fields_of("amx", {"rounding": rounding})
+    steps = (ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
 
 
@@ -87,7 +88,7 @@ def amx(
     "--cpu-out",
     required=True,
     type=Folder(),
-    help="Folder for the CPU's experts.",
+    help="Folder for the experts on the CPU side.",
 )
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
 @_NUMA
@@ -95,8 +96,8 @@ def amx(
 @_MTP
 @click.option(
     "--gpu", type=click.Choice(["source", "w4a16"]), default="source", show_default=True,
-    help="`source`: SRC itself is the GPU side. `w4a16`: a folder with experts in packed INT4 "
-    "(round to nearest, groups of 128) and all other layers as they are.",
+    help="`source`: the GPU side is SRC. `w4a16`: a folder with experts in packed INT4 (round to "
+    "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
 @CALIBRATION
@@ -106,14 +107,14 @@ def kt(
     cpu_out: Path,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: Literal["peer", "search"],
+    rounding: str,
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | None,
     **given: Any,
 ) -> None:
-    """Make what KTransformers serves SRC from, CPU and GPU side in one read, and print how. With --gptq
-    one calibration finds the codes of both.
+    """Convert SRC for KTransformers, CPU and GPU side in one read, and print the launch command. With
+    --gptq one calibration serves both sides.
 
     \b
     Examples:
@@ -121,51 +122,28 @@ def kt(
       qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.recipe.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
+    if gpu_out is not None and options["dump_after"] is not None:
+        raise click.UsageError(
+            "--dump-after is not supported with --gpu w4a16; use `amx` for the CPU side"
+        )
+    known = fields_of("amx", {"rounding": rounding})
+    cpu_side = ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known)
     if gpu_out is None:
-        from qconvert.recipe.recipe import Recipe
-
-        recipe = Recipe("kt", (cpu_side,), options["max_shard_size"])
-        convert(recipe, checkpoint, cpu_out, options)
+        planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
-        _convert_pair(checkpoint, cpu_side, cpu_out, gpu_out, options)
-    if options["dump_after"] is None:
-        _tell_how(checkpoint, cpu_side, cpu_out, gpu_out, err=options["as_json"])
-
-
-def _convert_pair(
-    checkpoint: Checkpoint,
-    cpu_side: ExpertsToAmx,
-    cpu_out: Path,
-    gpu_out: Path,
-    options: RunOptions,
-) -> None:
-    """Plan both folders, show them, and make them in one read."""
-    from qconvert.passes.pair import pair_plans
-    from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.plan.plan import Plan
-    from qconvert.recipe.recipe import Recipe
-    from qconvert.run.workspace import check_apart, check_folders_apart
-
-    if not options["dry_run"]:  # a dry run shows the plan first
-        for out in (cpu_out, gpu_out):
-            check_apart(out, checkpoint)
-        check_folders_apart(gpu_out, cpu_out)
-    if options["dump_after"] is not None:
-        raise click.UsageError("--dump-after takes a recipe; use `amx` for the CPU side's")
-    pair = pair_plans(Plan.identity(checkpoint), cpu_side, ExpertsToW4A16())
-    ready, verdicts = prepared(pair, run_options(Recipe("kt", ()), options), options["base_model"])
-    folders = list(zip(ready, (cpu_out, gpu_out), strict=True))
-    show_plan(folders, options, verdicts)
-    if not options["dry_run"]:
-        carry_out(folders, options["as_json"])
+        planned = api.plan_pair(cpu_side, source, cpu_out, gpu_out, **plan_options(options))
+        show_plan(planned, options)
+        if not options["dry_run"]:
+            carry_out(planned, as_json=options["as_json"])
+    if planned is not None:
+        _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options["as_json"])
 
 
 def _tell_how(
@@ -176,8 +154,8 @@ def _tell_how(
     *,
     err: bool,
 ) -> None:
-    """The launch line; and where kt reads the source as it is, that too. To stderr where stdout is
-    JSON."""
+    """The launch command; and the one for the unconverted source, if kt-kernel reads that. To stderr if
+    stdout is JSON."""
     from qconvert.formats.amx.limits import RUNTIME_NAME
     from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
 

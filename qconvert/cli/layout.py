@@ -1,40 +1,34 @@
-"""fuse, unfuse, experts: the same numbers in another order."""
+"""fuse, unfuse, experts: the same weights in another layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import click
 
-from qconvert.cli.consumer import ConsumerName
+from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import MOST, OUT, SOURCE
-
-if TYPE_CHECKING:
-    from qconvert.plan.plan import Pass
+from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
 
 
 @click.command()
 @SOURCE
 @OUT
+@made_for("sglang, vllm, transformers; qwen3-next: a model class")
 @click.option(
-    "--for",
-    "consumer",
-    type=ConsumerName(),
-    metavar="NAME[==VERSION]",
-    help="Who will load it: sglang, vllm, transformers, or qwen3-next (the model class).",
+    "--groups",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help="Number of groups in which rows are ordered, for your own loader.",
 )
-@click.option(
-    "--groups", type=click.IntRange(1, MOST), help="Order by groups, for your own loader."
-)
-@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order a fused source is in.")
+@SOURCE_GROUPS
 @click.option(
     "--what",
     type=click.Choice(["gdn", "gate_up", "qkv"]),
     default="gdn",
     show_default=True,
-    help="Which projections.",
+    help="Projections to fuse.",
 )
 @CONVERSION
 def fuse(
@@ -46,11 +40,11 @@ def fuse(
     what: str,
     **options: Unpack[RunOptions],
 ) -> None:
-    """Bring Gated DeltaNet projections (Qwen3.5, Qwen3-Next) into the order a consumer takes.
+    """Fuse Gated DeltaNet projections (Qwen3.5, Qwen3-Next) in the row order that a consumer expects.
 
-    Fusing saves sglang and vLLM the work of fusing at load and gives a file range a projection; it
-    makes nothing run faster. FP8 stays FP8: block scales move with their rows, or are refused where
-    they cannot. `--for qwen3-next` on a Qwen3.5 source converts the model class: text only.
+    Fusing saves sglang and vLLM work at load and makes each projection one range of a file; inference
+    is not faster. FP8 stays FP8: block scales move with their rows, or the plan is refused.
+    `--for qwen3-next` on a Qwen3.5 source converts the model class, text only.
 
     \b
     Examples:
@@ -58,29 +52,24 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert.api import open_checkpoint
     from qconvert.passes.fuse import Fuse
+    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
-        raise click.UsageError("say who will load it, --for NAME, or state the order, --groups G")
+        raise click.UsageError("name the consumer, --for NAME, or the number of groups, --groups N")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    steps = _of_class(step, consumer, checkpoint.family.name)
+    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
+    steps = steps_for(step, consumer, checkpoint.family.name)
     convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
 
 
 @click.command()
 @SOURCE
 @OUT
-@click.option(
-    "--for",
-    "consumer",
-    type=ConsumerName(),
-    metavar="NAME[==VERSION]",
-    help="Who will load it: sglang, vllm, transformers, or qwen3.5 (the model class).",
-)
-@click.option("--source-groups", type=click.IntRange(1, MOST), help="Order the source is in.")
+@made_for("sglang, vllm, transformers; qwen3.5: a model class")
+@SOURCE_GROUPS
 @CONVERSION
 def unfuse(
     source: str,
@@ -89,10 +78,10 @@ def unfuse(
     source_groups: int | None,
     **options: Unpack[RunOptions],
 ) -> None:
-    """Take fused Gated DeltaNet projections apart: what vLLM and transformers take for Qwen3.5.
+    """Split fused Gated DeltaNet projections, as vLLM and transformers expect them for Qwen3.5.
 
-    The order of the source comes from its qconvert.json, its family, or --source-groups. No loader of
-    Qwen3-Next takes them apart: `--for qwen3.5` converts the model class as well.
+    The source's row order is read from its qconvert.json, its family, or --source-groups. No loader of
+    Qwen3-Next takes split projections: `--for qwen3.5` converts the model class as well.
 
     \b
     Examples:
@@ -100,32 +89,19 @@ def unfuse(
       qconvert unfuse fused-for-sglang out --for vllm
       qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
-    from qconvert.checkpoint.open import open_source
+    from qconvert.api import open_checkpoint
     from qconvert.passes.fuse import Unfuse
+    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
-    checkpoint = open_source(source, follow_links=options["follow_links"])
-    steps = _of_class(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
+    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
+    steps = steps_for(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
     convert(Recipe("unfuse", steps, options["max_shard_size"]), checkpoint, out, options)
-
-
-def _of_class(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
-    """The step, and those that make the consumer's model class of another."""
-    from qconvert.passes.as_class import AsClass
-    from qconvert.passes.experts import Unstack
-    from qconvert.runtimes.consumers import parse_consumer
-
-    name = None if consumer is None else parse_consumer(consumer).name
-    if name == "qwen3-next" and family == "qwen3_5":
-        return Unstack(optional=True), step, AsClass("qwen3_next")
-    if name == "qwen3.5" and family == "qwen3_next":
-        return step, AsClass("qwen3_5_text")
-    return (step,)
 
 
 @click.group()
 def experts() -> None:
-    """Routed experts as 3-D stacks, or a matrix each.
+    """Routed experts as 3-D stacks, or one matrix per expert.
 
     \b
     Examples:
@@ -139,7 +115,7 @@ def experts() -> None:
 @OUT
 @CONVERSION
 def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """A matrix an expert to stacks [E, 2I, H] and [E, H, I].
+    """Stack one matrix per expert to [E, 2I, H] and [E, H, I].
 
     \b
     Example:
@@ -156,7 +132,7 @@ def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @OUT
 @CONVERSION
 def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Stacks [E, 2I, H] and [E, H, I] to a matrix an expert, never reading a stack at once.
+    """Split stacks [E, 2I, H] and [E, H, I] to one matrix per expert, without reading a whole stack.
 
     \b
     Example:

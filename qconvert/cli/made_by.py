@@ -1,5 +1,4 @@
-"""What qconvert.json says of the folder it is in, in words. It is read as anyone's text: what is not as
-qconvert writes it is left out."""
+"""qconvert.json in words. The file may be anyone's: what is not as qconvert writes it is omitted."""
 
 from __future__ import annotations
 
@@ -7,19 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qconvert.core.shown import count
+from qconvert.recipe.words import rounding_word
 
 _MOST = 6
 
 
 def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
-    """Which conversion made a folder, from what, and what a user must know of the result. `base` is the
-    source's repo, where the folder's card names it."""
+    """Which conversion made a folder, from what, and what a user must know about the result. `base` is
+    the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")
     steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
     specs = ", ".join(str(step.get("spec")) for step in steps) or "none: a plain copy"
     yield f"made by qconvert {identity.get('qconvert')}, passes: {specs}"
     digest = str(identity.get("source", "?"))[:16]
-    yield f"made from {base or 'a source whose repo is not named'} (headers {digest})"
+    yield f"made from {base or 'a source without a known repo'} (headers {digest})"
     losses = _map(manifest, "lossy_steps")
     for what, number in list(losses.items())[:_MOST]:
         yield f"lossy: {what} ({count(number, 'time') if isinstance(number, int) else number})"
@@ -27,7 +27,7 @@ def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
         yield "lossy: no step"
     for rule, names in list(_map(manifest, "dropped").items())[:_MOST]:
         if isinstance(names, list):
-            yield f"left out: {count(len(names), 'tensor')} by {rule!r}"
+            yield f"dropped: {count(len(names), 'tensor')} by {rule!r}"
     yield from _facts(manifest)
 
 
@@ -41,8 +41,8 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
         nodes = amx.get("numa")
         where = count(nodes, "NUMA node") if isinstance(nodes, int) else "NUMA nodes"
         yield (
-            f"experts for CPU kernels: {amx.get('method')} for {where}, {amx.get('rounding')} rounding; "
-            "all else is read from the GPU side"
+            f"experts for CPU kernels: {amx.get('method')} for {where}, "
+            f"{rounding_word(amx.get('rounding'))} rounding; other layers are read from the GPU side"
         )
     pair = _map(manifest, "pair")
     if pair:
@@ -60,7 +60,7 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
     if calibration:
         data = f"data {str(calibration.get('data'))[:16]}"
         if calibration.get("synthetic"):
-            data = "made-up tokens, not for serving"
+            data = "random tokens, not for serving"
         samples, length = calibration.get("samples"), calibration.get("length")
         number = count(samples, "sample") if isinstance(samples, int) else "samples"
         yield f"calibrated on {number} of up to {length} tokens, {data}"
@@ -69,7 +69,7 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
         sizes = ", ".join(map(str, _list(prepared, "tp_sizes")))
         yield (
             f"experts prepared for trtllm-gen ({prepared.get('dialect')}), for tensor parallel {sizes}; "
-            "qconvert unprepare gives the source back"
+            "qconvert unprepare restores the source"
         )
 
 

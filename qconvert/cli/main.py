@@ -1,5 +1,5 @@
-"""The front door. Commands stand in qconvert/commands, one subject a file; nothing here or there
-imports numpy or torch before there is something to compute."""
+"""The command `qconvert`: its exit codes, and errors as one sentence. The commands are in the files
+beside this one; none imports numpy or torch before something is computed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     # A plan is millions of small objects and hardly a cycle. Looking for cycles at every 700 new
     # ones took 40 % of the time of planning 150,000 tensors.
     gc.set_threshold(200_000)
-    # Threads of numpy's small matrix products would only wait for one another, and for our workers.
+    # Threads for numpy's small matrix products would compete with one another and with our workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
@@ -94,46 +94,45 @@ def main(arguments: list[str] | None = None) -> None:
         say_error(str(error))
         sys.exit(FAILED)
     except ImportError as error:
-        # numpy and the like, which are loaded when they are needed: broken, or no room for them.
+        # numpy and others are imported where they are used: they are broken, or memory is too small.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         say_error(
-            f"a library cannot be loaded: {lines[-1] if lines else ''} (is it installed whole, and "
-            "`ulimit -v` large enough?)"
+            f"cannot load a library: {lines[-1] if lines else ''}; reinstall it, or raise the limit of "
+            "`ulimit -v`"
         )
         sys.exit(FAILED)
     except (click.Abort, KeyboardInterrupt):
         say(
-            "qconvert: interrupted; of a conversion finished work is kept, the same command goes on",
+            "qconvert: interrupted; in a conversion finished work is kept, the same command goes on",
             err=True,
         )
         sys.exit(INTERRUPTED)
     except OSError as error:
-        # Met outside of what names its file itself: say which file, keep the traceback to us.
+        # Raised where no message names the file: name it, without a traceback.
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror or error}")
         sys.exit(FAILED)
     except (MemoryError, RecursionError) as error:
-        # The last line of defence: whatever is read has a limit of size and depth of its own.
+        # The last resort: everything that is read has a limit of size and depth of its own.
         what = "memory" if isinstance(error, MemoryError) else "stack"
         error.__traceback__ = None  # and with it all that its frames hold
         say_error(
-            f"{_command(arguments)}: ran out of {what}; give it more, or a smaller input, and report "
-            "this with the input if it is one that others convert"
+            f"{_command(arguments)}: ran out of {what}; provide more, or convert a smaller input; "
+            "report this with the input if others can convert it"
         )
         sys.exit(FAILED)
 
 
 def _command(arguments: list[str] | None) -> str:
-    """The command that runs, in the words that were typed."""
+    """The name of the command that was typed."""
     words = sys.argv[1:] if arguments is None else arguments
     return next((word for word in words if word in cli.commands), "qconvert")
 
 
 def _say_usage(error: click.ClickException) -> None:
-    """What click itself prints, line by line: its messages quote arguments, and those may be names of
-    files."""
+    """What click prints, line by line: its messages quote arguments, which may be names of files."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        say(*error.format_message().splitlines(), err=True)  # the help, which is all ours
+        say(*error.format_message().splitlines(), err=True)  # the help is our own text
         return
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is not None:

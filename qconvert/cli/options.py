@@ -1,14 +1,15 @@
 """Arguments and option types that several commands share.
 
-What is wrong by its own text ends a command with exit code 2, before a file is opened.
+A value that is invalid whatever the files hold ends a command with exit code 2, before one is opened.
 """
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,18 +17,18 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_EMPTY = "the name is empty; name a folder, `.` for this one"
+_EMPTY = "the name is empty; name a folder (`.` is the current one)"
 _DATASET = re.compile(r"hf-dataset(:[^:]+){1,3}")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
 
 
 class _Text(click.ParamType[str]):
-    """A text that `check` refuses with ValueError or one of ours where it can mean nothing."""
+    """A text, refused by `check` with ValueError or QConvertError if it is invalid."""
 
     @abstractmethod
     def check(self, text: str) -> None:
-        """Raise ValueError, or an error of ours, saying what is wrong with the text."""
+        """Raise ValueError or QConvertError, saying what is wrong with the text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from qconvert.core.errors import QConvertError
@@ -40,7 +41,7 @@ class _Text(click.ParamType[str]):
 
 
 class Size(click.ParamType[int]):
-    """A size in bytes, written as people write it: 512MiB, 5GB."""
+    """A size in bytes: 512MiB, 5GB, 4096."""
 
     name = "size"
 
@@ -67,8 +68,7 @@ class ModelId(_Text):
 
 
 class SourceName(_Text):
-    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is none of
-    them."""
+    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is refused."""
 
     name = "source"
 
@@ -93,7 +93,7 @@ class Partition(_Text):
 
 
 class PassName(_Text):
-    """A pass of some recipe, `source` or `end`. Whether the recipe has it is seen when it is known."""
+    """A pass, `source` or `end`. Whether the recipe has that pass is checked later."""
 
     name = "pass"
 
@@ -102,18 +102,18 @@ class PassName(_Text):
 
         known = ["source", *passes(), "end"]
         if text not in known:
-            raise ValueError(f"there is no pass {text!r}; passes are {', '.join(known)}")
+            raise ValueError(f"unknown pass {text!r}; passes are {', '.join(known)}")
 
 
 class Pattern(_Text):
-    """Modules by name, by the end of one, or by `re:` and a regular expression."""
+    """Modules by name, by the end of a name, or by `re:` and a regular expression."""
 
     name = "pattern"
 
     def check(self, text: str) -> None:
         if not text.removeprefix("re:"):
             raise ValueError(
-                f"{text!r} names no module; write a name, the end of one, or re:PATTERN"
+                f"{text!r} names no module; write a name, the end of a name, or re:PATTERN"
             )
         if text.startswith("re:"):
             from qconvert.core.patterns import compiled
@@ -137,7 +137,7 @@ class DataName(_Text):
 
 
 class Device(_Text):
-    """What a calibration computes on, by torch's names."""
+    """A device that a calibration runs on, by torch's name."""
 
     name = "device"
 
@@ -154,7 +154,7 @@ class Branch(_Text):
     def check(self, text: str) -> None:
         bad = ".." in text or text.startswith(("/", "-")) or text.endswith(("/", ".", ".lock"))
         if bad or not _BRANCH.fullmatch(text):
-            raise ValueError(f"{text!r} is not a valid name of a branch")
+            raise ValueError(f"{text!r} is not a valid branch name")
 
 
 class Folder(click.Path):
@@ -172,7 +172,7 @@ class Folder(click.Path):
 
 
 class Share(click.FloatRange):
-    """A number between 0 and 1, neither of them, nor NaN, which no comparison refuses."""
+    """A number between 0 and 1, both excluded, and not NaN, which comparisons let through."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, min_open=True, max_open=True)
@@ -186,10 +186,40 @@ class Share(click.FloatRange):
         return number
 
 
+class Renamed(click.Option):
+    """An option with earlier spellings, which are taken until 0.2 and shown nowhere."""
+
+    def __init__(self, declared: Sequence[str], *, old: Sequence[str] = (), **given: Any) -> None:
+        super().__init__([*declared, *old], **given)
+        self.old = tuple(old)
+
+    def _without_old(self) -> Renamed:
+        shown = copy(self)
+        shown.opts = [spelling for spelling in self.opts if spelling not in self.old]
+        return shown
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return click.Option.get_help_record(self._without_old(), ctx)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        return click.Option.get_error_hint(self._without_old(), ctx)
+
+
+class Words(click.Choice[str]):
+    """A choice some of whose words were others before: `old` maps those, taken until 0.2, to today's."""
+
+    def __init__(self, words: Sequence[str], *, old: Mapping[str, str]) -> None:
+        super().__init__(words)
+        self._old = dict(old)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(self._old.get(str(value), value), param, ctx)
+
+
 @contextmanager
 def from_options() -> Iterator[None]:
-    """Around the building of a pass or a calibration from options alone: what it refuses then, no
-    file has a part in."""
+    """Around building a pass or a calibration from options alone: an error there is a usage error,
+    since no file is involved."""
     from qconvert.core.errors import DataError, PlanError, RecipeError
 
     try:
@@ -211,10 +241,73 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 MOST = (
     2**31 - 1
-)  # of whatever an option counts; the product of two is still a number to compute with
+)  # the largest count that an option takes; the product of two is still a sensible number
+# Options of several commands: one meaning, so one text. What differs is their default.
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
     "otherwise.",
+)  # fmt: skip
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+DRY_RUN = click.option(
+    "--dry-run", is_flag=True, help="Show what would be done, and what would be refused; write and "
+    "send nothing.",
+)  # fmt: skip
+
+
+def memory(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--memory", type=Size(), metavar="SIZE",
+        help=f"Memory of all processes together, e.g. 512MiB. [default: {default}]",
+    )  # fmt: skip
+
+
+def jobs(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--jobs", type=click.IntRange(1, MOST), metavar="N",
+        help=f"Worker processes. [default: {default}]",
+    )  # fmt: skip
+
+
+def base_model(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--base-model", metavar="ORG/NAME", type=ModelId(),
+        help=f"The source's repo, for the model card. [default: {default}]",
+    )  # fmt: skip
+
+
+def level(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--level", type=click.Choice(["headers", "sample", "full"]), default=default,
+        show_default=True,
+        help="What is validated: `headers` reads no weights, `sample` some of each kind, `full` every "
+        "byte.",
+    )  # fmt: skip
+
+
+AGAINST = click.option(
+    "--against", type=SourceName(), metavar="SRC",
+    help="The source that the folder was made from, to compare it with.",
+)  # fmt: skip
+SOURCE_GROUPS = click.option(
+    "--source-groups", type=click.IntRange(1, MOST), metavar="N",
+    help="Groups in which the rows of the source's fused projections are ordered.",
+)  # fmt: skip
+# What a quantization takes: the same words and patterns for each format.
+TARGETS = click.option(
+    "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
+    metavar="NAME",
+    help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that runtimes "
+    "load so), a module's name, the end of a name, or re:PATTERN. Repeatable. [default: experts]",
+)  # fmt: skip
+IGNORE = click.option(
+    "--ignore", multiple=True, type=Pattern(), metavar="NAME",
+    help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
+    "Repeatable.",
+)  # fmt: skip
+STATS = click.option(
+    "--stats", type=Folder(), metavar="DIR",
+    help="Statistics of a calibration (DIR of `w4a16 --gptq --save-stats DIR`), to take the input "
+    "scales of activations from.",
 )  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())
 OUT = click.argument("out", type=Folder())

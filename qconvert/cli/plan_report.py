@@ -1,35 +1,31 @@
-"""What a plan says to a person (one screen) and to a program (JSON)."""
+"""Plans as text for people (one screen) and as JSON for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from qconvert.calibrate.backend import work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import Formats, own_role
-from qconvert.cli.made_by import made_lines
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import parse, split_parameter, weight_candidates
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
-from qconvert.hub.card.front import base_model_of
-from qconvert.hub.card.of_plan import source_front
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.run.preview import Outlook
 from qconvert.samples.request import FACT
 from qconvert.validation.findings import NO_FINDINGS, Verdict
 
-_MOST_ROWS = 14
+MOST_ROWS = 14
 _MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second measured on this machine just now; None where they were not."""
+    """Measured bytes per second of this machine; None if not measured."""
 
     read: float | None
     write: float | None
@@ -42,21 +38,10 @@ class _Row:
     bytes_out: int = 0
 
 
-def quantization_lines(checkpoint: Checkpoint) -> list[str]:
-    """One line for each quantization block."""
-    lines = []
-    for found in checkpoint.quantization_configs:
-        block = found.block.get("weight_block_size")
-        size = f", blocks of {'x'.join(map(str, block))}" if isinstance(block, list) else ""
-        fmt = found.block.get("fmt") or found.block.get("format") or found.block.get("quant_algo")
-        lines.append(f"{found.where}: {found.method or '?'}{f' {fmt}' if fmt else ''}{size}")
-    return lines
-
-
 def plan_lines(
     ready: Prepared, out: str | None, rates: Rates, verdict: Verdict = NO_FINDINGS
 ) -> list[str]:
-    """The plan as a person reads it before a long run: at most a screen."""
+    """The plan as text, at most a screen."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
         checkpoint.model_line,
@@ -74,32 +59,32 @@ def plan_lines(
         "",
     ]
     for entry in plan.log:
-        wanted = "" if entry.expected is None else f" of {entry.expected} the config leads to"
+        wanted = "" if entry.expected is None else f"of {entry.expected} expected "
         notes = "".join(f", {note}" for note in entry.notes)
-        lines.append(f"pass    {entry.name}: {entry.matched} {entry.what}{wanted}{notes}")
+        lines.append(f"pass    {entry.name}: matched {entry.matched} {wanted}{entry.what}{notes}")
     if not plan.log:
         lines.append("pass    none: a plain copy")
     lines += _calibration_lines(plan)
     lines += drop_lines(plan)
     lines += loss_lines(plan)
-    unknown = [name for name in _unknown(checkpoint) if name in plan.tensors]
+    unknown = [name for name in unknown_names(checkpoint) if name in plan.tensors]
     if unknown:
         lines.append(
-            f"unknown {count(len(unknown), 'tensor')} of no known role, copied: {_some(unknown)}"
+            f"unknown {count(len(unknown), 'tensor')} of unknown role, copied: {some(unknown)}"
         )
     if checkpoint.family.name == "generic":
         lines.append(
-            f"unknown model_type {checkpoint.config.get('model_type')!r}: layers cannot be counted"
+            f"unknown model_type {checkpoint.config.get('model_type')!r}: layers are not counted"
         )
     absent = checkpoint.absent()
     if absent:
         lines.append(
-            f"warning {count(len(absent), 'tensor')} that {checkpoint.family.name} has, absent: "
-            f"{_some(absent)}"
+            f"warning {count(len(absent), 'tensor')} of family {checkpoint.family.name} missing: "
+            f"{some(absent)}"
         )
     lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
     if checkpoint.denied_files:
-        lines.append(f"left    not copied: {_some(checkpoint.denied_files)}")
+        lines.append(f"left    not copied: {some(checkpoint.denied_files)}")
     lines += [
         (
             f"bytes   {plan.bytes_in} in = {plan.bytes_in - plan.bytes_dropped} used + "
@@ -114,28 +99,28 @@ def plan_lines(
     return lines
 
 
-def _unknown(checkpoint: Checkpoint) -> list[str]:
-    """Tensors of no role that a family, or qconvert itself, knows."""
+def unknown_names(checkpoint: Checkpoint) -> list[str]:
+    """Tensors without a role in the family or among qconvert's own."""
     return [name for name in checkpoint.census.unknown if own_role(name) is None]
 
 
 def outlook_lines(look: Outlook | None) -> list[str]:
-    """What of the result the output folder has already; nothing of a new one."""
+    """What the output folder already holds of the result; nothing for a new one."""
     if look is None or look.state in (None, "new"):
         return []
     if look.damaged:
         files = count(len(look.damaged), "damaged file")
-        return [f"there   {look.out} holds this result with {files}; a run makes them again"]
+        return [f"exists  {look.out} holds this result with {files}; a run repairs it"]
     if look.state == "finished":
-        return [f"there   {look.out} already holds this very result; a run has nothing to do"]
+        return [f"exists  {look.out} already holds this very result; nothing to do"]
     return [
-        f"there   {look.out} has {look.done} of {count(look.units, 'unit')}; a run goes on there"
+        f"exists  {look.out} has {look.done} of {count(look.units, 'unit')}; a run continues there"
     ]
 
 
 def outlook_json(look: Outlook | None) -> dict[str, Any]:
-    """`out`: the folder, its state (`new`, `unfinished`, `finished`; null where the run refuses to look
-    at it) and units; `refusals`: why the run would not begin."""
+    """`out`: the folder, its state (`new`, `unfinished`, `finished`; null if the run refuses the folder)
+    and units; `refusals`: why the run would not start."""
     if look is None:
         return {"out": None, "refusals": []}
     out = {
@@ -152,20 +137,20 @@ def _calibration_lines(plan: Plan) -> list[str]:
     if plan.calibration is None:
         return []
     request = plan.calibration.request
-    data = "made-up tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
+    data = "random tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
     tokens = "its own tokens" if request.experts == "routed" else "all tokens"
     disk = format_size(work_dir_bytes(plan.calibration))
     line = (
-        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), an "
-        f"expert sees {tokens}; {disk} more "
-        f"disk while it runs, and what --memory says, or half of what is free"
+        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), each "
+        f"expert calibrated on {tokens}; needs {disk} more disk while it runs, and memory as --memory "
+        f"says, or half of what is free"
     )
     return [line]
 
 
 def _table(plan: Plan) -> list[str]:
     rows = sorted(_rows(plan).items(), key=lambda item: -item[1].bytes_out)
-    shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
+    shown, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
     if rest:
         other = _Row()
         for _, row in rest:
@@ -208,7 +193,7 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Becomes:
-    """What becomes of a tensor, in words: formats by their names, before and after."""
+    """What a tensor becomes, in words: its formats before and after."""
 
     stored: Formats
     planned: Formats
@@ -236,7 +221,7 @@ class _Becomes:
         return f"{'/'.join(sorted(firsts))} -> {made}"
 
     def _read(self, arg: Output) -> str:
-        """The format of an argument that is read from a tensor of the source, else its dtype."""
+        """The format of an argument read from a source tensor, else its dtype."""
         origin = arg.pieces[0].origin
         if isinstance(origin, Source) and origin.type.dtype == arg.type.dtype:
             return self.stored.label(origin.name)
@@ -244,7 +229,7 @@ class _Becomes:
 
 
 def _first_ports(plan: Plan) -> dict[int, int]:
-    """The first result of each node that the plan uses: what the node reads is counted there."""
+    """The first used result of each node: the bytes that the node reads are counted there."""
     first: dict[int, int] = {}
     for output in plan.tensors.values():
         for origin, _, _ in output.pieces:
@@ -266,7 +251,7 @@ def _bytes_in(output: Output, first: Mapping[int, int]) -> int:
 
 
 def loss_lines(plan: Plan) -> list[str]:
-    """What the plan's steps lose, with how many tensors."""
+    """The lossy steps of the plan, with the number of times."""
     losses = plan.losses()
     return [
         f"lossy   {count(len(losses), 'step')}{':' if losses else ''}",
@@ -275,7 +260,7 @@ def loss_lines(plan: Plan) -> list[str]:
 
 
 def drop_lines(plan: Plan) -> list[str]:
-    """What is dropped, and by which rule."""
+    """Dropped tensors and files, with the rule."""
     rules: dict[str, list[str]] = {}
     for name, rule in plan.dropped.items():
         rules.setdefault(rule, []).append(name)
@@ -283,13 +268,13 @@ def drop_lines(plan: Plan) -> list[str]:
     for rule, names in rules.items():
         size = sum(plan.checkpoint[name].type.nbytes for name in names)
         lines.append(
-            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: {_some(names)}"
+            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: {some(names)}"
         )
     lines += [f"drops   file {name}, by {rule!r}" for name, rule in plan.dropped_files.items()]
     return lines or ["drops   nothing"]
 
 
-def _some(names: tuple[str, ...] | list[str]) -> str:
+def some(names: tuple[str, ...] | list[str]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -316,7 +301,7 @@ def format_time(seconds: float) -> str:
 
 
 def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> dict[str, Any]:
-    """All of `plan_lines`, and a line for every tensor."""
+    """Everything in `plan_lines`, and an entry for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     dims = checkpoint.census.dims
     becomes = _Becomes.of(plan)
@@ -344,7 +329,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "denied_files": list(checkpoint.denied_files),
         "side_files": list(plan.side_files),
         "lossy_steps": plan.losses(),
-        "unknown": _unknown(checkpoint),
+        "unknown": unknown_names(checkpoint),
         "warnings": list(checkpoint.warnings),
         "findings": verdict.as_json(),
         "memory": ready.share.total,
@@ -364,7 +349,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
 
 
 def dump(plan: Plan) -> Iterator[str]:
-    """Every output with the expression it comes from, one a line."""
+    """Every output with its expression, one per line."""
     for name, output in plan.tensors.items():
         yield f"{name}: {output.type} = {expression(output)}"
 
@@ -382,129 +367,3 @@ def expression(output: Output) -> str:
                 term += f".{origin.port}"
         terms.append(term if (start, stop) == (0, size) else f"{term}[{start}:{stop}]")
     return terms[0] if len(terms) == 1 else f"cat({', '.join(terms)})"
-
-
-def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the headers and the config say of a checkpoint."""
-    dims = checkpoint.census.dims
-    dtypes: dict[str, dict[str, int]] = {}
-    for source in checkpoint.values():
-        entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["bytes"] += source.type.nbytes
-    formats, known = Formats.of(checkpoint), checkpoint.census.places
-    stored: dict[str, dict[str, int]] = {}
-    roles: dict[str, dict[str, int]] = {}
-    for name, source in checkpoint.items():
-        role = known[name].role.name if name in known else own_role(name)
-        for table, key in ((stored, formats.label(name)), (roles, role)):
-            if key is not None:
-                entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
-                entry["tensors"] += 1
-                entry["bytes"] += source.type.nbytes
-    return {
-        "path": str(checkpoint.root),
-        "model_type": checkpoint.config.get("model_type"),
-        "family": checkpoint.family.name,
-        "layers": dims.num_layers,
-        "experts": dims.num_experts,
-        "mtp_layers": dims.mtp_layers,
-        "files": len(checkpoint.shards),
-        "tensors": len(checkpoint),
-        "bytes": checkpoint.nbytes,
-        "dtypes": dtypes,
-        "formats": stored,
-        "roles": roles,
-        "unknown": _unknown(checkpoint),
-        "missing": checkpoint.absent(),
-        "quantization": quantization_lines(checkpoint),
-        "side_files": list(checkpoint.side_files),
-        "denied_files": list(checkpoint.denied_files),
-        "warnings": list(checkpoint.warnings),
-        "made_by": checkpoint.manifest,
-        "made_from": _base(checkpoint),
-    }
-
-
-def _base(checkpoint: Checkpoint) -> str | None:
-    """The repo of the source that a folder of ours was made from, as its card names it."""
-    return None if checkpoint.manifest is None else base_model_of(source_front(checkpoint))
-
-
-def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]:
-    """`inspect_json` of all stages of a split as the one checkpoint they were, with a line for each
-    stage. Raises CheckpointError."""
-    opened = [Checkpoint.open(folder, follow_links=whole.follow_links) for folder in folders]
-    manifests = [checkpoint.manifest or {} for checkpoint in opened]
-    losses: dict[str, int] = {}
-    for manifest in manifests:
-        for what, number in manifest.get("lossy_steps", {}).items():
-            losses[what] = losses.get(what, 0) + number
-    made = {key: value for key, value in manifests[0].items() if key != "stage"}
-    return {
-        **inspect_json(whole),
-        "path": str(folders[0].parent),
-        "missing": whole.census.absent(),
-        "made_by": {**made, "lossy_steps": losses},
-        "stages": [
-            {
-                "folder": checkpoint.root.name,
-                "number": manifest["stage"]["number"],
-                "layers": manifest["stage"].get("layers"),
-                "tensors": len(checkpoint),
-                "bytes": checkpoint.nbytes,
-            }
-            for checkpoint, manifest in zip(opened, manifests, strict=True)
-        ],
-    }
-
-
-def inspect_lines(model_line: str, found: Mapping[str, Any]) -> list[str]:
-    """`inspect_json` for people."""
-    lines = [
-        model_line,
-        (
-            f"{found['path']}: {count(found['files'], 'file')}, "
-            f"{count(found['tensors'], 'tensor')}, "
-            f"{format_size(found['bytes'])}"
-        ),
-        *(
-            f"stage {s['number']}  {s['folder']}: layers {_range(s['layers'])}, "
-            f"{count(s['tensors'], 'tensor')}, {format_size(s['bytes'])}"
-            for s in found.get("stages", ())
-        ),
-        *(f"quantized  {line}" for line in found["quantization"]),
-        *_counted("dtype", found["formats"]),
-        *_counted("role", found["roles"]),
-    ]
-    for label, names in (
-        ("unknown", found["unknown"]),
-        ("missing", found["missing"]),
-        ("carried along", found["side_files"]),
-        ("not copied", found["denied_files"]),
-    ):
-        if names:
-            lines.append(f"{label}: {len(names)}: {_some(names)}")
-    lines += [f"warning: {text}" for text in found["warnings"]]
-    if found["made_by"] is not None:
-        lines += made_lines(found["made_by"], found["made_from"])
-    return lines
-
-
-def _range(layers: Any) -> str:
-    """`0-14` of [0, 15]."""
-    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else "?"
-
-
-def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:
-    rows = sorted(table.items(), key=lambda item: -item[1]["bytes"])
-    shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
-    lines = [
-        f"{label:<5} {name:<32} {entry['tensors']:>7} {format_size(entry['bytes']):>10}"
-        for name, entry in shown
-    ]
-    if rest:
-        lines.append(
-            f"{label:<5} {len(rest)} more with {format_size(sum(e['bytes'] for _, e in rest))}"
-        )
-    return lines

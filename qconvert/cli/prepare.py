@@ -1,4 +1,4 @@
-"""prepare and unprepare: experts in the layout that kernels read, made once instead of at every load."""
+"""prepare and unprepare: experts in the layout of a kernel, made once instead of at every load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qconvert.cli.options import OUT, SOURCE
 
 @click.group()
 def prepare() -> None:
-    """What a runtime makes of the weights at every load, made once. Experimental.
+    """Experimental: do once what a runtime does to the weights at every load.
 
     \b
     Example:
@@ -26,10 +26,11 @@ def prepare() -> None:
 @OUT
 @CONVERSION
 def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """NVFP4 experts as TensorRT-LLM's MoE kernels read them (sglang's flashinfer_trtllm backend).
+    """Experimental: NVFP4 experts in the layout of TensorRT-LLM's MoE kernels.
 
-    The same bytes in another order, for any tensor-parallel size that fits. No stock server takes the
-    folder, by design; OUT/PREPARED.md says how to serve it. The kernels have not been run on it yet.
+    sglang runs these in its flashinfer_trtllm backend. The same bytes in another order, for every
+    tensor-parallel size that divides them. A stock server refuses the folder, by design;
+    OUT/PREPARED.md says how to serve it. The kernels have not been run on such a folder yet.
 
     \b
     Examples:
@@ -48,7 +49,7 @@ def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @OUT
 @CONVERSION
 def unprepare(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Give back, byte for byte, the tensors that `qconvert prepare` was given.
+    """Experimental: restore, byte for byte, the tensors that `qconvert prepare` read.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""A tqdm bar on stderr with bytes a second and time left; silent where stderr is no terminal."""
+"""A tqdm bar on stderr with bytes per second and time left; silent if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qconvert.core.say import shown_line
 
 
 class Bar:
-    """Events shown to a person."""
+    """Events of a run as a progress bar."""
 
     def __enter__(self) -> Self:
         from tqdm import tqdm
@@ -31,7 +31,7 @@ class Bar:
 
     def start(self, total: int, done: int) -> None:
         self._bar.reset(total=total)
-        # Work of an earlier run is part of the whole, and must not count into this run's speed.
+        # Work of an earlier run counts toward the total, not toward this run's speed.
         self._bar.initial = done
         self._bar.n = done
         self._bar.refresh()

@@ -1,15 +1,23 @@
-"""upload: a folder to the Hub, validated before and compared after."""
+"""upload: send a folder to the Hub, validated before and compared after."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.options import FOLLOW_LINKS, Branch, Folder, ModelId, SourceName
+from qconvert.cli.options import (
+    AGAINST,
+    DRY_RUN,
+    FOLLOW_LINKS,
+    JSON,
+    Branch,
+    Folder,
+    base_model,
+    level,
+)
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_json
 
@@ -24,44 +32,30 @@ _MOST_LISTED = 12
 @click.command()
 @click.argument("folder", metavar="DIR", type=Folder())
 @click.argument("repo", metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Make the repo private, if it has to be made.")
+@click.option("--private", is_flag=True, help="Make the repo private if it is created.")
 @click.option(
     "--revision",
     metavar="BRANCH",
     type=Branch(),
-    help="Commit to a branch, made where it is missing.",
+    help="Commit to a branch; it is created if missing.",
 )
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead.")
-@click.option("--commit-message", metavar="TEXT", help="[default: what made the folder]")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
 @click.option(
-    "--base-model",
-    metavar="ORG/NAME",
-    type=ModelId(),
-    help="The source's repo, for the model card.",
+    "--commit-message", metavar="TEXT", help="Title of the commit. [default: what made DIR]"
 )
+@base_model("what README.md names")
+@AGAINST
+@level("sample")
+@click.option("--no-card", is_flag=True, help="Do not write the model card.")
 @click.option(
-    "--against",
-    metavar="SRC",
-    type=SourceName(),
-    help="Validate against the source, and say so in the card.",
-)
-@click.option(
-    "--level",
-    type=click.Choice(["headers", "sample", "full"]),
-    default="sample",
-    show_default=True,
-    help="Level of the validation before, as in `validate`.",
-)
-@click.option("--no-card", is_flag=True, help="Leave README.md as it is.")
-@click.option(
-    "--read-back", is_flag=True, help="Afterwards fetch every file and compare its bytes."
+    "--read-back", is_flag=True, help="After the upload fetch every file and compare its bytes."
 )
 @FOLLOW_LINKS
-@click.option("--force", is_flag=True, help="Upload what does not validate; the card says so.")
 @click.option(
-    "--dry-run", is_flag=True, help="Validate, list the files, and stop: without the Hub."
+    "--force", is_flag=True, help="Upload a folder that fails validation; the card says so."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@DRY_RUN
+@JSON
 def upload(
     folder: Path,
     repo: str,
@@ -81,9 +75,9 @@ def upload(
 ) -> int:
     """Validate DIR, write its model card, send it to the Hub, and compare what arrived with DIR.
 
-    Sends only what the repo does not have. What may pass (no connection, 429, 5xx) is waited for; a
-    wrong token, no permission or too large a file ends it at once. Exit code 3 where DIR does not
-    validate, or the Hub lists another size or hash than DIR has.
+    Sends only files that the repo does not have. Temporary failures (no connection, 429, 5xx) are
+    retried; a wrong token, missing permission or too large a file ends the upload. Exit code 3 if DIR
+    fails validation, or if the Hub lists another size or hash than DIR has.
 
     \b
     Examples:
@@ -91,103 +85,40 @@ def upload(
       qconvert upload V3-cpu me/V3-amxint4 --private --base-model deepseek-ai/DeepSeek-V3
       qconvert upload V3-cpu me/V3-amxint4 --against DeepSeek-V3 --level full --create-pr
     """
-    from qconvert.core.errors import QConvertError
-    from qconvert.core.shown import count
-    from qconvert.hub.cards import (
-        account_for_readme,
-        new_card,
-        rewritten,
-        without_readme,
-        write_card,
-    )
-    from qconvert.hub.trees import hidden_files, local_files
-    from qconvert.hub.upload import Target, Upload, considered
-    from qconvert.validation.runner import Request, validate_folder
+    from qconvert import api
 
-    if create_pr and revision is not None:
-        raise click.UsageError("--create-pr opens its own branch; leave --revision away")
-    target = Target(_repo(repo, revision), "", private, create_pr)
-    # What is no finished folder is refused before it is read.
-    local_files(folder, follow_links=follow_links)
-    hidden = hidden_files(folder)
-    if hidden:
-        say(_hidden(hidden), err=True)
-    if not dry_run:
-        account_for_readme(folder)
+    api.destination(repo, revision, create_pr=create_pr)  # before the folder is read
     with Bar() as bar:
-        report = validate_folder(
-            folder, against, request=Request(level), progress=bar, follow_links=follow_links
+        checked = api.check_upload(
+            folder, against, level=level, dry_run=dry_run, follow_links=follow_links, events=bar
         )
-        if dry_run:
-            report = without_readme(report)
-        _tell_findings(report)
-        if report.errors and not force:
-            say(
-                f"not uploaded: {count(report.errors, 'error')} (--force uploads it as it is)",
-                err=True,
-            )
+        if checked.hidden:
+            say(_hidden(checked.hidden), err=True)
+        _tell_findings(checked.report)
+        if checked.report.errors and not force:
+            say(api.refusal(checked), err=True)
             if as_json:
-                say_json(_validated(report))
+                say_json(_validated(checked.report))
             return _FINDINGS
-        if dry_run:
-            forced = force and bool(report.errors)
-            text = None if no_card else new_card(folder, report, base_model, forced=forced)
-            made = rewritten(folder, None if text is None else text.encode())
-            files = considered(folder, made, follow_links=follow_links)
-            if as_json:
-                say_json({**_validated(report), **_considered(repo, files, hidden)})
-            else:
-                say(*_would(repo, files))
-            return 0
-        if not no_card:
-            base = write_card(folder, report, base_model, forced=force and bool(report.errors))
-            if base is None:
-                say(
-                    "README.md names no base model, so the Hub lists this under none: --base-model "
-                    "ORG/NAME",
-                    err=True,
-                )
-        message = commit_message or _message(folder)
-        target = Target(target.repo, message, private, create_pr)
-        work = Upload(
-            folder, target, events=bar, say=partial(say, err=True), follow_links=follow_links
-        )
-        pending = work.pending()
-        try:
-            sent = work.send(pending)
-        except QConvertError:
-            say("", err=True)  # the client leaves a bar without an end
-            raise
-        arrived = work.verify(sent, read_back=read_back)
+        if not dry_run:
+            done = api.upload(
+                checked, repo, revision=revision, create_pr=create_pr, private=private,
+                message=commit_message, base_model=base_model, card=not no_card, force=force,
+                read_back=read_back, events=bar, notice=lambda text: say(text, err=True),
+            )  # fmt: skip
+    if dry_run:
+        files = checked.files(base_model=base_model, card=not no_card, force=force)
+        if as_json:
+            say_json({**_validated(checked.report), **_considered(repo, files, checked.hidden)})
+        else:
+            say(*_would(repo, files))
+        return 0
     if as_json:
-        found = {**_validated(report), **_pending(repo, pending, hidden), **_arrived(arrived)}
-        say_json(found)
+        found = {**_pending(repo, done.pending, checked.hidden), **_arrived(done.arrived)}
+        say_json({**_validated(checked.report), **found})
     else:
-        say(*_done(pending, arrived))
-    return _FINDINGS if arrived.differences else 0
-
-
-def _repo(text: str, revision: str | None) -> Any:
-    from qconvert.checkpoint.hub_cache import Repo, parse_repo
-
-    found = parse_repo(text)
-    if found is None:
-        raise click.UsageError(f"{text!r} is not a valid repo id; write ORG/NAME")
-    if found.revision is not None and revision is not None:
-        raise click.UsageError(f"{text} and --revision {revision} name two revisions")
-    return Repo(found.id, revision or found.revision)
-
-
-def _message(folder: Path) -> str:
-    """What made the folder, as the commit's first line."""
-    from qconvert import __version__
-    from qconvert.hub.cards import read_manifest
-
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return f"Upload with qconvert {__version__}"
-    steps = ", ".join(step["name"] for step in manifest["passes"])
-    return f"qconvert {__version__}: {steps or 'copy'}"
+        say(*_done(done.pending, done.arrived))
+    return 0 if done.complete else _FINDINGS
 
 
 def _hidden(files: Sequence[str]) -> str:
@@ -207,7 +138,7 @@ def _tell_findings(report: Report) -> None:
 
 
 def _would(repo: str, files: Mapping[str, int]) -> list[str]:
-    """A dry run asks the Hub nothing, so it says nothing of what the repo has."""
+    """A dry run does not contact the Hub, so what the repo already has is unknown."""
     from qconvert.core.shown import count
     from qconvert.core.sizes import format_size
 
@@ -234,7 +165,7 @@ def _done(pending: Pending, arrived: Arrived) -> list[str]:
     files, size = count(len(pending.files), "file"), format_size(pending.nbytes)
     sent = f"{len(pending.changed)} of {files}, {size}"
     lines = [
-        f"sent    {sent}" if pending.changed else "sent    nothing: all of it is there already"
+        f"sent    {sent}" if pending.changed else "sent    nothing: the repo already has every file"
     ]
     lines.append(f"commit  {arrived.url}")
     if arrived.pull_request:

@@ -1,4 +1,4 @@
-"""w4a16: weights in packed INT4 or INT8, in the form that GPU runtimes load."""
+"""w4a16: weights in packed INT4 or INT8, as GPU runtimes load them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.cli.convert import CONVERSION, convert
-from qconvert.cli.options import MOST, OUT, SOURCE, Pattern, from_options
+from qconvert.cli.options import IGNORE, MOST, OUT, SOURCE, TARGETS, Renamed, from_options
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -20,41 +20,37 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 @click.command()
 @SOURCE
 @OUT
-@click.option("--rtn", is_flag=True, help="Round to nearest: no data, no model, a stream.")
 @click.option(
-    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits of a code."
+    "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
+)
+@click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
 )
 @click.option(
     "--group-size", "group", type=click.Choice(["32", "64", "128", "channel"]), default="128",
     callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
 )  # fmt: skip
-@click.option("--asymmetric", is_flag=True, help="A zero point beside each scale.")
+@click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale.")
 @click.option(
-    "--format", "packing", type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]),
-    default="compressed-tensors", show_default=True,
-    help="How it is stored; gptq and gptq-v2 differ in how zero points are.",
+    "--packing", "packing", cls=Renamed, old=("--format",),
+    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+    show_default=True,
+    help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
 )  # fmt: skip
-@click.option(
-    "--target", "targets", multiple=True, type=Pattern(), metavar="NAME",
-    help="What is quantized: a module's name, the end of one, re:PATTERN, or Linear (all linears that "
-    "runtimes load so). May be repeated. [default: routed experts]",
-)  # fmt: skip
-@click.option(
-    "--ignore", multiple=True, type=Pattern(), metavar="NAME",
-    help="Of these, what is left. May be repeated.",
-)  # fmt: skip
+@TARGETS
+@IGNORE
 @click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",
-    help="Refuse what would not load on N tensor-parallel ranks.",
+    help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 @click.option(
     "--leave-bf16", is_flag=True,
-    help="Leave a linear whose columns are no whole groups as it is, instead of refusing.",
+    help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
 )  # fmt: skip
 @click.option(
     "--actorder", type=click.Choice(["static", "group"]), default=None,
-    help="Order in which --gptq solves columns: by importance with groups as they stand (static), or "
-    "with groups of columns alike, which needs g_idx and a runtime that takes it (group).",
+    help="Order in which --gptq solves columns: by importance within unchanged groups (static), or with "
+    "groups of columns of like importance, which needs g_idx and a runtime that supports it (group).",
 )  # fmt: skip
 @CALIBRATION
 @CONVERSION
@@ -73,36 +69,37 @@ def w4a16(
     actorder: Literal["static", "group"] | None,
     **given: Any,
 ) -> None:
-    """Quantize the routed experts of SRC, or what --target names, to packed INT4 or INT8.
+    """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
 
-    Everything else stays as it is, FP8 too, and the config says which is which. Symmetric and
-    asymmetric compressed-tensors results are llm-compressor's of the same weights in BF16, byte for byte
-    (FP16 and FP32 are rounded to BF16 first). The plan says at which
-    tensor-parallel sizes the result loads. `gptq4` is another name of this command.
+    All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
+    results, symmetric and asymmetric, equal llm-compressor's for the same weights in BF16, byte for byte
+    (FP16 and FP32 are rounded to BF16 first). The plan lists the tensor-parallel sizes at which the
+    result loads. `gptq4` is another name for this command.
 
     \b
     Examples:
       qconvert w4a16 Qwen/Qwen3-235B-A22B out --rtn --tp 4 --dry-run
       qconvert w4a16 GLM-4.5-Air out --rtn --group-size 32 --tp 4
-      qconvert gptq4 Qwen3-30B-A3B out --rtn --format gptq
-      qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --target Linear
+      qconvert gptq4 Qwen3-30B-A3B out --rtn --packing gptq
+      qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
       qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
     """
-    from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+    from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import EXPERTS, fields_of
 
     asked, options = split_options(given)
     if rtn == asked["gptq"]:
-        raise click.UsageError("say how weights are rounded: --rtn, or --gptq with --data")
+        raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
     if rtn and actorder is not None:
-        raise click.UsageError("--actorder goes with --gptq")
+        raise click.UsageError("--actorder needs --gptq")
     with from_options():
         step = ExpertsToW4A16(
             group=group,
             bits=8 if bits == "8" else 4,
             symmetric=not asymmetric,
             packing=packing,
-            targets=targets or (EXPERTS,),
+            **fields_of("w4a16", {"targets": targets or (EXPERTS,)}),
             ignore=ignore,
             leave_bf16=leave_bf16,
             tp=tp,

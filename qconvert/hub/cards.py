@@ -1,4 +1,4 @@
-"""A folder's README.md, written before it is uploaded, and its line in the receipt."""
+"""The README.md of a folder, written before an upload, and its line in the receipt."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from qconvert.hub.card.front import base_model_of
 if TYPE_CHECKING:
     from qconvert.validation.runner import Report
 
-# Rules that hold README.md against the receipt: people write in it after a conversion.
+# Rules that compare README.md with the receipt: people edit it after a conversion.
 _OF_RECEIPT = frozenset({"QC020", "QC021", "QC022"})
-# What cards tell of a manifest, as plan/manifest.py writes it.
+# Keys of a manifest that cards need, as plan/manifest.py writes them.
 _OF_MANIFEST = {
     "identity": dict, "passes": list, "lossy_steps": dict, "dropped": dict, "dropped_files": dict,
     "bytes": dict,
 }  # fmt: skip
 _OF_STEP = ("name", "spec", "matched", "expected")
-# A line a tensor, which names all that was stacked into it.
+# One line per tensor, which names everything that was stacked into it.
 _MOST_RECEIPT = 16 * SMALL
 _SIZES = ("in", "out", "dropped")
 
 
 def account_for_readme(folder: Path) -> bool:
-    """Make the receipt's line of README.md true: its text is anyone's to change, and validation holds
-    every file against the receipt. Returns whether the line was another. No receipt is no fault."""
+    """Update the receipt's line of README.md: people edit that file, and validation compares every file
+    with the receipt. Returns whether the line changed. A folder without a receipt is left alone."""
     readme = _read(folder, README)
     true = None if readme is None else _true_receipt(folder, readme)
     if true is None:
@@ -48,7 +48,7 @@ def account_for_readme(folder: Path) -> bool:
 
 
 def _true_receipt(folder: Path, readme: bytes) -> bytes | None:
-    """The receipt as it must be for that README.md, None where it is so already or there is none."""
+    """The receipt for that README.md; None if it is correct already or does not exist."""
     receipt = _read(folder, RECEIPT, _MOST_RECEIPT)
     if receipt is None:
         return None
@@ -75,13 +75,13 @@ def _true_receipt(folder: Path, readme: bytes) -> bytes | None:
 
 
 def _line_of_readme(lines: list[bytes]) -> tuple[int | None, dict[str, Any]]:
-    """Where the line stands, and what it says. Files' lines come last."""
+    """The index of the line, and its content. Lines of files come last."""
     for at in range(len(lines) - 1, -1, -1):
         if b'"README.md"' not in lines[at]:
             continue
         try:
             found = parse_json(lines[at], RECEIPT)
-        except CheckpointError:  # a broken receipt is for validation to name
+        except CheckpointError:  # validation reports a broken receipt
             continue
         if isinstance(found, dict) and found.get("file") == README and "name" not in found:
             return at, found
@@ -97,7 +97,7 @@ def _record(data: bytes, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_readme(report: Report) -> Report:
-    """A report as it will be once the receipt's line of README.md is true."""
+    """The report as it will be once the receipt's line of README.md is updated."""
     report.findings = [
         f for f in report.findings if not (f.where == README and f.rule in _OF_RECEIPT)
     ]
@@ -107,8 +107,8 @@ def without_readme(report: Report) -> Report:
 def write_card(
     folder: Path, report: Report, base_model: str | None, *, forced: bool = False
 ) -> str | None:
-    """Write the folder's card and account for it. Returns the base model it names. Raises
-    CheckpointError where front matter, manifest or config cannot be read."""
+    """Write the folder's card and its line in the receipt. Returns the base model that it names. Raises
+    CheckpointError if front matter, manifest or config cannot be read."""
     text = new_card(folder, report, base_model, forced=forced)
     if _read(folder, README) != text.encode():
         _replace(folder / README, text.encode())
@@ -117,8 +117,8 @@ def write_card(
 
 
 def rewritten(folder: Path, readme: bytes | None) -> dict[str, bytes]:
-    """Files that an upload writes before it sends, as they will be; `readme` is the card, or None
-    where README.md stays as it is."""
+    """Files that an upload writes before it sends, with their new content; `readme` is the card, or None
+    if README.md is not written."""
     now = _read(folder, README)
     found = {} if readme is None or readme == now else {README: readme}
     then = now if readme is None else readme
@@ -133,14 +133,14 @@ def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bo
         data = _read(folder, README)
         existing = None if data is None else data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{readme}: is not UTF-8 text; mend it, or give --no-card") from error
+        raise CheckpointError(f"{readme}: is not UTF-8 text; fix it, or use --no-card") from error
     manifest, config = read_manifest(folder), _read_object(folder, "config.json") or {}
     # What the source said is in the card that the conversion wrote.
     return card(manifest, config, {}, report, existing, base_model=base_model, forced=forced)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """qconvert.json, None where there is none. Raises CheckpointError where it lacks what cards tell."""
+    """qconvert.json, None if missing. Raises CheckpointError if it lacks a key that cards need."""
     file = folder / MANIFEST
     found = _read_object(folder, MANIFEST, 4 * SMALL)
     if found is None:
@@ -155,15 +155,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             lacks += [f"passes[{number}].{k}" for k in _OF_STEP if k not in keys]
     if lacks:
         raise CheckpointError(
-            f"{file}: lacks {', '.join(lacks[:6])}, so it is not as qconvert wrote it; convert again, "
-            "or remove it"
+            f"{file}: lacks {', '.join(lacks[:6])}, so qconvert did not write it like this; convert "
+            "again, or remove it"
         )
     return checked_manifest(found, file)
 
 
 def _read(folder: Path, name: str, limit: int = SMALL) -> bytes | None:
-    """A file of the folder, None where there is none. Which links lead out of it was looked at when the
-    files to send were listed."""
+    """A file of the folder, None if missing. Links out of the folder were checked when the files to send
+    were listed."""
     try:
         return read_inside(folder, name, limit, follow_links=True)
     except FileNotFoundError:
@@ -171,14 +171,14 @@ def _read(folder: Path, name: str, limit: int = SMALL) -> bytes | None:
 
 
 def _read_object(folder: Path, name: str, limit: int = SMALL) -> dict[str, Any] | None:
-    """A JSON object from a file, None where there is no file. Raises CheckpointError for anything
-    else in it."""
+    """A JSON object from a file, None if the file is missing. Raises CheckpointError for other
+    content."""
     data = _read(folder, name, limit)
     return None if data is None else parse_object(data, folder / name)
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """The file anew, whole or not at all; never through a hard link to another folder's."""
+    """Replace a file atomically; a hard link of another folder to it keeps the old content."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("wb") as stream:
         if file.exists():  # who may not read the old one may not read the new one

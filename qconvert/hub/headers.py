@@ -21,6 +21,8 @@ from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo
 from qconvert.checkpoint.safetensors import MAX_HEADER
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import open_inside
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
 from qconvert.hub.download import Reader, client
 from qconvert.hub.retries import Refused, patiently
 
@@ -51,6 +53,12 @@ class Place:
     @property
     def fetched(self) -> bool:
         return self.requests > 0
+
+    @property
+    def summary(self) -> str:
+        """What was fetched, in a line."""
+        size, requests = format_size(self.nbytes), count(self.requests, "request")
+        return f"{self.name}: {size} fetched in {requests}"
 
     def named(self, text: str) -> str:
         """A text about the folder, as one about the repo."""

@@ -36,6 +36,7 @@ from qconvert.core.yaml_lines import (
 from qconvert.passes import passes
 from qconvert.plan.plan import Pass
 from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
+from qconvert.recipe.words import fields_of, option_word, words_of
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -59,7 +60,7 @@ class Recipe:
 
 
 def _spell(step: Pass) -> Any:
-    options = _options(step)
+    options = words_of(step.name, _options(step))
     return {step.name: options} if options else step.name
 
 
@@ -216,6 +217,10 @@ def _pass(node: Any, name: str) -> Pass:
     for option, value in entries(options, name):
         lines[option.value] = line_of(option)
         values[option.value] = construct(value, name)
+    try:
+        values = fields_of(key.value, values)
+    except UsageError as error:
+        raise RecipeError(f"{name}:{line_of(key)}: {key.value!r}: {error}") from error
     return _build(kind, values, lines, name, line_of(key))
 
 
@@ -238,7 +243,7 @@ def _build(
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
-        option = ".".join(map(str, first["loc"]))
+        option = option_word(".".join(map(str, first["loc"])))
         raise RecipeError(
             f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: {first['msg']}, "
             f"found {first.get('input')!r}"

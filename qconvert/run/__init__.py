@@ -1,1 +1,8 @@
-"""A plan is run: read, compute, write, journal, publish."""
+"""The machine room: read, compute, write, remember."""
+
+import sys
+
+from qconvert import CallablePackage
+
+# `qconvert.run(...)` is `qconvert.api.run(...)`.
+sys.modules[__name__].__class__ = CallablePackage

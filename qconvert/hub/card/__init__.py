@@ -1,8 +1,8 @@
 """The model card of a folder: README.md with front matter for the Hub and three sections for people.
 
-What is made here stands between HTML comments; text outside them, and front matter that is there
-already, is kept. Keys: the Hub's model cards (huggingface_hub 1.33, repocard_data.py). The same
-manifest, config and report make the same bytes: no time and no path goes in.
+Generated text is placed between HTML comments; text outside them, and existing front matter, is
+kept. Keys: the Hub's model cards (huggingface_hub 1.33, repocard_data.py). The same
+manifest, config and report give the same bytes: no time and no path is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def card(
 
     `manifest` is its qconvert.json (None: another tool made it), `source` the front matter of the
     README of what it was made from, `report` a validation of it, `existing` its README as it is.
-    `base_model` is the source's id on the Hub and goes before any other word on it; `forced` says
+    `base_model` is the source's id on the Hub and overrides every other statement of it; `forced` says
     that it is uploaded although the report has errors. Raises CheckpointError where the existing
     front matter cannot be read.
     """
@@ -57,17 +57,17 @@ def card(
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """A README's front matter and the rest of it. Raises CheckpointError for front matter that is no
-    YAML mapping."""
+    """A README's front matter and the rest of it. Raises CheckpointError for front matter that is not
+    a YAML mapping."""
     match = _FRONT.match(text)
     if match is None:
         return {}, text
     try:
         found = load(match[1], "its front matter", loader=_loader(), error=CheckpointError)
     except CheckpointError as error:
-        raise CheckpointError(f"{README}: {error}; mend or remove it") from error
+        raise CheckpointError(f"{README}: {error}; fix or remove it") from error
     if found is not None and not isinstance(found, dict):
-        raise CheckpointError(f"{README}: its front matter is no mapping; mend or remove it")
+        raise CheckpointError(f"{README}: its front matter is not a mapping; fix or remove it")
     return found or {}, text[match.end() :].lstrip("\r\n")
 
 
@@ -98,8 +98,8 @@ def _dump(front: Mapping[str, Any]) -> str:
 
 
 def _placed(body: str, sections: Mapping[str, str]) -> str:
-    """The body with each section in its place: where it stood, else after those before it, else
-    after the first heading. A mark that has lost its other half is text like any other."""
+    """The body with each section in its place: where it was, else after those before it, else after the
+    first heading. A mark without its other half is treated as text."""
     for number, (name, text) in enumerate(sections.items()):
         section = f"{_mark(name, 'begin')}\n{text.strip()}\n{_mark(name, 'end')}"
         place = _place(body, name)
@@ -121,7 +121,7 @@ def _mark(name: str, which: str) -> str:
 
 
 def _place(body: str, name: str) -> tuple[int, int] | None:
-    """Where a section stands, marks included: an end and the nearest begin before it, without another
+    """The range of a section, marks included: an end and the nearest begin before it, without another
     mark between them."""
     begin, end = _mark(name, "begin"), _mark(name, "end")
     stop = body.find(end)

@@ -1,4 +1,4 @@
-"""What a manifest and a config say of a folder, as cards need it."""
+"""Facts that cards need from a manifest and a config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _CONSUMER = re.compile(r"\bconsumer='([a-z0-9.-]+)")
 
 
 def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """What the manifest says of AMX experts, None of a folder without."""
+    """The manifest's entry on AMX experts, None if the folder has none."""
     return (manifest or {}).get("amx")
 
 
 def consumer_of(manifest: Mapping[str, Any]) -> str | None:
-    """The runtime that a step was told to write for."""
+    """The runtime that a step was told to convert for."""
     specs = " ".join(str(step["spec"]) for step in manifest["passes"])
     match = _CONSUMER.search(specs)
     return match[1] if match else None

@@ -1,7 +1,7 @@
-"""Front matter of a model card: what the Hub reads of it.
+"""Front matter of a model card, which the Hub reads.
 
-Keys are the Hub's (huggingface_hub 1.33, repocard_data.py); of the source's those are kept that hold
-for the same model in another form.
+Keys are the Hub's (huggingface_hub 1.33, repocard_data.py); those of the source are kept that remain
+true of the same model in another format.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from qconvert.checkpoint.hub_cache import cached_id
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.hub.card.loaders import TRANSFORMERS, library, takers
 
-# Of the source's front matter what holds for the same model in another form. Its evaluation results,
-# widgets and own base model do not.
+# Keys of the source's front matter that remain true of the same model in another format. Evaluation
+# results, widgets and its own base model do not.
 _INHERITED = (
     "license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "tags",
 )  # fmt: skip
-# Tags that speak of how weights are stored: the source's, which may no longer hold.
+# Tags of the source on how weights are stored, which may no longer be true.
 _STORAGE_TAGS = frozenset(
     {"fp8", "bf16", "int4", "int8", "nvfp4", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt",
      "4-bit", "8-bit", "quantized", "amxint4", "amxint8", "ktransformers", "sglang", "vllm", "qconvert"}
@@ -36,7 +36,7 @@ def front_matter(
     existing: Mapping[str, Any],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """Keys of the existing card first: somebody may have set them by hand."""
+    """Keys of the existing card take precedence: somebody may have edited them."""
     found = dict(existing)
     for key in _INHERITED:
         value = source.get(key)
@@ -45,7 +45,7 @@ def front_matter(
     amx = amx_of(manifest)
     if manifest is not None:
         found.setdefault("pipeline_tag", _pipeline(config))
-        # What loads the source need not load this.
+        # A runtime that loads the source may not load this.
         loaded_by = library(manifest, config)
         if "library_name" not in existing:
             of_source = found.pop("library_name", None)
@@ -56,8 +56,8 @@ def front_matter(
     base = base_model or found.get("base_model") or base_model_of(source)
     if base:
         found["base_model"] = base
-        # Of the Hub's four relations (adapter, merge, quantized, finetune) none says that weights
-        # are the same in another form. Left out, the Hub goes by what the repo holds.
+        # None of the Hub's four relations (adapter, merge, quantized, finetune) says that the weights
+        # are the same in another layout. Without the key the Hub infers it from the repo.
         if amx is not None or quantization_of(config) is not None:
             found.setdefault("base_model_relation", "quantized")
     tags = [*_texts(existing.get("tags")), *_storage_free(_texts(source.get("tags")))]
@@ -111,9 +111,9 @@ def base_model_of(front: Mapping[str, Any]) -> str | None:
 
 
 def base_of(root: Path, source: Mapping[str, Any]) -> str | None:
-    """The repo a source is, or is made from: the one its folder is a snapshot of, its README's
-    base_model; None where neither says. config.json's `_name_or_path` is no witness: for most who
-    trained something it is a local path, and `checkpoints/final` looks like a repo."""
+    """The repo of a source: the one that its folder is a snapshot of, else the base_model of its README;
+    None if neither is known. `_name_or_path` of config.json is not used: after training it is often a
+    local path, and `checkpoints/final` looks like a repo."""
     name = cached_id(root)
     return name if is_id(name) else base_model_of(source)
 

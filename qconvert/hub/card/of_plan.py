@@ -17,10 +17,10 @@ _RULE = "card: replaced by what was made, and of what"
 
 
 def with_card(plan: Plan, base_model: str | None = None) -> Plan:
-    """The plan with a card as its README.md, instead of the source's, whose front matter goes in as far
-    as it still holds. `base_model` is the source's id on the Hub; None: what the source says.
+    """The plan with a model card as its README.md, in place of the source's, whose front matter is kept
+    as far as it is still true. `base_model` is the source's id on the Hub; None: what the source names.
 
-    Call it last, on a plan that is finished: the text is part of the fingerprint.
+    Call it last, on a finished plan: the text is part of the fingerprint.
     """
     source = source_front(plan.checkpoint)
     base = base_model or base_of(plan.checkpoint.root, source)
@@ -38,8 +38,8 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
 
 
 def source_front(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Front matter of the source's README.md, empty where there is none to be had: a broken one is
-    validation's to name (QC059), and no reason not to convert."""
+    """Front matter of the source's README.md, empty if it cannot be read: validation reports that
+    (QC059), and the conversion continues."""
     if README not in checkpoint.side_files:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a model card says to people: how a folder was made, how to serve it, what was checked."""
+"""The sections of a model card: how a folder was made, how to serve it, what was checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST = 20
 
 
 def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: str | None) -> str:
-    """The first heading: the model, and the form it has here."""
+    """The first heading: the model and its format."""
     name = base.rpartition("/")[2] if base else str(config.get("model_type", "A model"))
     if manifest is None:
         return _plain(name)
@@ -34,20 +34,20 @@ def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: s
     kind = str(block.get("quant_method", "quantized")) if block is not None else ""
     if block is None and "dequant" in names:
         kind = "BF16"
-    layout = {"fuse": "fused", "unfuse": "projections apart", "stack": "experts stacked",
-              "unstack": "a matrix an expert"}  # fmt: skip
+    layout = {"fuse": "fused", "unfuse": "split projections", "stack": "stacked experts",
+              "unstack": "one matrix per expert"}  # fmt: skip
     said = [kind, *(layout[step] for step in names if step in layout)]
     about = ", ".join(part for part in said if part)
     return _plain(f"{name}: {about}" if about else name)
 
 
 def made(manifest: Mapping[str, Any], base: str | None) -> str:
-    """The source, the steps, what they lose and leave out."""
-    origin = f"[{base}]({_HUB}/{base})" if base else "a checkpoint whose repo was not named"
+    """The source, the steps, their losses, and what was dropped."""
+    origin = f"[{base}]({_HUB}/{base})" if base else "a checkpoint without a known repo"
     version = _plain(str(manifest["identity"]["qconvert"]))
     lines = ["## How it was made", "", f"From {origin}, by qconvert {version}.", ""]
     if manifest["passes"]:
-        lines += ["| step | as | matched | the config leads to |", "|---|---|---|---|"]
+        lines += ["| step | options | matched | expected |", "|---|---|---|---|"]
         for step in manifest["passes"]:
             wanted = "any" if step["expected"] is None else step["expected"]
             lines.append(
@@ -55,30 +55,30 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
             )
         lines.append("")
     else:
-        lines += ["Every tensor as it is.", ""]
+        lines += ["All tensors are unchanged.", ""]
     losses = manifest["lossy_steps"]
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
     lines += [f"  - {_plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
     for rule, names in manifest["dropped"].items():
-        lines.append(f"- left out: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
+        lines.append(f"- dropped: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
     for file, rule in manifest["dropped_files"].items():
         if file == "README.md":
-            continue  # this is what stands in its place
-        lines.append(f"- left out: the file {_code(file)}, by the rule {_code(rule)}")
+            continue  # this card replaces it
+        lines.append(f"- dropped: the file {_code(file)}, by the rule {_code(rule)}")
     calibration = manifest.get("calibration")
     if isinstance(calibration, Mapping):
         settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
         lines.append(f"- calibrated: {_plain(settings)}")
     size = manifest["bytes"]
     lines.append(
-        f"- {size['in']:,} bytes of tensors in, {size['dropped']:,} of them left out; "
+        f"- {size['in']:,} bytes of tensors in, {size['dropped']:,} of them dropped; "
         f"{size['out']:,} out"
     )
     return "\n".join(lines)
 
 
 def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The commands of the runtimes that take it."""
+    """The commands of the runtimes that load it."""
     amx, pair = amx_of(manifest), manifest.get("pair")
     lines = ["## How to serve it", ""]
     if amx is not None:
@@ -89,7 +89,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         )
         layers = f"layers {amx['layers'][0]} to {amx['layers'][-1]}"
         sizes = f"hidden size {amx['hidden_size']}, intermediate size {amx['intermediate_size']}"
-        held = f"{amx['experts']} a layer, {layers}, {sizes}"
+        held = f"{amx['experts']} per layer, {layers}, {sizes}"
         lines += [
             f"These are the routed experts only ({held}); all other layers are read from the GPU side:",
             f"{made}. With CPU as a folder that holds these files, and GPU as that one:",
@@ -97,19 +97,19 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
             f"    {launch_line(amx['method'], amx['numa'], 'CPU', 'GPU')}",
             "",
             "`--kt-method` and `--kt-threadpool-count` must be as above: the kernel does not check "
-            "them, and files for another count or method crash it or are served as noise. "
+            "them, and with files for another count or method it crashes or generates garbage. "
             + RUNTIME,
         ]
         return "\n".join(lines)
     if pair is not None:
         lines.append(
-            "This is the GPU side of a folder of experts for KTransformers, made in the same read; that "
-            "folder's card has the command for both."
+            "This is the GPU side of a folder of experts for KTransformers, made in the same read; the "
+            "model card of that folder has the command for both."
         )
         return "\n".join(lines)
     if manifest.get("trtllm_gen") is not None:
         lines.append(
-            "Its experts lie as TensorRT-LLM's kernels read them, and no stock server takes it: "
+            "Its experts are in the layout of TensorRT-LLM's kernels, which no stock server loads: "
             "PREPARED.md says how to serve it (experimental)."
         )
         return "\n".join(lines)
@@ -117,7 +117,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if not loaders:
         groups = manifest.get("gdn_groups")
         order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
-        lines.append(f"No released runtime is known to load it as it is.{order}")
+        lines.append(f"No released runtime is known to load it.{order}")
         return "\n".join(lines)
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
@@ -129,18 +129,18 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         lines += ["", f"Loaded by {also} as well."] if also else []
     elif consumer in CLASSES:
         lines += [
-            f"It is of the class {kind}, for any runtime that knows it:",
+            f"It has the model class {kind}, for any runtime that supports it:",
             "",
             *commands.values(),
         ]
     else:
-        lines += [f"It was made for no runtime in particular; those that know {kind} take it:", ""]
+        lines += [f"It was not made for a specific runtime; these support {kind}:", ""]
         lines += commands.values()
     if NO_FUSION in "".join(commands.values()):
         lines.append("")
         lines.append(
-            f"`{NO_FUSION}` keeps sglang from making the shared expert one of the routed ones, in whose "
-            "form its weights may not be: they would not be read."
+            f"`{NO_FUSION}` keeps sglang from fusing the shared expert into the routed experts: its "
+            "weights may be stored in another format, and would then not be loaded."
         )
     stage = manifest.get("stage")
     if stage is not None:
@@ -152,7 +152,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def proof(report: Report | None, *, forced: bool) -> str:
-    """What a validation proved, only read, and did not look at; its findings, if any."""
+    """What a validation proved, only read, and did not check; its findings, if any."""
     head = ["## What was checked", ""]
     if report is None:
         return "\n".join(
@@ -163,13 +163,13 @@ def proof(report: Report | None, *, forced: bool) -> str:
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     lines = [*head, f"`qconvert validate` at level {level}, {source}: {tally}."]
     if forced:
-        lines += ["", "**Uploaded although it does not validate.**"]
+        lines += ["", "**Uploaded although it failed validation.**"]
     places = {report.about.get("folder", ""): "DIR", report.about.get("against", ""): "SRC"}
     worst = sorted(report.findings, key=lambda f: f.severity != "error")[:_MOST]
     for label, texts in (
         ("Found", [f"{f.severity} {f.rule}: {f.where}: {f.message}" for f in worst]),
         ("Proved", report.proved),
-        ("Only read in what the folder says of itself", report.read),
+        ("Only read in the folder's own metadata", report.read),
         ("Not checked", report.not_checked),
         ("Measured against the source", list(_measured(report))),
     ):
@@ -183,7 +183,7 @@ def proof(report: Report | None, *, forced: bool) -> str:
 
 
 def _without(text: str, places: Mapping[str, str]) -> str:
-    """A text without the paths of the machine that checked it."""
+    """The text without paths of the machine that validated the folder."""
     for path, name in places.items():
         if "/" in path:
             text = text.replace(path, name)
@@ -191,23 +191,23 @@ def _without(text: str, places: Mapping[str, str]) -> str:
 
 
 def _measured(report: Report) -> Iterator[str]:
-    """A line a format: how many matrices, and the one furthest from the source."""
+    """One line per format: the number of matrices, and the lowest SQNR."""
     by_format: dict[str, list[float]] = {}
     for measure in report.measures:
         by_format.setdefault(measure.format, []).append(measure.sqnr)
     for name, found in sorted(by_format.items()):
         lowest = min(found, key=lambda sqnr: -inf if isnan(sqnr) else sqnr)
         said = "all equal" if lowest == inf else f"{lowest:.1f} dB SQNR or more"
-        said = "some with nothing to compare" if isnan(lowest) else said
+        said = "some without anything to compare" if isnan(lowest) else said
         yield f"{name}: {count(len(found), 'matrix', 'matrices')}, {said}"
 
 
 def _plain(text: str) -> str:
-    """Text that shows as it is: names come from folders, and must not end a comment or a cell."""
+    """Escaped text: names come from folders, and must not end a comment or a table cell."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("\\<", "&lt;")
 
 
 def _code(text: str) -> str:
-    """A code span; what would end one is shown as plain text."""
+    """A code span, or escaped text if it holds a character that would end one."""
     line = " ".join(text.split())
     return _plain(line) if set(line) & set("`|<>") else f"`{line}`"

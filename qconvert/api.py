@@ -1,0 +1,645 @@
+"""qconvert for Python programs; the command line is built on it.
+
+A conversion is planned from headers alone, judged by the header rules of `validate`, and carried out
+in bounded memory; the folder gets a model card, a receipt and a manifest. After any interruption the
+same call continues where it stopped. Errors are the classes below: all derive from QConvertError, and
+their texts name the tensor or file, what was expected, what was found and what to do.
+
+    >>> import qconvert
+    >>> planned = qconvert.plan("dequant-fp8", sample)
+    >>> planned.tensors, planned.warnings
+    (141, ())
+    >>> made = qconvert.run("dequant-fp8", sample, folder / "bf16", jobs=1)
+    >>> made.tensors, made.already_done
+    (141, False)
+    >>> report = qconvert.validate(made.folder, sample, level="full")
+    >>> report.errors, report.warnings, report.findings
+    (0, 0, [])
+
+Importing this module loads neither torch nor numpy; they are imported where something is computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qconvert.calibrate.backend import backend_for
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.open import open_source, stage_folders
+from qconvert.core.errors import (
+    CheckpointError,
+    DataError,
+    OutputError,
+    PlanError,
+    QConvertError,
+    RecipeError,
+    RunError,
+    UsageError,
+)
+from qconvert.core.sizes import parse_size
+from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
+from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.pair import pair_plans
+from qconvert.passes.stages import split_plan
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.recipe.recipe import Recipe, load_recipe
+from qconvert.run.events import Events
+from qconvert.run.executor import Receipt, run_together
+from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
+from qconvert.run.preview import Outlook, foreseen
+from qconvert.run.shards import DEFAULT_SHARD_BYTES
+from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.pipeline import VARIABLE, Runtime, check_runtime, partition_of
+from qconvert.samples.request import Calibration
+from qconvert.validation import judgement
+from qconvert.validation.diff import Difference, compare
+from qconvert.validation.findings import Finding, Measure, Verdict
+from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
+
+__all__ = (
+    "Calibration",
+    "CheckedFolder",
+    "Checkpoint",
+    "CheckpointError",
+    "DataError",
+    "Difference",
+    "Events",
+    "Finding",
+    "Measure",
+    "Outlook",
+    "OutputError",
+    "PlanError",
+    "Planned",
+    "PlannedFolder",
+    "PlannedStages",
+    "QConvertError",
+    "Recipe",
+    "RecipeError",
+    "Report",
+    "Result",
+    "RunError",
+    "Uploaded",
+    "UsageError",
+    "Verdict",
+    "carry_out",
+    "check_foreseen",
+    "check_upload",
+    "destination",
+    "diff",
+    "load_recipe",
+    "open_checkpoint",
+    "plan",
+    "plan_after",
+    "plan_pair",
+    "plan_stages",
+    "refusal",
+    "run",
+    "upload",
+    "validate",
+    "validate_kernels",
+)
+
+# A recipe, one or several passes, a recipe file, or the name of a built-in recipe.
+Steps = Recipe | Pass | tuple[Pass, ...] | list[Pass] | str | Path
+# Called after each write with the bytes written and the bytes to write in total.
+Callback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PlannedFolder:
+    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds the
+    warnings of the header rules. `out` is None if no folder was named."""
+
+    out: Path | None
+    ready: Prepared
+    verdict: Verdict
+
+    @property
+    def tensors(self) -> int:
+        return len(self.ready.plan.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.ready.plan.bytes_out
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the source's headers and of all steps; paths and times do not enter it."""
+        return self.ready.fingerprint
+
+    @property
+    def disk(self) -> int:
+        """Upper bound of the bytes that the run writes to disk."""
+        return disk_bytes(self.ready)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about the source, then those of the header rules about the result."""
+        return (*self.ready.plan.checkpoint.warnings, *self.verdict.lines())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checked and judged plan over `source`; no tensor data has been read. Several folders are made
+    `together`, from one read, or one after another."""
+
+    source: Checkpoint
+    folders: tuple[PlannedFolder, ...]
+    together: bool = True
+
+    @property
+    def tensors(self) -> int:
+        return sum(folder.tensors for folder in self.folders)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(folder.nbytes for folder in self.folders)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that all processes of a run use together."""
+        return max(folder.ready.share.total for folder in self.folders)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for folder in self.folders for text in folder.warnings))
+
+    @property
+    def losses(self) -> Mapping[str, int]:
+        """The lossy steps, each with the number of times."""
+        found: dict[str, int] = {}
+        for folder in self.folders:
+            for what, number in folder.ready.plan.losses().items():
+                found[what] = found.get(what, 0) + number
+        return found
+
+    @property
+    def parts(self) -> tuple[Planned, ...]:
+        """The plan as runs: one, or one per folder."""
+        if self.together:
+            return (self,)
+        return tuple(Planned(self.source, (folder,)) for folder in self.folders)
+
+    def foreseen(self) -> tuple[Outlook, ...]:
+        """What a run would find in each folder, and why it would refuse to start. Writes nothing. Empty
+        if no folder was named."""
+        return tuple(look for part in self.parts for look in _foreseen(part))
+
+
+@dataclass(frozen=True)
+class PlannedStages(Planned):
+    """A plan of one folder per pipeline stage in `out`: the `partition`, the environment variables that
+    configure a runtime for it (`NAME=VALUE`; only one if the runtime is known), notes for the user.
+    `whole` is the plan before it was split."""
+
+    out: Path = Path()
+    whole: Plan | None = None
+    partition: tuple[int, ...] = ()
+    environment: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def foreseen(self) -> tuple[Outlook, ...]:
+        """First for the folder of all stages, then for each stage."""
+        refusals: tuple[str, ...] = ()
+        try:
+            self.check_out()
+        except QConvertError as error:
+            refusals = (str(error),)
+        return (Outlook(self.out, None, 0, 0, refusals), *super().foreseen())
+
+    def check_out(self) -> None:
+        """Raise OutputError if `out` holds something else, or if its disk has no room for all stages."""
+        folders = [(folder.out, folder.ready) for folder in self.folders if folder.out is not None]
+        names = {out.name for out, _ in folders}
+        foreign = sorted(set(os.listdir(self.out)) - names) if self.out.is_dir() else []
+        if foreign:
+            raise OutputError(
+                f"{self.out} holds {foreign[0]}, which is not part of this split; choose an empty or "
+                "new folder"
+            )
+        check_disk(self.out, sum(disk_bytes(ready) for out, ready in folders if not out.exists()))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A folder that a run made, or, with `dry_run`, would make.
+
+    `nbytes` is the size of the weight files. `warnings` are from the plan, `remarks` from the run (such
+    as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
+    an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
+    been made again.
+    """
+
+    folder: Path
+    fingerprint: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    warnings: tuple[str, ...]
+    remarks: tuple[str, ...]
+    already_done: bool
+    resumed_units: int
+    repaired: Mapping[str, str]
+    dry_run: bool = False
+
+
+def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
+    """A checkpoint known from its headers: a folder, one .safetensors file, a repo in the local Hub
+    cache (ORG/NAME, hf://ORG/NAME, @REVISION), or the folder of all pipeline stages of a split.
+
+    It maps each tensor's name to its place in a shard; links out of the folder are refused without
+    `follow_links`. Raises CheckpointError.
+
+        >>> from qconvert import open_checkpoint
+        >>> checkpoint = open_checkpoint(sample)
+        >>> print(checkpoint["lm_head.weight"].type)
+        BF16 [512, 256]
+        >>> checkpoint.family.name, len(checkpoint)
+        ('qwen3_5', 233)
+    """
+    return open_source(source, follow_links=follow_links)
+
+
+def plan(
+    recipe: Steps,
+    source: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    jobs: int | None = None,
+    max_shard_size: int | str | None = None,
+    sha256: bool = False,
+    verify: bool = False,
+    base_model: str | None = None,
+    follow_links: bool = False,
+    for_run: bool = False,
+) -> Planned:
+    """Plan a recipe over a source, and judge the resulting folder. Reads headers only.
+
+    `memory` of all processes (bytes, or `512MiB`; None: 1 GiB, or what all cores need, at most half of
+    what is free); `jobs` worker processes (None: as many cores as pay); `max_shard_size` of an output
+    file (None: the recipe's, else 5 GB); `sha256` puts that hash of each file into the receipt as well;
+    `verify` hashes everything that an earlier run left in `out` before continuing it; `base_model` is
+    the source's repo for the model card (None: what the source names). `for_run` refuses an `out`
+    inside the source, or around it, before planning; a run refuses it in any case.
+
+    Raises RecipeError, CheckpointError, PlanError (a pass does not apply; the result would fail
+    validation; memory is too small), UsageError for an invalid size.
+    """
+    steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
+    folder = None if out is None else Path(out)
+    if for_run and folder is not None:
+        check_apart(folder, checkpoint)
+    options = _options(steps, memory, jobs, max_shard_size, sha256=sha256, verify=verify)
+    made = run_passes(Plan.identity(checkpoint), steps.passes)
+    return Planned(checkpoint, _judged([made], [folder], checkpoint, options, base_model))
+
+
+def plan_after(
+    recipe: Steps, source: str | Path | Checkpoint, name: str, *, follow_links: bool = False
+) -> Plan:
+    """The plan after a pass of the recipe, before the first (`source`), or at the `end`, where it has
+    been checked. For inspection: it cannot be carried out. Raises UsageError for a pass that is not in
+    the recipe, and as `plan` does."""
+    steps = _recipe(recipe)
+    names = [step.name for step in steps.passes]
+    if name not in ("source", *names, "end"):
+        known = ", ".join(("source", *names, "end"))
+        raise UsageError(f"--dump-after {name}: the recipe has no such pass; choose one of {known}")
+    start = Plan.identity(_checkpoint(source, follow_links=follow_links))
+    if name == "end":
+        return run_passes(start, steps.passes)
+    for step in () if name == "source" else steps.passes[: names.index(name) + 1]:
+        start = step(start)
+    return start
+
+
+def plan_pair(
+    cpu: ExpertsToAmx,
+    source: str | Path | Checkpoint,
+    cpu_out: str | Path,
+    gpu_out: str | Path,
+    *,
+    gpu: ExpertsToW4A16 | None = None,
+    memory: int | str | None = None,
+    jobs: int | None = None,
+    max_shard_size: int | str | None = None,
+    sha256: bool = False,
+    verify: bool = False,
+    base_model: str | None = None,
+    follow_links: bool = False,
+    for_run: bool = False,
+) -> Planned:
+    """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
+    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
+    checkpoint = _checkpoint(source, follow_links=follow_links)
+    outs = (Path(cpu_out), Path(gpu_out))
+    if for_run:
+        for out in outs:
+            check_apart(out, checkpoint)
+        check_folders_apart(outs[1], outs[0])
+    options = _options(
+        Recipe("pair", ()), memory, jobs, max_shard_size, sha256=sha256, verify=verify
+    )
+    plans = pair_plans(Plan.identity(checkpoint), cpu, gpu or ExpertsToW4A16())
+    return Planned(checkpoint, _judged(plans, outs, checkpoint, options, base_model))
+
+
+def plan_stages(
+    recipe: Steps,
+    source: str | Path | Checkpoint,
+    out: str | Path,
+    stages: str | Sequence[int],
+    runtime: str | None = None,
+    *,
+    link: bool = True,
+    memory: int | str | None = None,
+    jobs: int | None = None,
+    max_shard_size: int | str | None = None,
+    sha256: bool = False,
+    verify: bool = False,
+    base_model: str | None = None,
+    follow_links: bool = False,
+    for_run: bool = False,
+) -> PlannedStages:
+    """As `plan`, with the result split into one folder per pipeline stage, made one after another.
+
+    `stages` are the layers of each (`15,15,15,16`, or numbers), or a number of stages (`4`) to split as
+    `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `link`: a shard that belongs to one
+    stage unchanged is hard-linked to the source's, where possible.
+    """
+    steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
+    folder = Path(out)
+    if for_run:
+        check_apart(folder, checkpoint)
+    options = _options(steps, memory, jobs, max_shard_size, sha256=sha256, verify=verify)
+    options = replace(options, link_near=folder if link else None)
+    whole = run_passes(Plan.identity(checkpoint), steps.passes)
+    known: Runtime | None = check_runtime(runtime)
+    unchecked = None if runtime is None else parse_consumer(runtime).unchecked
+    text = stages if isinstance(stages, str) else ",".join(map(str, stages))
+    partition = partition_of(text, whole.census.dims.num_layers, known)
+    plans = [part.check() for part in split_plan(whole, partition, known)]
+    outs = [folder / part.facts["stage"]["folder"] for part in plans]
+    folders = _judged(plans, outs, checkpoint, options, base_model, together=False)
+    sizes = ",".join(map(str, partition))
+    variables = [VARIABLE[known]] if known else list(VARIABLE.values())
+    planned = PlannedStages(
+        checkpoint, folders, together=False, out=folder, whole=whole, partition=partition,
+        environment=tuple(f"{variable}={sizes}" for variable in variables),
+        notes=() if unchecked is None else (unchecked,),
+    )  # fmt: skip
+    if for_run:
+        planned.check_out()
+    return planned
+
+
+def run(
+    recipe: Steps,
+    source: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    dry_run: bool = False,
+    memory: int | str | None = None,
+    jobs: int | None = None,
+    max_shard_size: int | str | None = None,
+    sha256: bool = False,
+    verify: bool = False,
+    base_model: str | None = None,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+) -> Result:
+    """Run a recipe on a source and write the folder `out`; options as for `plan`. With `dry_run` nothing
+    is written, and whatever the run would refuse is refused.
+
+    `events` receives the progress: an object with the methods of Events, or a function of the bytes
+    written and the bytes to write in total.
+
+        >>> told = []
+        >>> made = qconvert.run(
+        ...     "copy", sample, folder / "copy", jobs=1, events=lambda done, total: told.append(done)
+        ... )
+        >>> made.folder.name, made.tensors, told[-1]
+        ('copy', 233, 5830560)
+        >>> qconvert.run("copy", sample, folder / "copy").already_done
+        True
+        >>> qconvert.run("copy", sample, folder / "bf16")  # the other example's
+        Traceback (most recent call last):
+        qconvert.core.errors.OutputError: ...
+
+    Raises as `plan` does, OutputError (foreign or locked folder, other plan, full disk), RunError (data
+    that cannot be right). Nothing is published unless all of it is.
+    """
+    planned = plan(
+        recipe, source, out, memory=memory, jobs=jobs, max_shard_size=max_shard_size, sha256=sha256,
+        verify=verify, base_model=base_model, follow_links=follow_links, for_run=not dry_run,
+    )  # fmt: skip
+    if not dry_run:
+        return carry_out(planned, events=events)[0]
+    (look,) = looks = planned.foreseen()
+    check_foreseen(looks)
+    (folder,) = planned.folders
+    return Result(
+        look.out, folder.fingerprint, folder.tensors, folder.ready.layout.nbytes, (),
+        folder.warnings, (), look.state == "finished" and not look.damaged, look.done,
+        dict.fromkeys(look.damaged, "damaged"), dry_run=True,
+    )  # fmt: skip
+
+
+def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> tuple[Result, ...]:
+    """Run a plan. Returns one result per folder. Raises as `run` does."""
+    if isinstance(planned, PlannedStages):
+        planned.check_out()
+    told = _told(events)
+    return tuple(result for part in planned.parts for result in _carried_out(part, told))
+
+
+def check_foreseen(looks: Iterable[Outlook]) -> None:
+    """Raise OutputError if a run would refuse to start in any of the folders."""
+    refusals = [text for look in looks for text in look.refusals]
+    if refusals:
+        raise OutputError("; ".join(dict.fromkeys(refusals)))
+
+
+def validate(
+    folder: str | Path,
+    against: str | Path | None = None,
+    *,
+    level: Level = "headers",
+    pair: str | Path | None = None,
+    kernels: bool = False,
+    logits: int = 0,
+    attribute: bool = False,
+    layers: tuple[int, ...] | None = None,
+    jobs: int | None = None,
+    memory: int | str | None = None,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Report:
+    """Check a converted folder, the folder of all its pipeline stages, or a repo on the Hub.
+
+    `against` is the source that it was made from. `level` headers reads no weights, sample some of each
+    kind, full every byte. `pair` is the GPU side of a folder of CPU experts. `kernels` compares
+    qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
+    attributes the output error to its causes; `layers` are those for kernels and attribute. `jobs`
+    worker processes (None: the cores, as far as the work needs them) start by importing the main
+    module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
+    From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
+
+    The report's `findings` are errors and warnings; `proved`, `read` and `not_checked` say what was
+    checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU
+    side that cannot be read, UsageError for options that exclude one another.
+
+        >>> report = qconvert.validate(sample)
+        >>> report.errors, report.about["model"]
+        (0, 'qwen3_5_moe_text (family qwen3_5): 4 layers, 4 experts, 1 MTP layer')
+    """
+    from qconvert.hub.headers import about_repo, place_of
+    from qconvert.validators.headers.stage_set import validate_set
+
+    if against is None and (logits or attribute):
+        raise UsageError("--logits and --attribute compare with the source: give --against SRC")
+    request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory))
+    source = None if against is None else str(against)
+    partner = None if pair is None else str(pair)
+    weights = level != "headers" or bool(kernels or logits or attribute)
+    with place_of(str(folder), weights=weights) as place:
+        if notice is not None and place.fetched:
+            notice(place.summary)
+        here = Path(place.folder)
+        if not stage_folders(here):
+            report = validate_folder(
+                here, source, request=request, pair=partner, progress=_told(events),
+                follow_links=follow_links,
+            )  # fmt: skip
+        elif partner is not None:
+            raise UsageError("--pair goes with a folder of experts, not with stages")
+        else:
+            report = validate_set(
+                here, source, request=request, progress=_told(events), follow_links=follow_links
+            )
+        return about_repo(report, place)
+
+
+def diff(
+    a: str | Path | Checkpoint,
+    b: str | Path | Checkpoint,
+    *,
+    data: bool = True,
+    follow_links: bool = False,
+) -> list[Difference]:
+    """The differences between two checkpoints, tensor by tensor, whatever their shards; without `data`
+    only names, dtypes and shapes are compared. Raises CheckpointError."""
+    first, second = (_checkpoint(where, follow_links=follow_links) for where in (a, b))
+    return compare(first, second, data=data)
+
+
+class _Counted:
+    """Events that call a function."""
+
+    def __init__(self, tell: Callback) -> None:
+        self._tell, self._total, self._done = tell, 0, 0
+
+    def start(self, total: int, done: int) -> None:
+        self._total, self._done = total, done
+
+    def wrote(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._tell(self._done, self._total)
+
+    def phase(self, text: str) -> None:
+        pass
+
+
+def _told(events: Events | Callback | None) -> Events | None:
+    return _Counted(events) if callable(events) else events
+
+
+def _recipe(steps: Steps) -> Recipe:
+    if isinstance(steps, Recipe):
+        return steps
+    if isinstance(steps, str | Path):
+        return load_recipe(str(steps))
+    return Recipe("steps", tuple(steps) if isinstance(steps, tuple | list) else (steps,))
+
+
+def _checkpoint(source: str | Path | Checkpoint, *, follow_links: bool) -> Checkpoint:
+    if isinstance(source, Checkpoint):
+        return source
+    return open_source(source, follow_links=follow_links)
+
+
+def _size(given: int | str | None) -> int | None:
+    return None if given is None else parse_size(given)
+
+
+def _options(
+    recipe: Recipe,
+    memory: int | str | None,
+    jobs: int | None,
+    max_shard_size: int | str | None,
+    *,
+    sha256: bool,
+    verify: bool,
+) -> Options:
+    shard = _size(max_shard_size) or recipe.max_shard_size or DEFAULT_SHARD_BYTES
+    return Options(_size(memory), jobs, shard, sha256, verify=verify)
+
+
+def _judged(
+    plans: Sequence[Plan],
+    outs: Sequence[Path | None],
+    source: Checkpoint,
+    options: Options,
+    base_model: str | None,
+    *,
+    together: bool = True,
+) -> tuple[PlannedFolder, ...]:
+    """Plans with their model cards, ready to run, and the verdict of the header rules on each folder.
+    Every conversion goes through here. `together`: from one read. Raises PlanError for a folder that
+    would fail validation."""
+    carded = [with_card(plan, base_model) for plan in plans]
+    groups = [carded] if together else [[plan] for plan in carded]
+    ready = [part for group in groups for part in prepare_together(group, options)]
+    verdicts = judgement.judged(ready, source)
+    return tuple(PlannedFolder(*each) for each in zip(outs, ready, verdicts, strict=True))
+
+
+def _named(planned: Planned) -> list[tuple[Prepared, Path]]:
+    """Plans with their folders. Raises UsageError if a folder was not named."""
+    found = [(part.ready, part.out) for part in planned.folders if part.out is not None]
+    if len(found) < len(planned.folders):
+        raise UsageError("the plan has no output folder; name one in `plan`")
+    return found
+
+
+def _foreseen(planned: Planned) -> list[Outlook]:
+    if any(folder.out is None for folder in planned.folders):
+        return []
+    parts = _named(planned)
+    backend = backend_for([ready.plan for ready, _ in parts])
+    return foreseen(parts, backend=backend)
+
+
+def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
+    parts = _named(planned)
+    backend = backend_for([ready.plan for ready, _ in parts])
+    receipts = run_together(parts, events=events, backend=backend)
+    return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
+
+
+def _result(planned: PlannedFolder, receipt: Receipt) -> Result:
+    return Result(
+        receipt.out, receipt.fingerprint, planned.tensors, receipt.nbytes, receipt.files,
+        planned.warnings, receipt.remarks, receipt.already_done, receipt.resumed_units,
+        receipt.repaired,
+    )  # fmt: skip

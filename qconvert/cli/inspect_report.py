@@ -1,0 +1,153 @@
+"""A checkpoint as text for people (one screen) and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.stored_formats import Formats, own_role
+from qconvert.cli.made_by import made_lines
+from qconvert.cli.plan_report import MOST_ROWS, some, unknown_names
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.hub.card.front import base_model_of
+from qconvert.hub.card.of_plan import source_front
+
+
+def quantization_lines(checkpoint: Checkpoint) -> list[str]:
+    """One line for each quantization block."""
+    lines = []
+    for found in checkpoint.quantization_configs:
+        block = found.block.get("weight_block_size")
+        size = f", blocks of {'x'.join(map(str, block))}" if isinstance(block, list) else ""
+        fmt = found.block.get("fmt") or found.block.get("format") or found.block.get("quant_algo")
+        lines.append(f"{found.where}: {found.method or '?'}{f' {fmt}' if fmt else ''}{size}")
+    return lines
+
+
+def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as its headers and config describe it."""
+    dims = checkpoint.census.dims
+    dtypes: dict[str, dict[str, int]] = {}
+    for source in checkpoint.values():
+        entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += source.type.nbytes
+    formats, known = Formats.of(checkpoint), checkpoint.census.places
+    stored: dict[str, dict[str, int]] = {}
+    roles: dict[str, dict[str, int]] = {}
+    for name, source in checkpoint.items():
+        role = known[name].role.name if name in known else own_role(name)
+        for table, key in ((stored, formats.label(name)), (roles, role)):
+            if key is not None:
+                entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
+                entry["tensors"] += 1
+                entry["bytes"] += source.type.nbytes
+    return {
+        "path": str(checkpoint.root),
+        "model_type": checkpoint.config.get("model_type"),
+        "family": checkpoint.family.name,
+        "layers": dims.num_layers,
+        "experts": dims.num_experts,
+        "mtp_layers": dims.mtp_layers,
+        "files": len(checkpoint.shards),
+        "tensors": len(checkpoint),
+        "bytes": checkpoint.nbytes,
+        "dtypes": dtypes,
+        "formats": stored,
+        "roles": roles,
+        "unknown": unknown_names(checkpoint),
+        "missing": checkpoint.absent(),
+        "quantization": quantization_lines(checkpoint),
+        "side_files": list(checkpoint.side_files),
+        "denied_files": list(checkpoint.denied_files),
+        "warnings": list(checkpoint.warnings),
+        "made_by": checkpoint.manifest,
+        "made_from": _base(checkpoint),
+    }
+
+
+def _base(checkpoint: Checkpoint) -> str | None:
+    """The repo of the source that qconvert made the folder from, as its card names it."""
+    return None if checkpoint.manifest is None else base_model_of(source_front(checkpoint))
+
+
+def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]:
+    """`inspect_json` of all stages of a split as one checkpoint, with an entry for each stage. Raises
+    CheckpointError."""
+    opened = [Checkpoint.open(folder, follow_links=whole.follow_links) for folder in folders]
+    manifests = [checkpoint.manifest or {} for checkpoint in opened]
+    losses: dict[str, int] = {}
+    for manifest in manifests:
+        for what, number in manifest.get("lossy_steps", {}).items():
+            losses[what] = losses.get(what, 0) + number
+    made = {key: value for key, value in manifests[0].items() if key != "stage"}
+    return {
+        **inspect_json(whole),
+        "path": str(folders[0].parent),
+        "missing": whole.census.absent(),
+        "made_by": {**made, "lossy_steps": losses},
+        "stages": [
+            {
+                "folder": checkpoint.root.name,
+                "number": manifest["stage"]["number"],
+                "layers": manifest["stage"].get("layers"),
+                "tensors": len(checkpoint),
+                "bytes": checkpoint.nbytes,
+            }
+            for checkpoint, manifest in zip(opened, manifests, strict=True)
+        ],
+    }
+
+
+def inspect_lines(model_line: str, found: Mapping[str, Any]) -> list[str]:
+    """`inspect_json` as text."""
+    lines = [
+        model_line,
+        (
+            f"{found['path']}: {count(found['files'], 'file')}, "
+            f"{count(found['tensors'], 'tensor')}, "
+            f"{format_size(found['bytes'])}"
+        ),
+        *(
+            f"stage {s['number']}  {s['folder']}: layers {_range(s['layers'])}, "
+            f"{count(s['tensors'], 'tensor')}, {format_size(s['bytes'])}"
+            for s in found.get("stages", ())
+        ),
+        *(f"quantized  {line}" for line in found["quantization"]),
+        *_counted("dtype", found["formats"]),
+        *_counted("role", found["roles"]),
+    ]
+    for label, names in (
+        ("unknown", found["unknown"]),
+        ("missing", found["missing"]),
+        ("side files", found["side_files"]),
+        ("not copied", found["denied_files"]),
+    ):
+        if names:
+            lines.append(f"{label}: {len(names)}: {some(names)}")
+    lines += [f"warning: {text}" for text in found["warnings"]]
+    if found["made_by"] is not None:
+        lines += made_lines(found["made_by"], found["made_from"])
+    return lines
+
+
+def _range(layers: Any) -> str:
+    """`0-14` of [0, 15]."""
+    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else "?"
+
+
+def _counted(label: str, table: Mapping[str, Mapping[str, int]]) -> list[str]:
+    rows = sorted(table.items(), key=lambda item: -item[1]["bytes"])
+    shown, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
+    lines = [
+        f"{label:<5} {name:<32} {entry['tensors']:>7} {format_size(entry['bytes']):>10}"
+        for name, entry in shown
+    ]
+    if rest:
+        lines.append(
+            f"{label:<5} {len(rest)} more with {format_size(sum(e['bytes'] for _, e in rest))}"
+        )
+    return lines

@@ -1,0 +1,327 @@
+"""The API for Python programs: its names, what they return, that they are judged, and that importing
+qconvert is light."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gdn_models
+import pytest
+from checkpoints import bf16_moe, convert, fp8_moe, published, run_cli, tree, watched_reads
+
+import qconvert
+from qconvert import api
+from qconvert.cli.convert import RunOptions, plan_options
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.core.errors import QConvertError
+from qconvert.passes.dequant import Dequant
+from qconvert.passes.drop import Drop
+
+NAMES = (
+    "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
+    "Events", "Finding", "Measure", "Outlook", "OutputError", "PlanError", "Planned", "PlannedFolder",
+    "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Report", "Result", "RunError",
+    "Uploaded", "UsageError", "Verdict", "carry_out", "check_foreseen", "check_upload", "destination",
+    "diff", "load_recipe", "open_checkpoint", "plan", "plan_after", "plan_pair", "plan_stages",
+    "refusal", "run", "upload", "validate", "validate_kernels",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fp8_moe().write(tmp_path_factory.mktemp("api") / "source")
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+def test_the_names_are_these() -> None:
+    """A name that goes, or changes its meaning, breaks programs of others: CHANGELOG says so."""
+    assert api.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_documented_and_one_of_the_package(name: str) -> None:
+    assert inspect.getdoc(getattr(api, name))
+    if name not in ("plan", "run"):  # which are packages as well
+        assert getattr(qconvert, name) is getattr(api, name)
+    assert name in dir(qconvert)
+
+
+def test_a_name_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'convert_everything'"):
+        _ = qconvert.convert_everything  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("statement", [
+    "import qconvert", "import qconvert.api", "import qconvert; qconvert.plan; qconvert.run",
+    "from qconvert import plan, run, validate, QConvertError",
+])  # fmt: skip
+def test_importing_is_light(statement: str) -> None:
+    heavy = (
+        "torch",
+        "numpy",
+        "pydantic",
+        "yaml",
+        "click",
+        "huggingface_hub",
+        "transformers",
+        "tqdm",
+    )
+    code = f"import sys; {statement}\nprint([name for name in {heavy!r} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_packages_are_called_like_the_functions(source: Path, tmp_path: Path) -> None:
+    """Whichever was imported first, and as functions they are still packages."""
+    code = (
+        "import sys, qconvert\n"
+        "from qconvert.run.prepare import Options\n"
+        "import qconvert.plan.plan as module\n"
+        "from qconvert import run\n"
+        "assert qconvert.run is run and module.Plan and Options\n"
+        "print(qconvert.plan('copy', sys.argv[1]).tensors, run('copy', *sys.argv[1:], jobs=1).tensors)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    number = len(api.open_checkpoint(source))
+    assert done.stdout == f"{number} {number}\n"
+
+
+def test_examples(tmp_path: Path) -> None:
+    """Of the docstrings, in their order, on the demo's sample."""
+    write_sample(tmp_path / "sample")
+    names: dict[str, Any] = {
+        "qconvert": qconvert, "sample": tmp_path / "sample", "folder": tmp_path,
+    }  # fmt: skip
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    runner = doctest.DocTestRunner(optionflags=flags)
+    found = [test for test in doctest.DocTestFinder().find(api, "api") if test.examples]
+    found.sort(key=lambda test: test.lineno or 0)
+    said: list[str] = []
+    for test in found:
+        test.globs.update(names)
+        runner.run(test, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+    assert len(found) == 4
+
+
+# --- The same as the command line ----------------------------------------------------------------
+
+
+def test_a_run_is_the_commands(source: Path, tmp_path: Path) -> None:
+    """Byte for byte, the model card among it; and it is told of the progress."""
+    told: list[tuple[int, int]] = []
+    made = api.run(
+        "dequant-fp8", source, tmp_path / "ours", jobs=1,
+        events=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    convert("dequant", source, tmp_path / "theirs")
+    assert tree(made.folder) == tree(tmp_path / "theirs")
+    assert "README.md" in made.files
+    assert told[-1][0] == told[-1][1] == api.open_checkpoint(made.folder).nbytes
+    assert (made.already_done, made.dry_run, made.resumed_units) == (False, False, 0)
+    assert made.tensors == len(api.open_checkpoint(made.folder))
+    assert api.diff(made.folder, tmp_path / "theirs") == []
+
+
+@pytest.mark.parametrize("steps", [Dequant(), (Dequant(),), [Dequant()], "dequant-fp8"])
+def test_what_a_recipe_may_be(steps: Any, source: Path) -> None:
+    folder = api.plan(steps, source).folders[0]
+    assert folder.fingerprint == api.plan("dequant-fp8", source).folders[0].fingerprint
+    assert folder.out is None
+
+
+def test_a_file_is_a_recipe_too(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("passes: [dequant]\n")
+    assert api.plan(file, source).tensors == api.plan("dequant-fp8", source).tensors
+
+
+def test_a_plan_says_what_a_user_wants(source: Path, tmp_path: Path) -> None:
+    planned = api.plan("dequant-fp8", str(source), str(tmp_path / "out"), memory="512MiB", jobs=1)
+    told = json.loads(
+        run_cli("dequant", source, tmp_path / "out", "--memory", "512MiB", "--jobs", "1",
+                "--dry-run", "--json").out
+    )  # fmt: skip
+    (folder,) = planned.folders
+    assert folder.fingerprint == told["fingerprint"]
+    assert (planned.tensors, planned.nbytes) == (len(told["tensors"]), told["bytes"]["out"])
+    assert (planned.memory, planned.losses) == (told["memory"], told["lossy_steps"])
+    assert folder.disk >= told["disk"]
+    (look,) = planned.foreseen()
+    assert (look.out, look.state, look.refusals) == (tmp_path / "out", "new", ())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_defaults_are_the_command_lines() -> None:
+    """Options of a command that were not given are what a function takes by itself."""
+    plain: Any = dict.fromkeys(RunOptions.__annotations__)
+    for flag in ("sha256", "verify", "dry_run", "follow_links"):
+        plain[flag] = False
+    given = plan_options(plain)
+    for function in (api.plan, api.plan_pair, api.plan_stages, api.run):
+        known = inspect.signature(function).parameters
+        for name, value in given.items():
+            if name != "for_run":
+                assert known[name].default == value, (function.__name__, name)
+                assert known[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert inspect.signature(api.validate).parameters["level"].default == "headers"
+
+
+# --- Judged and refused --------------------------------------------------------------------------
+
+
+def test_a_result_that_would_not_validate_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = gdn_models.model("qwen3_next").write(tmp_path / "source")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("passes: [unfuse]\n")
+    reads = watched_reads(monkeypatch)
+    calls = (
+        lambda: api.plan(recipe, source),
+        lambda: api.run(recipe, source, tmp_path / "out"),
+        lambda: api.run(recipe, source, tmp_path / "out", dry_run=True),
+        lambda: api.plan_stages(recipe, source, tmp_path / "out", (2, 2), "vllm"),
+    )
+    for call in calls:
+        with pytest.raises(api.PlanError, match="QC052"):
+            call()
+    assert (reads, (tmp_path / "out").exists()) == ([], False)
+
+
+def test_errors_are_types(source: Path, tmp_path: Path) -> None:
+    for error, call in (
+        (api.RecipeError, lambda: api.load_recipe("gone")),
+        (api.CheckpointError, lambda: api.open_checkpoint(tmp_path / "gone")),
+        (api.CheckpointError, lambda: api.validate(tmp_path / "gone")),
+        (api.PlanError, lambda: api.plan(Drop(match="no.such.*", why="a test"), source)),
+        (api.UsageError, lambda: api.plan("copy", source, memory="lots")),
+        (api.UsageError, lambda: api.carry_out(api.plan("copy", source))),
+        (api.UsageError, lambda: api.validate(source, logits=1)),
+        (api.UsageError, lambda: api.plan_after("copy", source, "dequant")),
+        (api.OutputError, lambda: api.run("copy", source, source / "out")),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert type(caught.value) is error
+        assert isinstance(caught.value, QConvertError)
+    assert not (source / "out").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    with pytest.raises(api.OutputError):
+        api.run("copy", source, tmp_path / "full", dry_run=True)
+    would = api.run("copy", source, tmp_path / "out", dry_run=True)
+    assert (would.dry_run, would.already_done, would.files) == (True, False, ())
+    assert not (tmp_path / "out").exists()
+    made = api.run("copy", source, tmp_path / "out", jobs=1)
+    again = api.run("copy", source, tmp_path / "out", dry_run=True)
+    assert again.already_done
+    assert (again.tensors, again.nbytes) == (made.tensors, made.nbytes)
+
+
+def test_warnings_are_the_plans(tmp_path: Path) -> None:
+    source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("passes: [{fuse: {groups: 2}}]\n")
+    made = api.run(recipe, source, tmp_path / "out", jobs=1)
+    assert [text for text in made.warnings if text.startswith("QC052 of the result: ")]
+
+
+# --- Several folders -----------------------------------------------------------------------------
+
+
+def test_stages_and_back(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stages"
+    planned = api.plan_stages("copy", source, out, [1, 1], "sglang==0.5.23", link=False, jobs=1)
+    assert planned.partition == (1, 1)
+    assert planned.environment == ("SGLANG_PP_LAYER_PARTITION=1,1",)
+    assert [look.state for look in planned.foreseen()] == [None, "new", "new"]
+    made = api.carry_out(planned)
+    assert [one.folder.name for one in made] == ["stage-00-of-02", "stage-01-of-02"]
+    assert api.validate(out, source, level="full").errors == 0
+    joined = api.run("copy", out, tmp_path / "joined", jobs=1)
+    assert api.diff(joined.folder, source) == []
+    (out / "mine").mkdir()
+    with pytest.raises(api.OutputError, match="holds mine"):
+        api.carry_out(planned)
+    with pytest.raises(api.OutputError, match="holds mine"):
+        api.check_foreseen(planned.foreseen())
+
+
+def test_a_pair_from_one_read(tmp_path: Path) -> None:
+    from checkpoints import tensor
+
+    from qconvert.passes.amx import ExpertsToAmx
+
+    model = bf16_moe(hidden_size=128, moe_intermediate_size=128)
+    for name, held in list(model.tensors.items()):
+        if ".experts." in name:
+            model.tensors[name] = tensor(held.dtype, 128, 128)
+    source = model.write(tmp_path / "source")
+    outs = tmp_path / "cpu", tmp_path / "gpu"
+    planned = api.plan_pair(ExpertsToAmx("int8", 1), source, *outs, jobs=1)
+    assert (planned.together, len(planned.parts)) == (True, 1)
+    made = api.carry_out(planned)
+    assert tuple(one.folder for one in made) == outs
+    assert all("README.md" in published(out) for out in outs)
+    assert api.validate(outs[0], source, pair=outs[1]).errors == 0
+
+
+def test_a_repo_or_folder_of_stages_takes_no_pair(source: Path, tmp_path: Path) -> None:
+    api.carry_out(api.plan_stages("copy", source, tmp_path / "s", "1,1", jobs=1))
+    with pytest.raises(api.UsageError, match="--pair goes with"):
+        api.validate(tmp_path / "s", pair=source)
+
+
+# --- Documents -----------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
+        program = program.replace(f'"{name}"', repr(str(path)))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(program.replace("jobs=8", "jobs=1"), names)
+    assert names["made"].folder == tmp_path / "out"
+    assert names["report"].errors == 0
+
+
+# --- Uploads -------------------------------------------------------------------------------------
+
+
+def test_what_would_be_uploaded_is_refused_or_listed(source: Path, tmp_path: Path) -> None:
+    """Without the Hub; with it: test_hub_upload.py."""
+    made = api.run("dequant-fp8", source, tmp_path / "out", jobs=1).folder
+    before = tree(made)
+    checked = api.check_upload(made, source, level="full", dry_run=True)
+    assert checked.report.errors == 0
+    files = checked.files(base_model="org/model")
+    assert set(files) == set(before)
+    assert files["README.md"] != (made / "README.md").stat().st_size
+    assert tree(made) == before
+    with pytest.raises(api.OutputError, match="dry run"):
+        api.upload(checked, "me/model")
+    (made / "config.json").write_text("{}")
+    broken = api.check_upload(made, level="headers")
+    with pytest.raises(api.OutputError, match="not uploaded: "):
+        api.upload(broken, "me/model")
+    for repo, revision in (("model", None), ("me/model@a", "b")):
+        with pytest.raises(api.UsageError):
+            api.destination(repo, revision)
+    with pytest.raises(api.UsageError, match="--create-pr"):
+        api.destination("me/model", "x", create_pr=True)
