@@ -5,14 +5,14 @@ in bounded memory; the folder gets a model card, a receipt and a manifest. After
 same call continues where it stopped. Errors are the classes below: all derive from QConvertError, and
 their texts name the tensor or file, what was expected, what was found and what to do.
 
-    >>> import qconvert
-    >>> planned = qconvert.plan("dequant-fp8", sample)
+    >>> from qconvert import api
+    >>> planned = api.plan("dequant-fp8", sample)
     >>> planned.tensors, planned.warnings
     (141, ())
-    >>> made = qconvert.run("dequant-fp8", sample, folder / "bf16", jobs=1)
+    >>> made = api.run("dequant-fp8", sample, folder / "bf16", jobs=1)
     >>> made.tensors, made.already_done
     (141, False)
-    >>> report = qconvert.validate(made.folder, sample, level="full")
+    >>> report = api.validate(made.folder, sample, level="full")
     >>> report.errors, report.warnings, report.findings
     (0, 0, [])
 
@@ -424,14 +424,14 @@ def run(
     written and the bytes to write in total.
 
         >>> told = []
-        >>> made = qconvert.run(
+        >>> made = api.run(
         ...     "copy", sample, folder / "copy", jobs=1, events=lambda done, total: told.append(done)
         ... )
         >>> made.folder.name, made.tensors, told[-1]
         ('copy', 233, 5830560)
-        >>> qconvert.run("copy", sample, folder / "copy").already_done
+        >>> api.run("copy", sample, folder / "copy").already_done
         True
-        >>> qconvert.run("copy", sample, folder / "bf16")  # the other example's
+        >>> api.run("copy", sample, folder / "bf16")  # the other example's
         Traceback (most recent call last):
         qconvert.core.errors.OutputError: ...
 
@@ -499,7 +499,7 @@ def validate(
     checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU
     side that cannot be read, UsageError for options that exclude one another.
 
-        >>> report = qconvert.validate(sample)
+        >>> report = api.validate(sample)
         >>> report.errors, report.about["model"]
         (0, 'qwen3_5_moe_text (family qwen3_5): 4 layers, 4 experts, 1 MTP layer')
     """

@@ -164,8 +164,9 @@ def dequant(
 ) -> None:
     """Dequantize the FP8 and NVFP4 weights of SRC to BF16, exactly: bf16(fp32(w) * fp32(s)).
 
-    Supports block, per-channel and per-tensor scales of FP8, and both dialects of NVFP4; MTP layers are kept without --drop-mtp. A weight
-    that exceeds BF16 ends the run with its name; with --allow-overflow it is noted in qconvert.json.
+    Supports block, per-channel and per-tensor scales of FP8, and both dialects of NVFP4; MTP layers are
+    kept without --drop-mtp. A weight that exceeds BF16 ends the run with its name; with
+    --allow-overflow it is noted in qconvert.json.
 
     \b
     Examples:

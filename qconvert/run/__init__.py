@@ -1,8 +1,1 @@
-"""The machine room: read, compute, write, remember."""
-
-import sys
-
-from qconvert import CallablePackage
-
-# `qconvert.run(...)` is `qconvert.api.run(...)`.
-sys.modules[__name__].__class__ = CallablePackage
+"""A plan is run: read, compute, write, journal, publish."""
