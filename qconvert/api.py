@@ -258,8 +258,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.
 
-        >>> from qconvert import open_checkpoint
-        >>> checkpoint = open_checkpoint(sample)
+        >>> checkpoint = api.open_checkpoint(sample)
         >>> print(checkpoint["lm_head.weight"].type)
         BF16 [512, 256]
         >>> checkpoint.family.name, len(checkpoint)
