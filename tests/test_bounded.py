@@ -93,7 +93,7 @@ JSON = {
     "4,000 digits": '{"a": ' + "9" * 4000 + "}",
     "many lists": '{"a": [' + "[]," * (1 << 20) + "[]]}",
     "half a surrogate": '{"a": "\\ud800"}',
-    "no UTF-8": b'{"a": "\xff"}'.decode("latin-1"),
+    "not UTF-8": b'{"a": "\xff"}'.decode("latin-1"),
 }
 
 

@@ -206,7 +206,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     help="Also write FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
 @FOLLOW_LINKS
-@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
+@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
 def validate(
     out: str | None,
     against: str | None,
@@ -253,7 +253,7 @@ def validate(
         if explain.upper() not in known:
             raise UsageError(f"no rule {explain!r}; there are {', '.join(known)}")
         rule = known[explain.upper()]
-        say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
+        say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"fix:   {rule.fix}")
         return 0
     if against is None and (logits or attribute):
         raise click.UsageError(

@@ -13,7 +13,7 @@ from qconvert.cli.options import OUT, SOURCE
 
 @click.group()
 def prepare() -> None:
-    """What a runtime makes of the weights at every load, made once. Experimental.
+    """Experimental: what a runtime computes from the weights at every load, computed once.
 
     \b
     Example:
@@ -26,7 +26,7 @@ def prepare() -> None:
 @OUT
 @CONVERSION
 def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """NVFP4 experts as TensorRT-LLM's MoE kernels read them (sglang's flashinfer_trtllm backend).
+    """Experimental: NVFP4 experts as TensorRT-LLM's MoE kernels read them (sglang's flashinfer_trtllm).
 
     The same bytes in another order, for any tensor-parallel size that fits. No stock server takes the
     folder, by design; OUT/PREPARED.md says how to serve it. The kernels have not been run on it yet.
@@ -48,7 +48,7 @@ def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @OUT
 @CONVERSION
 def unprepare(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
-    """Give back, byte for byte, the tensors that `qconvert prepare` was given.
+    """Experimental: restore, byte for byte, the tensors that `qconvert prepare` was given.
 
     \b
     Example:
