@@ -638,6 +638,6 @@ def test_what_the_page_is_made_of_is_installed() -> None:
     """Python sources are found by themselves; style and script have to be named."""
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packed = settings["tool"]["setuptools"]["package-data"]["qconvert.validation.reports"]
-    room = _ROOT / "qconvert" / "reports"
-    others = {f for f in room.iterdir() if f.is_file() and f.suffix != ".py"}
-    assert others == {file for pattern in packed for file in room.glob(pattern)} != set()
+    folder = _ROOT / "qconvert" / "validation" / "reports"
+    others = {f for f in folder.iterdir() if f.is_file() and f.suffix != ".py"}
+    assert others == {file for pattern in packed for file in folder.glob(pattern)} != set()

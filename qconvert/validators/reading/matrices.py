@@ -85,20 +85,20 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
     matrices are listed by name, as numbers or bytes."""
     forms, groups = Forms(checkpoint), gdn_groups(checkpoint)
     found: dict[str, list[Matrix]] = {}
-    spent: set[str] = set()
+    used: set[str] = set()
     for name in checkpoint:
         if checkpoint[name].type.numel == 0:
             continue
         try:
             found[name] = list(_of_tensor(checkpoint, forms, name, groups))
-            spent |= _scales(checkpoint, name)
+            used |= _scales(checkpoint, name)
         except Unread as why:
             place = checkpoint.census.places.get(name)
             made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
             found[name] = [replace(made, note=str(why))]
     by_key: dict[Key, Matrix] = {}
     for name, made_of_it in found.items():
-        if name in spent:
+        if name in used:
             continue
         for matrix in made_of_it:
             key = matrix.key
