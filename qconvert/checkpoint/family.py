@@ -448,7 +448,7 @@ def undescribed(config: Config) -> str:
     """Why a model has no family but a generic one."""
     kind, family = config.get("model_type"), _answering(config)
     if family is None:
-        return f"model_type {kind!r} is unknown"
+        return f"model_type {kind!r} is not known"
     return f"the tensor names of this {kind!r} differ from those of family {family.name}"
 
 

@@ -30,7 +30,7 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
         check_experts(plan, "")
     if plan.family.name == "generic":
         raise PlanError(
-            f"model_type {plan.config.get('model_type')!r} is unknown, so the stage of its tensors is "
+            f"model_type {plan.config.get('model_type')!r} is not known, so the stage of its tensors is "
             "unknown; describe the family first (CONTRIBUTING.md, a model family)"
         )
     if runtime != "vllm" and plan.family.name == "qwen3_next" and len(sizes) > 1:

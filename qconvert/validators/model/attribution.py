@@ -119,7 +119,7 @@ def _layers(folder: Folder, source: Model, served: Model) -> list[int]:
     for model in (source, served):
         if model.checkpoint.family.name == "generic":
             kind = model.checkpoint.config.get("model_type")
-            raise NotChecked(f"model_type {kind!r} is not supported")
+            raise NotChecked(f"model_type {kind!r} is not known here")
     activation = served.config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise NotChecked(f"expected MLPs with silu, found {activation!r}")

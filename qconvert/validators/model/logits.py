@@ -109,7 +109,7 @@ class Logits:
 def _prepared(model: Model, layers: int) -> list[Plain]:
     if model.checkpoint.family.name == "generic":
         kind = model.checkpoint.config.get("model_type")
-        raise PlanError(f"model_type {kind!r} is unknown, so its weights cannot be read")
+        raise PlanError(f"model_type {kind!r} is not known, so its weights cannot be read")
     if not layers:
         raise PlanError("its config counts no layers")
     return list(plain_tensors(model, layers))

@@ -39,7 +39,7 @@ def routed_experts(checkpoint: Checkpoint) -> Routed:
     dims = checkpoint.census.dims
     if checkpoint.family.name == "generic":
         kind_of_model = checkpoint.config.get("model_type")
-        raise PlanError(f"model_type {kind_of_model!r} is unknown, so its experts are unknown")
+        raise PlanError(f"model_type {kind_of_model!r} is not known, so its experts are unknown")
     if not dims.num_experts:
         raise PlanError("the config counts no experts: it is a dense model")
     found: dict[tuple[int, Kind, int], Matrix] = {}
