@@ -55,7 +55,7 @@ class Counts:
     """Tensors against the config's numbers."""
 
     name: str = "counts"
-    proves: str = "layers, experts, draft layers and vision tower match the config's counts"
+    proves: str = "layers, their parts, draft layers and vision tower match the config's counts"
     needs: frozenset[Need] = frozenset({"model"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
