@@ -32,7 +32,7 @@ from qconvert.run.backend import Phase
 
 HIDDEN, MIDDLE, VOCAB = 2048, 512, 4096
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
-_DIFFERENT = 8  # experts made from their own numbers; the others are these with their rows turned
+_DIFFERENT = 8  # experts with their own numbers; the others are these with their rows rotated
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     devices = asked.devices.split(",")
     on_gpu = devices[0] != "cpu"
     if on_gpu and not torch.cuda.is_available():
-        sys.exit("there is no GPU here; give --devices cpu with small --samples and --experts")
+        sys.exit("no GPU found; give --devices cpu with small --samples and --experts")
     print(torch.cuda.get_device_name(0) if on_gpu else "cpu", f"torch {torch.__version__}")
     schemes: list[IntScheme | Target] = [IntScheme()]
     if asked.amx:

@@ -37,7 +37,7 @@ class Model:
 def qwen3_moe(layers: int, experts: int = 128) -> Model:
     """Block-FP8 in the shapes of Qwen3-30B-A3B, 0.62 GB a layer, its scales BF16 as published. Heads
     of 112 make k and v ragged: 448 rows are three and a half blocks. Columns are multiples of 128,
-    so that peers survive. A small vocabulary keeps nearly all of it FP8."""
+    so that peers do not fail. A small vocabulary keeps nearly all of it FP8."""
     hidden, intermediate, vocab, heads, kv_heads, head = 2048, 768, 2048, 32, 4, 112
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -85,8 +85,8 @@ def qwen3_moe(layers: int, experts: int = 128) -> Model:
 
 
 def bf16_moe(layers: int, experts: int = 32) -> Model:
-    """`experts` a layer, 32 unless said, in the shapes of Qwen3-30B-A3B, BF16, 0.3 GB a layer, and next
-    to nothing else."""
+    """`experts` per layer, 32 by default, in the shapes of Qwen3-30B-A3B, BF16, 0.3 GB a layer, and
+    hardly anything else."""
     hidden, intermediate, vocab = 2048, 768, 256
     whole = qwen3_moe(layers, experts)
     config = {k: v for k, v in whole.config.items() if k != "quantization_config"}
@@ -123,8 +123,8 @@ def _fp8(module: str, rows: int, columns: int) -> dict[str, TensorType]:
 
 def qwen3_5(layers: int, experts: int | None = None) -> Model:
     """The first layers of Qwen3.5-35B-A3B-FP8 as published, 0.83 GB each, and 2 GB of embeddings;
-    without its vision tower and MTP layer. With `experts`, so many of the 256, and embeddings of a small
-    vocabulary."""
+    without its vision tower and MTP layer. With `experts`, that many of the 256, and embeddings of a
+    small vocabulary."""
     published = headers.load("qwen3.5-35b-a3b-fp8")
     text = published.config["text_config"]
     tensors = {n: t for n, t in published.tensors.items() if _kept(n, layers)}

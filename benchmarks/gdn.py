@@ -1,10 +1,10 @@
-"""How near the kernel that takes fused linear-attention projections apart comes to the card's own copy.
+"""How close the kernel that splits fused linear-attention projections comes to the GPU's own copy.
 
     python benchmarks/gdn.py [--tokens 8192] [--rounds 5]
 
 For the shapes of Qwen3.5-35B-A3B, 397B-A17B and 27B, both orders: GB/s read and written, as a share of
-what `torch.Tensor.copy_` moves on this card for the same number of bytes, beside torch's split and cat,
-and sglang's own kernels where sglang is installed. All are timed in one run, in turns; medians.
+what `torch.Tensor.copy_` moves on this GPU for the same number of bytes, next to torch's split and cat,
+and sglang's own kernels if sglang is installed. All are timed in one run, in turns; medians.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("this measures a GPU's memory, and there is none")
+        sys.exit("no GPU found; this benchmark measures a GPU's memory")
     print(torch.cuda.get_device_name(0))
     peer = _peer()
     print(f"{'model':<6} {'order':<12} {'copy GB/s':>9} {'ours':>6} {'torch':>6} {'sglang':>7}")
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _peer() -> Any:
-    """sglang's own kernels, None where it is not installed. SystemExit where no known place has them."""
+    """sglang's own kernels, None if it is not installed. SystemExit if no known place has them."""
     if importlib.util.find_spec("sglang") is None:
         return None
     for name in _PEERS:

@@ -1,5 +1,5 @@
-"""kt-kernel's converter, driven as its convert_cpu_weights.py drives it: a layer's experts stacked and
-handed over, the files it leaves found by name, read back, and everything saved at the end.
+"""kt-kernel's converter, driven as its convert_cpu_weights.py drives it: a layer's experts are stacked
+and passed in, the files it writes are found by name, read back, and everything is saved at the end.
 
     python kt_peer.py SOURCE OUT AMXINT4|AMXINT8 NUMA
 """

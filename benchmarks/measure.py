@@ -18,7 +18,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: seconds on the wall, CPU seconds (user and system) and the largest summed memory of
+    """One run: seconds of wall time, CPU seconds (user and system) and the largest summed memory of
     the process tree in MB, shared file pages not counted."""
 
     seconds: float
@@ -27,7 +27,7 @@ class Sample:
 
 
 def timed(command: Sequence[str]) -> Sample:
-    """Run a command. Raises SystemExit with what it said if it fails."""
+    """Run a command. Raises SystemExit with its error output if it fails."""
     before = os.times()
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -68,8 +68,8 @@ def _tree_memory(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Limit:
-    """What the machine needs for the same bytes and no work: seconds to read the source, warm, and
-    to write and sync as much as the result, the quickest way found; CPU seconds of both."""
+    """What the machine needs for the same bytes without the work: seconds to read the source, warm, and
+    to write and sync as many bytes as the result, in the fastest way found; CPU seconds of both."""
 
     read: float
     write: float
@@ -184,7 +184,8 @@ def memcpy_rate() -> float:
 
 
 def cold_read(folders: Sequence[Path], threads: Sequence[int]) -> Sample:
-    """Every byte of the folders' shards read once from the disk, in the quickest of so many threads."""
+    """Every byte of the folders' shards read once from the disk, with the fastest of several numbers of
+    threads."""
     files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
     best: Sample | None = None
     for count in threads:
@@ -197,7 +198,7 @@ def cold_read(folders: Sequence[Path], threads: Sequence[int]) -> Sample:
 
 
 def forget(folders: Sequence[Path]) -> None:
-    """Have the folders' shards out of the page cache."""
+    """Drop the folders' shards from the page cache."""
     os.sync()
     for folder in folders:
         for file in folder.glob("*.safetensors"):
@@ -206,7 +207,7 @@ def forget(folders: Sequence[Path]) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Have a folder's files in the page cache, and nothing else waiting for the disk."""
+    """Load a folder's files into the page cache, with nothing else waiting for the disk."""
     os.sync()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb", buffering=0) as stream:

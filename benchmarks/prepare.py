@@ -1,11 +1,11 @@
-"""How fast NVFP4 experts are prepared for TensorRT-LLM's kernels, against this machine's own limits.
+"""How fast NVFP4 experts are prepared for TensorRT-LLM's kernels (experimental), against this machine.
 
     .venv/bin/python benchmarks/prepare.py --experts 48 --runs 3 --work /big/disk
 
-Three tables. Maps: the time to build an index, and to look it up again. Ops: bytes of result a second
-in one thread, for experts of published sizes that leave the caches, beside a copy of the same bytes in
-the same parts; by CPU time, because other work may share the cores. Folder: the whole command beside
-the same bytes read, written and synced without the work.
+Three tables. Maps: the time to build an index, and to look it up again. Ops: bytes of result per second
+in one thread, for experts of published sizes that do not fit the caches, next to a copy of the same
+bytes in the same parts; by CPU time, because other work may share the cores. Folder: the whole command
+next to the same bytes read, written and synced without the work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qconvert.ops.gather import Gather, Order
 from qconvert.plan.units import PART_BYTES
 
 _SIZES = {"DeepSeek-V3": (7168, 2048), "Qwen3-235B": (4096, 1536)}
-_EXPERTS = 6  # of an op's run: they leave the caches
+_EXPERTS = 6  # in an op's run: they do not fit the caches
 _ROUNDS = 7
 
 

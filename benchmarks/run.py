@@ -2,24 +2,24 @@
 
     make bench
     .venv/bin/python benchmarks/run.py dequant --layers 6 --runs 5 --json out.json --plot out.svg
-    .venv/bin/python benchmarks/run.py --smallest      that every case runs, on some 50 MB each
+    .venv/bin/python benchmarks/run.py --smallest      checks that every case runs, on about 50 MB each
 
 Contenders run in turn, A B C A B C, because shared machines change speed from minute to minute;
-medians are printed. The limit is the same bytes without the work: the source read (warm), as much
-as the result written and synced, each the quickest way found, one after the other. Every command
+medians are printed. The limit is the same bytes without the work: the source read (warm), the bytes of
+the result written and synced, each in the fastest way found, one after the other. Every command
 is timed as a whole process, imports and planning included, its children's CPU time and memory too.
 qconvert's time includes the sync of all it wrote; the peer's and cp's own do not sync.
 
 Cases:
-  dequant  block-FP8 MoE to BF16, beside compressed-tensors' converter
+  dequant  block-FP8 MoE to BF16, compared with compressed-tensors' converter
   fuse     Qwen3.5's GDN projections fused, everything still FP8
-  copy     the same checkpoint, written again as it is
+  copy     the same checkpoint, written again unchanged
   hashing  dequant with and without hashing
   sizes    dequant from 0.6 to 8 GB: time and memory against size
   jobs     dequant with 1, 2, 4 ... workers
-  amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, beside kt-kernel's converter
-  w4a16    BF16 experts to packed INT4, groups of 128, beside llm-compressor's model_free_ptq, and that
-           the tensors of both are the same bytes
+  amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, compared with kt-kernel's converter
+  w4a16    BF16 experts to packed INT4, groups of 128, compared with llm-compressor's model_free_ptq;
+           checks that the tensors of both are the same bytes
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
 
@@ -63,7 +63,7 @@ class Nothing:
 xxhash.xxh3_128 = Nothing
 """
 _SIZES = (1, 2, 4, 8, 12)  # layers, 0.62 GB each
-_FEW = 8  # experts a layer at the smallest size
+_FEW = 8  # experts per layer at the smallest size
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _made(work: Path, model: Model) -> tuple[Path, int]:
 
 
 def _doubled(model: Model) -> int:
-    """Bytes of a model once FP8 has become BF16 and its scales are gone."""
+    """Bytes of a model once FP8 has become BF16 and its scales are dropped."""
     return sum(
         2 * kind.nbytes if kind.dtype == "F8_E4M3" else kind.nbytes
         for name, kind in model.tensors.items()
@@ -255,7 +255,7 @@ def _jobs(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     ]
     alone = _qconvert("dequant", str(source), str(work / "out"))
     contenders.append(Contender("qconvert", alone))
-    # File systems lock a file that is written to: with more files, more workers get on.
+    # File systems lock a file that is written to: with more files, more workers can write.
     smaller = [*alone, "--max-shard-size", "1GB"]
     contenders.append(Contender("qconvert, 1 GB shards", smaller))
     yield from _compare("jobs", source, read, _doubled(model), contenders, options.runs)
@@ -306,7 +306,7 @@ def _w4a16(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _same_tensors(first: Path, second: Path) -> int:
-    """How many tensors two folders have, by name, type and content the same. SystemExit where not."""
+    """How many tensors two folders have, if name, type and content are equal. SystemExit if not."""
     import torch
     from safetensors import safe_open
 
@@ -319,12 +319,12 @@ def _same_tensors(first: Path, second: Path) -> int:
 
     ours, theirs = opened(first), opened(second)
     if ours.keys() != theirs.keys():
-        raise SystemExit(f"not the same names: {sorted(ours.keys() ^ theirs.keys())[:4]}")
+        raise SystemExit(f"names differ: {sorted(ours.keys() ^ theirs.keys())[:4]}")
     for name, handle in ours.items():
         a, b = handle.get_tensor(name), theirs[name].get_tensor(name)
         same = a.dtype == b.dtype and a.shape == b.shape
         if not same or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            raise SystemExit(f"{name}: not the same in both")
+            raise SystemExit(f"{name}: differs between the two")
     return len(ours)
 
 
@@ -381,7 +381,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="which of them [default: all]")
     parser.add_argument("--layers", type=int, default=6, help="size of the data, 0.62 GB each")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--smallest", action="store_true", help="some 50 MB a case, one run")
+    parser.add_argument("--smallest", action="store_true", help="about 50 MB per case, one run")
     parser.add_argument("--work", type=Path, help="folder for the data [default: temporary]")
     parser.add_argument("--json", type=Path, help="write all samples there")
     parser.add_argument("--plot", type=Path, help="draw seconds against the limit there (SVG, PNG)")

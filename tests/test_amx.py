@@ -586,7 +586,7 @@ def test_every_field_shows_in_the_repr() -> None:
 ])  # fmt: skip
 def test_sizes_that_are_no_packed_matrix(size: int, rows: int, columns: int) -> None:
     with pytest.raises(
-        PlanError, match=f"{size} bytes are no AMXINT4 matrix of {rows} x {columns}"
+        PlanError, match=f"{size} bytes are not an AMXINT4 matrix of {rows} x {columns}"
     ):
         tile_codes("int4", np.zeros(size, np.uint8), rows, columns)
 

@@ -261,9 +261,9 @@ def test_a_side_file_whose_name_is_no_text(name: bytes, tmp_path: Path) -> None:
     for words in (("inspect", source), ("run", "copy", source, tmp_path / "out")):
         result = run_cli(*words)
         assert result.code == 1
-        assert "is not UTF-8" in result.err
+        assert "is not valid UTF-8" in result.err
         assert result.err.count("\n") == 1
-    with pytest.raises(CheckpointError, match="not UTF-8"):
+    with pytest.raises(CheckpointError, match="not valid UTF-8"):
         Checkpoint.open(source)
 
 

@@ -271,7 +271,7 @@ def test_the_histogram_counts_every_matrix(browser: Browser, page: Path, report:
     assert [height for _, height in sorted(drawn)] == sorted(height for _, height in drawn)
     assert min(height for _, height in drawn) > 3  # one matrix of 47,000 can be seen
     note = browser.value("document.getElementById('histogram-note').textContent")
-    assert note == "Beside them: 27 exact, 3 unknown."
+    assert note == "In addition: 27 exact, 3 unknown."
     choose(browser, "histogram-role", 2)
     assert sum(count for count, _ in bars(browser)) == 61 * 256 - 10
 

@@ -107,7 +107,7 @@ def test_another_experts_codes(
     exchanged(out, UP, other, parts if scales else parts[:1])
     found = [f for f in findings(out, made) if f.rule == "QC060"]
     assert {f.where for f in found} == {f"{UP}.{parts[0]}", f"{other}.{parts[0]}"}
-    says = "expected a scale of" if scales else "of a cosine of at least"
+    says = "expected a scale of" if scales else "with a cosine of at least"
     assert all(says in f.message for f in found)
 
 
@@ -120,7 +120,7 @@ def test_another_experts_amx_codes(
     exchanged(out, CPU, other, parts)
     found = [f for f in findings(out, made) if f.rule == "QC042"]
     assert {f.where for f in found} == {f"{CPU}.weight", f"{other}.weight"}
-    assert all("of a cosine of at least" in f.message for f in found)
+    assert all("with a cosine of at least" in f.message for f in found)
 
 
 def test_an_amx_step_that_no_search_tries(made: Mapping[str, Path], tmp_path: Path) -> None:

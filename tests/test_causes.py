@@ -113,4 +113,4 @@ def test_a_prepared_folder_is_known_for_one(tmp_path: Path) -> None:
     assert "unknown" not in plan.out
     assert "NVFP4 (trtllm-gen) -> NVFP4" in plan.out
     assert run_cli("unprepare", prepared, back, "--jobs", "1").code == 0
-    assert "given back by unprepare already" in refusal(back, tmp_path, "unprepare S O")
+    assert "already restored by unprepare" in refusal(back, tmp_path, "unprepare S O")

@@ -160,7 +160,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     out = Model({"model_type": "toy"}, tensors).write(tmp_path / "b", 1)
     report = validated(out, source)
     said = [text for text in report.not_checked if "not compared" in text]
-    why = "its scale is U8, and no scale_fmt says that those are exponents"
+    why = "its scale is U8, but no scale_fmt says that those are exponents"
     assert said == [f"1 tensor not compared; {Q}.weight: {why}"]
     assert not [text for text in report.proved if text.startswith("every weight is")]
     assert "QC060" not in rules(report)
@@ -339,7 +339,7 @@ def test_the_first_bits_that_are_no_number(
 def test_absurd_scales_are_a_warning_and_say_why(tmp_path: Path) -> None:
     codes = np.full((8, 8), 0x30, np.uint8)
     how = {"weight_block_size": [4, 4]}
-    why = "; all are whole numbers, as exponents are (E8M0) that were stored as numbers"
+    why = "; all are integers, like exponents (E8M0) that were stored as numbers"
     for numbers, at, reason in (
         ([70, 73, 74, 125], "1, 0", why),
         ([0.5, 0.5, 0.5, 74], "1, 1", ""),
@@ -364,7 +364,7 @@ def test_zero_scales_beside_zero_codes_are_sound(tmp_path: Path) -> None:
     store(folder, f"{Q}.weight", codes)
     (finding,) = [f for f in validated(folder, None).findings if f.rule == "QC068"]
     assert finding.severity == "error"
-    assert finding.message.startswith("scale [0, 1]: expected a scale above 0 beside codes")
+    assert finding.message.startswith("scale [0, 1]: expected a scale above 0 for codes")
 
 
 def two_level(parameter: str, values: dict[str, float]) -> Model:
@@ -447,7 +447,7 @@ def test_rows_that_are_alike_prove_no_order(tmp_path: Path) -> None:
     source, out = fused(tmp_path, model)
     report = validated(out, source)
     assert rules(report) == set()
-    alike = [text for text in report.read if "so alike" in text]
+    alike = [text for text in report.read if "so similar" in text]
     # b's rows are one another's likes, and a's: swapped they would be seen, in ranks they would not.
     assert [text for text in alike if "in_proj_ba" not in text] == []
     assert alike == []  # b's rows differ from a's, so every order but the right one shows
@@ -457,7 +457,7 @@ def test_rows_that_are_alike_prove_no_order(tmp_path: Path) -> None:
     source, out = fused(tmp_path / "more", model)
     report = validated(out, source)
     assert rules(report) == set()
-    alike = [text for text in report.read if "so alike" in text]
+    alike = [text for text in report.read if "so similar" in text]
     assert len(alike) == 3
     assert all("in_proj_ba" in text and "would look the same" in text for text in alike)
 
@@ -470,8 +470,8 @@ def test_nothing_says_how_a_source_is_fused(tmp_path: Path) -> None:
     other = copied(out, tmp_path / "other")
     report = validated(other, out)
     assert rules(report) == set()
-    assert any("no sound gdn_groups" in text for text in report.not_checked)
-    assert any(text.startswith("linear attention's rows lie") for text in report.not_checked)
+    assert any("no valid gdn_groups" in text for text in report.not_checked)
+    assert any(text.startswith("linear-attention rows are") for text in report.not_checked)
 
 
 def test_a_source_of_other_sizes(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def rules_page() -> str:
     ]
     for rule in rules().values():
         lines += ["", f"## {rule.id}: {rule.title}", "", f"Cause: {rule.cause}", ""]
-        lines.append(f"Cure: {rule.cure}")
+        lines.append(f"Fix: {rule.fix}")
     return "\n".join(lines) + "\n"
 
 
@@ -87,10 +87,10 @@ def test_the_page_of_rules_is_the_codes() -> None:
     assert page.read_text(encoding="utf-8") == rules_page()
 
 
-def test_every_rule_raised_has_its_cause_and_cure() -> None:
+def test_every_rule_raised_has_its_cause_and_fix() -> None:
     known = rules()
     for rule in known.values():
-        for text in (rule.cause, rule.cure):
+        for text in (rule.cause, rule.fix):
             assert text.rstrip().endswith((".", "`", ")")), (rule.id, text)
         assert not rule.title.endswith("."), rule.id
     package = _ROOT / "qconvert"
@@ -103,5 +103,5 @@ def test_every_rule_raised_has_its_cause_and_cure() -> None:
 def test_a_rule_is_explained() -> None:
     result = run_cli("validate", "--explain", "qc015")
     rule = rules()["QC015"]
-    assert result == (0, f"QC015: {rule.title}\ncause: {rule.cause}\ncure:  {rule.cure}\n", "")
+    assert result == (0, f"QC015: {rule.title}\ncause: {rule.cause}\nfix:   {rule.fix}\n", "")
     assert run_cli("validate", "--explain", "QC999").code == 2

@@ -183,7 +183,7 @@ def test_groups_against_the_consumer_are_refused() -> None:
     refused(plan, Fuse(consumer="sglang", groups=16), "load without error and generate garbage")
     refused(plan, Fuse(consumer="vllm"), "split already; nothing to fuse")
     refused(plan, Fuse(groups=3), "3 groups do not divide")
-    refused(plan, Fuse(), "say for whom")
+    refused(plan, Fuse(), "no order is stated")
     refused(Plan.identity(published("deepseek-v3")), Fuse(consumer="sglang"), "no linear-attention")
 
 
@@ -191,7 +191,7 @@ def test_an_order_nobody_states_is_not_guessed() -> None:
     fused = run_passes(gdn_plan(), (Fuse(groups=1),))
     types = {name: output.type for name, output in fused.tensors.items()}
     bare = Plan.identity(checkpoint(types, gdn_config(256, 4, 8, 128, 128, fp8=True)))
-    refused(bare, Unfuse(), "nothing says in which order")
+    refused(bare, Unfuse(), "its order is unknown")
     run_passes(bare, (Unfuse(source_groups=1),))
     known = Plan.identity(published("qwen3-next-80b-a3b"))
     refused(known, Unfuse(source_groups=1), "known to have 16")
@@ -285,7 +285,7 @@ def test_unstack_refuses_what_it_cannot_know() -> None:
         Unstack(),
         "the config counts no experts by a name that is known",
     )
-    refused(Plan.identity(published("qwen3-30b-a3b-fp8")), Unstack(), "matrices already")
+    refused(Plan.identity(published("qwen3-30b-a3b-fp8")), Unstack(), "already matrices")
     refused(Plan.identity(published("qwen3.5-0.8b")), Unstack(), "no experts")
     base = published("qwen3.5-35b-a3b")
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
@@ -311,7 +311,7 @@ def test_as_class_drops_vision_by_name_and_renames_ignore_lists() -> None:
 
 def test_as_class_wants_the_order_of_its_class() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
-    refused(plan, AsClass("qwen3_next"), "must come before")
+    refused(plan, AsClass("qwen3_next"), "in another order; run `fuse")
     refused(plan, AsClass("qwen3_5_text"), "made from qwen3_next, found qwen3_5")
 
 

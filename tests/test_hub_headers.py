@@ -133,11 +133,11 @@ def test_findings_speak_of_the_repo(hub: LoopbackHub, folder: Path, tmp_path: Pa
     name = f"org/short@{hub.repos['org/short'].refs['main'][:12]}"
     assert [f["rule"] for f in found["findings"]] == ["QC001"]
     assert found["findings"][0]["where"] == name
-    assert f"{name}/{shard}: is cut off" in found["findings"][0]["message"]
+    assert f"{name}/{shard}: is truncated" in found["findings"][0]["message"]
     assert "qconvert-headers" not in result.out + result.err
     result = run_cli("inspect", "org/short")
     assert result.code == 1
-    assert f"{name}/{shard}: is cut off" in result.err
+    assert f"{name}/{shard}: is truncated" in result.err
     assert "qconvert-headers" not in result.err
 
 
@@ -218,7 +218,7 @@ def test_offline_the_cache_is_asked(hub: LoopbackHub, monkeypatch: pytest.Monkey
     for words in (("inspect", REPO), ("validate", REPO), ("dequant", f"hf://{REPO}@v1", "x")):
         result = run_cli(*words)
         assert result.code == 1
-        assert "fetch it first: hf download org/model" in result.err
+        assert "download it first: hf download org/model" in result.err
     assert "hf download org/model --revision v1" in result.err
     assert hub.log == []
 
@@ -321,7 +321,7 @@ def test_a_tree_that_leaves_the_folder_is_refused(
         (b"", "too short"),
         (b"abc", "too short"),
         (struct.pack("<Q", 1 << 60) + bytes(50), "claims a header"),
-        (struct.pack("<Q", 4000) + bytes(50), "cut off inside its header"),
+        (struct.pack("<Q", 4000) + bytes(50), "is truncated inside its header"),
         (b"version https://git-lfs", "claims a header"),
     ],
 )

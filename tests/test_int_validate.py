@@ -333,6 +333,6 @@ def test_what_the_triton_kernel_does_not_compute_is_said(
         assert (bool(taken), note) == (True, "")
     else:
         assert taken == []
-        assert note.startswith("it computes symmetric INT4 alone, not ")
+        assert note.startswith("the kernel computes only symmetric INT4, not ")
         assert ("GPTQ's form" in note) == ("gptq" in form)
         assert ("INT8" in note) == ("int8" in form)

@@ -71,7 +71,7 @@ def test_what_validate_would_call_an_error(
     command, *options = words
     result = run_cli(command, source, out, *options, *(["--dry-run"] if dry else []))
     assert result.code == 1
-    assert f"the result would not validate, so nothing is read: {rule}: " in result.err
+    assert f"the result would fail validation, so nothing is read: {rule}: " in result.err
     assert said in result.err
     assert (reads, out.exists()) == ([], False)
 

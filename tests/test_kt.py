@@ -885,7 +885,7 @@ def test_experts_that_are_int4_are_not_packed_again(tmp_path: Path) -> None:
     [
         ({"symmetric": False}, "weight_zero_point' is missing"),
         ({"actorder": "group"}, "weight_g_idx' is missing"),
-        ({"actorder": "sorted"}, "actorder 'sorted' is not known"),
+        ({"actorder": "sorted"}, "expected actorder static, weight or group, found 'sorted'"),
         ({"group_size": 64}, "expected scales"),
         ({"group_size": 0}, "expected a group_size, found 0"),
         ({"num_bits": 8}, "expected scales"),

@@ -56,15 +56,15 @@ def test_ways_to_write_a_pass_without_options(pass_: str) -> None:
         ("passes:\n  - dequnt\n", ["r:2", "'dequnt'", "did you mean 'dequant'?"]),
         ("passes:\n  - dequnt: {}\n", ["r:2", "'dequnt'", "did you mean 'dequant'?"]),
         ("passes:\n  - 1\n", ["r:2", "unknown pass '1'"]),
-        ("passes:\n  - [dequant]\n", ["r:2", "a pass is its name"]),
-        ("passes:\n  - ? [dequant]\n    : {}\n", ["r:2", "a pass is its name"]),
+        ("passes:\n  - [dequant]\n", ["r:2", "expected a pass's name"]),
+        ("passes:\n  - ? [dequant]\n    : {}\n", ["r:2", "expected a pass's name"]),
         ("passes:\n  - dequant: {}\n    drop: {what: mtp}\n", ["r:2", "one name"]),
         ("passes:\n  -\n", ["r:2", "unknown pass ''"]),
         ("passes:\n  - drop:\n      wat: mtp\n", ["r:3", "'wat'", "did you mean 'what'?"]),
         ("passes:\n  - drop:\n      1: mtp\n", ["r:3", "no option '1'"]),
         ("passes:\n  - drop:\n      2020-01-01: x\n", ["r:3", "no option '2020-01-01'"]),
         ("passes:\n  - drop:\n      yes: x\n", ["r:3", "no option 'yes'"]),
-        ("passes:\n  - drop:\n      [a]: x\n", ["r:3", "a key must be a word"]),
+        ("passes:\n  - drop:\n      [a]: x\n", ["r:3", "a key must be a string"]),
         ("passes:\n  - dequant: {block: 128}\n", ["r:2", "'dequant' has no option 'block'"]),
         ("passes:\n  - drop: [mtp]\n", ["r:2", "must be a mapping"]),
         ("passes:\n  - drop: mtp\n", ["r:2", "must be a mapping"]),
@@ -86,21 +86,21 @@ def test_ways_to_write_a_pass_without_options(pass_: str) -> None:
         ("passes: {dequant: {}}\n", ["r:1", "must be a list"]),
         ("passes:\n", ["r:1", "must be a list"]),
         ("max_shard_size: 5GB\n", ["r: ", "`passes` is missing", "passes: []"]),
-        ("- dequant\n", ["r: ", "a recipe is a mapping"]),
-        ("dequant\n", ["r: ", "a recipe is a mapping"]),
-        ("", ["r: ", "a recipe is a mapping"]),
-        ("# only a comment\n", ["r: ", "a recipe is a mapping"]),
+        ("- dequant\n", ["r: ", "expected a mapping"]),
+        ("dequant\n", ["r: ", "expected a mapping"]),
+        ("", ["r: ", "expected a mapping"]),
+        ("# only a comment\n", ["r: ", "expected a mapping"]),
         ("passes: []\nmax_shard_size: five\n", ["r:2", "max_shard_size", "'five'"]),
         ("passes: []\nmax_shard_size: 0\n", ["r:2", "at least one byte"]),
         ("passes: []\nmax_shard_size: -5GB\n", ["r:2", "'-5GB'"]),
-        ("passes: []\nmax_shard_size: [5GB]\n", ["r:2", "max_shard_size", "a size"]),
+        ("passes: []\nmax_shard_size: [5GB]\n", ["r:2", "max_shard_size", "a valid size"]),
         ("passes: []\nmax_shard_size:\n", ["r:2", "max_shard_size"]),
         ("passes: [\n", ["r:2", "not valid YAML"]),
         ("passes: []\n\tx: 1\n", ["r:2", "not valid YAML"]),
         ("passes: [*unknown]\n", ["r:1", "not valid YAML"]),
         ("passes: []\n---\npasses: []\n", ["r:2", "not valid YAML"]),
-        ("passes: &a [*a]\n", ["r:1", "an alias must not stand inside"]),
-        ("? [a]\n: 1\n", ["r:1", "a key must be a word"]),
+        ("passes: &a [*a]\n", ["r:1", "an alias must not be inside"]),
+        ("? [a]\n: 1\n", ["r:1", "a key must be a string"]),
     ],
 )
 def test_errors_say_where_and_what(text: str, says: list[str]) -> None:
@@ -151,7 +151,7 @@ def test_sizes(text: str | int, size: int) -> None:
     ["", "GB", "5 G B", "5PB", "-1", "1e9", "0", "0.4", "1,5GB", "\u0665GB", "nan", "9" * 5000],
 )
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size"):
+    with pytest.raises(UsageError, match="is not a valid size"):
         parse_size(text)
 
 

@@ -50,7 +50,7 @@ NASTY = (
 )
 RULES = {
     "QC900": Rule("QC900", "a title & <b>", "A cause | with a pipe.", "Do <this>, then `that`."),
-    "QC901": Rule("QC901", "another", "Its cause.", "Its cure."),
+    "QC901": Rule("QC901", "another", "Its cause.", "Its fix."),
 }
 
 
@@ -235,7 +235,7 @@ def test_text_lines() -> None:
         f"error   QC900 tensor {shown}: said {shown}",
         "error   QC999 config.json: quantization_config: no module documents it",
         "        QC900 what to do: Do <this>, then `that`.",
-        "        QC901 what to do: Its cure.",
+        "        QC901 what to do: Its fix.",
         f"proved: proved {shown}",
         f"only read: read {shown}",
         f"not checked: claim (a (b) c) {shown} (give --against SRC (or not))",
@@ -316,7 +316,7 @@ def test_json_is_strict_and_whole() -> None:
     assert (said["verdict"], said["errors"], said["warnings"]) == ("failed", 2, 1)
     assert said["about"]["folder"] == NASTY
     assert [f["where"] for f in said["findings"]] == [f.where for f in report.findings]
-    assert said["rules"]["QC900"]["cure"] == "Do <this>, then `that`."
+    assert said["rules"]["QC900"]["fix"] == "Do <this>, then `that`."
     assert set(said["rules"]) == {"QC900", "QC901", "QC999"}
     assert (said["proved"], said["read"]) == (report.proved, report.read)
     assert said["not_checked"] == report.not_checked
@@ -428,7 +428,7 @@ def test_markdown_tables_hold() -> None:
     assert "<" not in re.sub(r"`[^`]*`|\\.", "", text)
     assert all(line.isprintable() for line in lines)
     assert "### Only read" in lines
-    assert "- **QC901** another. Its cause. Its cure." in lines
+    assert "- **QC901** another. Its cause. Its fix." in lines
     text.encode()
 
 
@@ -638,6 +638,6 @@ def test_what_the_page_is_made_of_is_installed() -> None:
     """Python sources are found by themselves; style and script have to be named."""
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packed = settings["tool"]["setuptools"]["package-data"]["qconvert.validation.reports"]
-    room = _ROOT / "qconvert" / "validation" / "reports"
-    others = {f for f in room.iterdir() if f.is_file() and f.suffix != ".py"}
-    assert others == {file for pattern in packed for file in room.glob(pattern)} != set()
+    folder = _ROOT / "qconvert" / "validation" / "reports"
+    others = {f for f in folder.iterdir() if f.is_file() and f.suffix != ".py"}
+    assert others == {file for pattern in packed for file in folder.glob(pattern)} != set()

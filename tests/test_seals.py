@@ -96,7 +96,7 @@ def test_a_hundred_single_bits_are_found(folder: Path, what: str) -> None:
 def test_a_sound_folder_is_proved_sealed(folder: Path) -> None:
     report = _full(folder)
     assert report.errors == 0
-    assert "receipt and manifest are as they were sealed" in report.proved
+    assert "receipt and manifest match their seals" in report.proved
 
 
 @pytest.mark.parametrize("name", [RECEIPT, MANIFEST])

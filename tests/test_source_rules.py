@@ -177,9 +177,9 @@ WRONG: list[tuple[Edit, str, str]] = [
     (at_root(vision_config={"depth": 0, "patch_size": 7}), "warning", "vision_config.patch_size (7)"),
     (at_root(model_type="qwen3_moe"), "error", "model_type is 'qwen3_moe', the source's is"),
     (put(initializer_range=1.0), "warning", "text_config.initializer_range is 1.0"),
-    (put(sliding_window=128), "warning", "states what the source's does not: text_config.sliding_"),
-    (put(tie_word_embeddings=True), "error", "tie_word_embeddings is true, the source has a head"),
-    (at_root(tie_word_embeddings=True), "error", "tie_word_embeddings is true, the source has a head"),
+    (put(sliding_window=128), "warning", "settings that the source does not: text_config.sliding_"),
+    (put(tie_word_embeddings=True), "error", "is true, but the source has a separate head"),
+    (at_root(tie_word_embeddings=True), "error", "is true, but the source has a separate head"),
 ]  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_many_differences_are_cut_short(published: Path, tmp_path: Path) -> None
     source = edit_config(copied(published, tmp_path / "a"), put(**more))
     findings = found(published, source)
     assert len(findings) == 21
-    assert findings[-1].message == "20 more settings are not the source's"
+    assert findings[-1].message == "20 more settings differ from the source's"
     (finding,) = found(source, published)
     assert finding.message.endswith("text_config.option_19 (19) and 20 more")
 
@@ -255,7 +255,7 @@ def test_a_tied_model_cannot_be_untied_without_a_head(tmp_path: Path) -> None:
     source = model.write(tmp_path / "source")
     out = edit_config(copied(source, tmp_path / "out"), at_root(tie_word_embeddings=False))
     (finding,) = found(out, source)
-    assert "tie_word_embeddings is not true as the source's is" in finding.message
+    assert "tie_word_embeddings is not true as in the source" in finding.message
 
 
 def test_flags_that_contradict_each_other_in_the_source_too(
@@ -395,7 +395,7 @@ def test_shapes_that_are_not_those_of_weights(
     source = packed_moe().write(tmp_path / "source")
     assert list(shapes(source, level)) == []
     out = overwrite(copied(source, tmp_path / "out"), UP, struct.pack("<2q", rows, columns))
-    message = f"expected [16, 8] as is packed, found [{rows}, {columns}]"
+    message = f"expected [16, 8] as packed, found [{rows}, {columns}]"
     assert list(shapes(out, level)) == [(UP, message)]
     assert list(shapes(out, "headers")) == []
 
@@ -420,7 +420,7 @@ def test_a_last_word_that_is_part_full(columns: int, sound: bool, tmp_path: Path
 def test_packed_by_a_conversion(made: Made) -> None:
     for name in ("w4a16", "w4a16 of fp8"):
         report = validated(made(name)[1], None)
-        assert "what is packed has the shape that is stored beside it" in report.proved
+        assert "packed weights have the shape that is stored with them" in report.proved
         assert [f for f in report.findings if f.rule == "QC086"] == []
 
 

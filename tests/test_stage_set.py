@@ -50,7 +50,7 @@ def rules_of(report: dict[str, Any]) -> dict[str, list[str]]:
 def test_a_sound_set(made: Path, source: Path) -> None:
     code, report = validated(made, "--against", source, "--level", "full")
     assert (code, report["findings"]) == (0, [])
-    assert any("one whole split" in text for text in report["proved"])
+    assert any("one complete split" in text for text in report["proved"])
     assert "every byte has the hash it was written with" in report["proved"]
 
 
@@ -152,6 +152,6 @@ def test_a_broken_receipt_is_one_error(line: str, stages: Path) -> None:
                                    {"number": True, "partition": [1, 1]}])  # fmt: skip
 def test_a_stage_that_does_not_say_which(stage: Any, stages: Path) -> None:
     edit_json(stages / STAGES[0] / "qconvert.json", lambda value: value.update(stage=stage))
-    says = "does not say which stage it is|expected 'stage' to be an object"
+    says = "does not state which stage it is|expected 'stage' to be an object"
     with pytest.raises(CheckpointError, match=says):
         open_stages(stages)

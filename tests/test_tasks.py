@@ -22,7 +22,7 @@ from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Finding
-from qconvert.validation.workers import CHUNK, Numbered, Result, Room, Watch, run_tasks
+from qconvert.validation.workers import CHUNK, Folders, Numbered, Result, Watch, run_tasks
 
 LAYERS = 12
 
@@ -43,11 +43,11 @@ class Count:
     def nbytes(self) -> int:
         return self.tensor.type.nbytes
 
-    def run(self, room: Room) -> Iterator[Result]:
+    def run(self, folders: Folders) -> Iterator[Result]:
         total = 0
         for start in range(0, self.nbytes, self.step):
             data = memoryview(bytearray(min(self.step, self.nbytes - start)))
-            room.output.read(self.tensor, start, data)
+            folders.output.read(self.tensor, start, data)
             total += sum(data)
         yield Finding("QC000", "warning", self.where, f"{self.nbytes} bytes, sum {total}")
 
@@ -71,7 +71,7 @@ class Seen:
         self.data += bytes(data)
         self.places.append(at)
 
-    def end(self, room: Room) -> Iterator[Result]:
+    def end(self, folders: Folders) -> Iterator[Result]:
         yield Finding("QC001", "warning", self.task.where, f"{self.places} {self.data.hex()}")
 
 
@@ -81,9 +81,9 @@ class ReadAt(Count):
 
     stretches: tuple[tuple[int, int], ...] = ()
 
-    def run(self, room: Room) -> Iterator[Result]:
+    def run(self, folders: Folders) -> Iterator[Result]:
         for start, stop in self.stretches:
-            room.output.read(self.tensor, start, memoryview(bytearray(stop - start)))
+            folders.output.read(self.tensor, start, memoryview(bytearray(stop - start)))
         yield from ()
 
 
@@ -91,7 +91,7 @@ class ReadAt(Count):
 class Die(Count):
     """Ends its process, as the kernel does when memory runs out."""
 
-    def run(self, room: Room) -> Iterator[Result]:
+    def run(self, folders: Folders) -> Iterator[Result]:
         os.kill(os.getpid(), signal.SIGKILL)
         yield from ()
 
@@ -100,7 +100,7 @@ class Die(Count):
 class Sleep(Count):
     """Says that it has begun, and takes its time; used by tests/test_validate_cli.py."""
 
-    def run(self, room: Room) -> Iterator[Result]:
+    def run(self, folders: Folders) -> Iterator[Result]:
         Path(os.environ["QCONVERT_TEST_ROOM"], f"asleep-{os.getpid()}").touch()
         time.sleep(2)
         yield from ()
@@ -249,15 +249,15 @@ def test_a_source_is_watched_beside_what_was_made_of_it(
 
     @dataclass(frozen=True, slots=True)
     class Both(Count):
-        def run(self, room: Room) -> Iterator[Result]:
-            room.output.read(self.tensor, 0, memoryview(bytearray(50)))
-            room.source.read(theirs["model.layers.3.z.weight"], 0, memoryview(bytearray(70)))
+        def run(self, folders: Folders) -> Iterator[Result]:
+            folders.output.read(self.tensor, 0, memoryview(bytearray(50)))
+            folders.source.read(theirs["model.layers.3.z.weight"], 0, memoryview(bytearray(70)))
             yield from ()
 
     fused = ours["model.layers.3.fused.weight"]
     there = See(
         tensor=theirs["model.layers.3.z.weight"], side="source", spans=((10, 60),),
-        beside=fused.name,
+        grouped_with=fused.name,
     )  # fmt: skip
     counted = read_bytes(monkeypatch)
     tasks: list[Numbered] = [(0, there), (1, Both(fused)), (2, See(tensor=fused))]
@@ -304,9 +304,9 @@ def test_scales_and_shards_for_numa_nodes_are_read_with_their_matrix(
 
     @dataclass(frozen=True, slots=True)
     class Matrix(Count):
-        def run(self, room: Room) -> Iterator[Result]:
+        def run(self, folders: Folders) -> Iterator[Result]:
             for name in names[:4]:
-                room.output.read(folder[name], 0, memoryview(bytearray(1)))
+                folders.output.read(folder[name], 0, memoryview(bytearray(1)))
             yield from ()
 
     counted = read_bytes(monkeypatch)

@@ -371,7 +371,7 @@ _BROKEN: list[tuple[str, Callable[[Model], object]]] = [
     (f"'{_ONE}.weight_scale' is missing", lambda m: without(m, f"{_ONE}.weight_scale")),
     (f"'{_ONE}.input_scale' is missing", lambda m: without(m, f"{_ONE}.input_scale")),
     (
-        f"'{_ONE}.bias' is no parameter",
+        f"'{_ONE}.bias' is not a parameter",
         lambda m: m.tensors.update({f"{_ONE}.bias": Tensor("BF16", (64,), bytes(128))}),
     ),
     (
@@ -387,14 +387,14 @@ _BROKEN: list[tuple[str, Callable[[Model], object]]] = [
         lambda m: retyped(m, f"{_ONE}.weight_scale_2", Tensor("F32", (2,), bytes(8))),
     ),
     (
-        rf"{_AT.replace('.1.', '.0.')}.0.down_proj.weight_scale_2': expected one number",
+        rf"{_AT.replace('.1.', '.0.')}.0.down_proj.weight_scale_2': expected one element",
         lambda m: retyped(
             m, f"{_AT.replace('.1.', '.0.')}.0.down_proj.weight_scale_2", Tensor("F32", (2,), bytes(8))
         ),
     ),
     ("the config counts no experts", lambda m: m.config.update(num_experts=0)),
     ("matched 9 of 18 expert matrices expected from the config", lambda m: _drop_layer(m)),
-    ("no expert has a matrix of its own in NVFP4", lambda m: _drop_layer(m, 0, 1)),
+    ("no expert has its own matrix in NVFP4", lambda m: _drop_layer(m, 0, 1)),
 ]  # fmt: skip
 
 
@@ -485,10 +485,10 @@ def test_prepared_twice_is_refused(tmp_path: Path) -> None:
     model = nvfp4_moe()
     prepared(model, tmp_path)
     plan = Plan.identity(Checkpoint.open(tmp_path / "out"))
-    with pytest.raises(PlanError, match="prepared already"):
+    with pytest.raises(PlanError, match="already prepared"):
         run_passes(plan, [Prepare()])
     (tmp_path / "out/config.json").write_text(json.dumps(model.config), encoding="utf-8")
-    with pytest.raises(PlanError, match="prepared already"):
+    with pytest.raises(PlanError, match="already prepared"):
         run_passes(Plan.identity(Checkpoint.open(tmp_path / "out")), [Prepare()])
 
 

@@ -448,12 +448,12 @@ def test_what_kt_kernel_reads_of_integers(tmp_path: Path) -> None:
         ("W4 asymmetric", {"symmetric": True}, "the config says symmetric: one of them is wrong"),
         ("W4", {"symmetric": "yes"}, "expected symmetric true or false, found 'yes'"),
         ("W8", {"num_bits": 4}, "expected"),
-        ("gptq", {"bits": 3}, "4 or 8 bits are read, found 3"),
+        ("gptq", {"bits": 3}, "4 or 8 bits, found 3"),
         ("gptq", {"group_size": 0}, "expected a group_size, found 0"),
         ("gptq", {"group_size": 64}, "in groups of 64"),
-        ("gptq", {"checkpoint_format": "marlin"}, "gptq and gptq_v2 are read, found 'marlin'"),
-        ("gptq", {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "has settings of its own"),
-        ("gptq", {"quant_method": "awq"}, "no quantization block says gptq"),
+        ("gptq", {"checkpoint_format": "marlin"}, "gptq or gptq_v2, found 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "has its own settings"),
+        ("gptq", {"quant_method": "awq"}, "no quantization block states gptq"),
     ],
 )
 def test_what_the_config_says_wrongly_is_refused(

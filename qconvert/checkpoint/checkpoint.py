@@ -37,15 +37,15 @@ MANIFEST = "qconvert.json"
 RECEIPT = "qconvert.receipt.jsonl"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
-# Side files are copied by deny-list: a processor file nobody thought of must survive. What is
-# denied is weights in other formats (pickles above all, which are never opened), what qconvert
-# itself regenerates, and version control.
+# Side files are copied unless denied by name: an unknown processor file must not be lost. Denied
+# are weights in other formats (pickles above all, which are never opened), files that qconvert
+# regenerates, and version control.
 DENIED_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack",
     ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
 )  # fmt: skip
 DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
-# The Hub's own, and what may hold tokens.
+# The Hub's own files, and files that may hold tokens.
 DENIED_NAMES = frozenset({".gitattributes", ".env"})
 DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
 
@@ -60,9 +60,9 @@ _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. Sizes and times are what it had when its header was read: a source that
-    changes during a run is refused by them. `real` is where it lies, found once: what is opened is
-    that, and no link."""
+    """One safetensors file, with the size and times it had when its header was read: a source that
+    changes during a run is refused by them. `real` is its resolved path, which is what gets opened; it
+    is never a link."""
 
     path: Path
     size: int
@@ -72,7 +72,8 @@ class Shard:
     real: Path | None = None
 
     def open(self) -> int:
-        """A descriptor to read it with. Raises CheckpointError where it is gone, or is no file now."""
+        """A descriptor to read it with. Raises CheckpointError if it is gone or is no longer a regular
+        file."""
         try:
             return open_regular(self.real or self.path, follow=self.real is None)
         except FileNotFoundError as error:
@@ -92,7 +93,7 @@ class QuantConfig:
 
 
 class _Index(NamedTuple):
-    """What an index says: a file for each tensor, and (whatever it may be) a total size."""
+    """What an index says: a file for each tensor, and a total size (unchecked)."""
 
     weight_map: dict[str, str]
     total_size: Any
@@ -102,9 +103,9 @@ class _Index(NamedTuple):
 class Checkpoint(Mapping[str, Source]):
     """Tensor names to Sources, in natural order of the shards, with config and side files.
 
-    `side_files` are relative paths that travel along byte for byte; `denied_files` those that do
-    not. `warnings` are oddities that do not stop a conversion. `follow_links` says that links may lead
-    out of the folder (qconvert/core/links.py).
+    `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
+    `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
+    point out of the folder (qconvert/core/links.py).
     """
 
     root: Path
@@ -135,10 +136,10 @@ class Checkpoint(Mapping[str, Source]):
     @classmethod
     def open(cls, where: str | Path, *, follow_links: bool = False) -> Checkpoint:
         """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
-        @REVISION, hf:// before it, or both). `follow_links` lets links lead out of the folder.
+        @REVISION, hf:// before it, or both). `follow_links` lets links point out of the folder.
 
-        Raises UsageError for a name that is empty or no repo's, and CheckpointError for anything
-        unsound: see qconvert.checkpoint.safetensors, and here: a missing or
+        Raises UsageError for a name that is empty or not a repo id, and CheckpointError for anything
+        invalid: see qconvert.checkpoint.safetensors, and here: a missing or
         broken config.json, an index naming a missing file or a path outside the folder, a tensor
         in two shards, an index and headers that disagree, a link out of the folder.
         """
@@ -174,7 +175,7 @@ class Checkpoint(Mapping[str, Source]):
         if weight_map is not None:
             _check_index_complete(root, weight_map, sources)
         if not sources:
-            raise CheckpointError(f"{root}: its safetensors files hold no tensor")
+            raise CheckpointError(f"{root}: its safetensors files hold no tensors")
         side, denied = _side_files(
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
@@ -184,12 +185,12 @@ class Checkpoint(Mapping[str, Source]):
         )  # fmt: skip
 
     def real(self, name: str) -> Path:
-        """Where the file of that name below the folder lies; it need not be there. Raises
+        """The path of the file of that name below the folder; it need not exist. Raises
         CheckpointError for one that must not be read (qconvert/core/links.py)."""
         return resolved(self.root, name, follow_links=self.follow_links)
 
     def there(self, name: str) -> os.stat_result | None:
-        """The size and times of a regular file of that name, None where there is none, or none that may
+        """The size and times of a regular file of that name, None if there is none or it must not
         be read."""
         try:
             real = self.real(name)
@@ -198,8 +199,8 @@ class Checkpoint(Mapping[str, Source]):
             return None
 
     def open_file(self, name: str) -> BinaryIO:
-        """A regular file of the folder, to be read in pieces. Raises CheckpointError as `real` does, and
-        where it cannot be opened."""
+        """A regular file of the folder, for reading in pieces. Raises CheckpointError as `real` does,
+        and if it cannot be opened."""
         try:
             fd = open_inside(self.root, name, follow_links=self.follow_links)
         except FileNotFoundError as error:
@@ -209,8 +210,8 @@ class Checkpoint(Mapping[str, Source]):
         return os.fdopen(fd, "rb")
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
-        """A small file of the folder, None where there is none. Raises CheckpointError for anything that
-        is no regular file, is larger than `limit` bytes, or must not be read."""
+        """A small file of the folder, None if missing. Raises CheckpointError for anything that is not
+        a regular file, is larger than `limit` bytes, or must not be read."""
         try:
             return read_inside(self.root, name, limit, follow_links=self.follow_links)
         except FileNotFoundError:
@@ -218,7 +219,8 @@ class Checkpoint(Mapping[str, Source]):
 
     @property
     def receipt_limit(self) -> int:
-        """Most bytes of a receipt: it has a line a tensor, which names all that was stacked into it."""
+        """Largest allowed receipt in bytes: one line per tensor, which names every tensor stacked into
+        it."""
         rows = (s.type.shape[0] if len(s.type.shape) > 2 else 1 for s in self.sources.values())
         return SMALL + PER_TENSOR * sum(rows)
 
@@ -252,13 +254,13 @@ class Checkpoint(Mapping[str, Source]):
         return f"{label}: {', '.join(parts)}"
 
     def absent(self) -> list[str]:
-        """Names of tensors that the family requires and this folder lacks. Of a pipeline stage's
-        folder only what that stage must hold is asked for: its layers; embeddings in the first
-        stage; the final norm, the head and MTP layers in the last. Of a folder of experts for CPU
-        kernels nothing is, for a family knows none of its tensors."""
+        """Names of tensors that the family requires and this folder lacks. A pipeline stage's folder
+        must only hold what that stage needs: its layers; embeddings in the first stage; the final norm,
+        the head and MTP layers in the last. A folder of experts for CPU kernels need hold none of them,
+        because a family describes none of its tensors."""
         if "amx" in (self.manifest or {}):
             return []
-        # A layer whose experts were prepared for TensorRT-LLM's kernels has them under other names.
+        # A layer whose experts were prepared for TensorRT-LLM's kernels stores them under other names.
         ends = (".experts.w13_weight", ".experts.w13_weight_packed")
         prepared = {parse(name).layer for name in self if name.endswith(ends)}
         found = [
@@ -297,30 +299,31 @@ class Checkpoint(Mapping[str, Source]):
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
         """qconvert.json of a folder that qconvert made, else None. Raises CheckpointError if it is
-        broken, or another program's."""
+        broken or belongs to another program."""
         data = self.manifest_bytes
         return None if data is None else parse_manifest(data, self.root / MANIFEST)
 
     @property
     def manifest_bytes(self) -> bytes | None:
-        """qconvert.json as it is, None where there is none."""
+        """qconvert.json unparsed, None if missing."""
         return self.read(MANIFEST, self._manifest_limit)
 
     @property
     def _manifest_limit(self) -> int:
-        """It names every tensor that was dropped: of a folder of experts all others of its source."""
+        """Largest allowed manifest: it names every dropped tensor, for a folder of experts all
+        others."""
         return 4 * SMALL + PER_TENSOR * len(self.sources)
 
     @property
     def sample_digest(self) -> str:
-        """A hash of evenly spread blocks of every shard and of all side files. Two fine-tunes of one
+        """A hash of evenly spaced blocks of every shard and of all side files. Two fine-tunes of one
         base have the same headers; this tells them apart without reading everything. Raises
         CheckpointError naming a file that cannot be read."""
         return self._sampled[0]
 
     @property
     def side_digests(self) -> Mapping[str, str]:
-        """xxh3-128 of each side file, of the same reading as `sample_digest`."""
+        """xxh3-128 of each side file, from the same read as `sample_digest`."""
         return self._sampled[1]
 
     @cached_property
@@ -344,7 +347,7 @@ class Checkpoint(Mapping[str, Source]):
         return digest.hexdigest(), sides
 
     def read_scalar(self, source: Source) -> bytes:
-        """The bytes of a one-element tensor: the one thing a plan may read beyond headers, to tell
+        """The bytes of a one-element tensor: the only tensor data that planning may read, to tell
         whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
         assert source.type.numel == 1
         path = self.shards[source.shard].path
@@ -375,7 +378,8 @@ class Checkpoint(Mapping[str, Source]):
 
 
 def file_size(file: Path) -> int:
-    """Size in bytes. Raises CheckpointError if the file cannot be read (a broken link, say)."""
+    """Size in bytes. Raises CheckpointError if the file cannot be read (a dangling link, for
+    example)."""
     return _stat(file).st_size
 
 
@@ -386,7 +390,7 @@ def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | No
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Reading fails with the file's name: the system's own errors have none."""
+    """Errors of reading name the file: the system's own errors do not."""
     try:
         yield
     except OSError as error:
@@ -426,7 +430,7 @@ def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> by
         return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{root / name} is missing; no checkpoint can be read without it"
+            f"{root / name} is missing; a checkpoint cannot be read without it"
         ) from None
 
 
@@ -465,8 +469,8 @@ def _shard_files(
         counts = {match.group(2) for f in found if (match := _SHARD.search(f.name))}
         if len(counts) != 1 or int(counts.pop()) != len(found):
             raise CheckpointError(
-                f"{root}: {len(found)} .safetensors files, no {INDEX}, and their names do not form "
-                "one complete set; fetch the index, or name one file"
+                f"{root}: found {len(found)} .safetensors files without {INDEX}, and their names do "
+                "not form one complete set; download the index, or name one file"
             )
         return (
             found,
@@ -482,8 +486,8 @@ def _shard_files(
 
 
 def _index_limit(root: Path, *, follow_links: bool) -> int:
-    """Most bytes of an index: it has a line a tensor, and the headers beside it say how many those can
-    be at most, by their lengths alone."""
+    """Largest allowed index in bytes: it has one line per tensor, and the header lengths of the shards
+    next to it bound how many there can be."""
     tensors = 0
     for file in root.glob("*.safetensors"):
         with suppress(CheckpointError, FileNotFoundError):  # for the header's reader to name
@@ -497,14 +501,14 @@ def _index_limit(root: Path, *, follow_links: bool) -> int:
 def _inside(root: Path, tensor: str, file: Any) -> str:
     if not isinstance(file, str) or not is_inside(file) or "\\" in file:
         raise CheckpointError(
-            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a file "
-            "inside the folder"
+            f"{root / INDEX}: expected {tensor!r} to be in a file inside the folder, found {file!r}; "
+            "download the index again"
         )
     path = PurePosixPath(file)
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{root / INDEX}: tensor {tensor!r} is said to be in {file!r}, which is not a "
-            ".safetensors file; pickles are never opened"
+            f"{root / INDEX}: expected {tensor!r} to be in a .safetensors file, found {file!r}; "
+            "pickles are never opened"
         )
     return str(path)
 
@@ -518,7 +522,7 @@ def _check_shard_against_index(
         if said != name:
             where = "does not name it" if said is None else f"puts it in {said}"
             raise CheckpointError(
-                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; fetch both again"
+                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; download both again"
             )
 
 
@@ -528,32 +532,33 @@ def _check_index_complete(
     for name, file in weight_map.items():
         if name not in sources:
             raise CheckpointError(
-                f"{root / INDEX} puts tensor {name!r} in {file}, whose header lacks it; "
-                "fetch both again"
+                f"{root / INDEX} puts tensor {name!r} in {file}, but that file's header has no such "
+                "tensor; download both again"
             )
 
 
 def _total_size(index: _Index | None, sources: Mapping[str, Source]) -> list[str]:
-    """Published indexes are often wrong here and no loader minds, so it is only a warning."""
+    """Published indexes are often wrong here and no loader checks it, so it is only a warning."""
     if index is None or index.total_size is None:
         return []
     true = sum(source.type.nbytes for source in sources.values())
     if index.total_size == true:
         return []
-    return [f"{INDEX} says total_size {index.total_size}, the tensors add up to {true}"]
+    return [f"{INDEX} states total_size {index.total_size}, but the tensors add up to {true}"]
 
 
 def _side_files(
     root: Path, shards: set[str], *, follow_links: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Files to carry along and files not to, both as sorted relative paths. Raises CheckpointError for a
-    file that would be carried along and is a link out of the folder, or has a name that no text can
-    hold."""
+    """Files to copy and files not to copy, both as sorted relative paths. Raises CheckpointError for a
+    file that would be copied and is a link out of the folder, or whose name is not valid
+    text."""
     kept: list[str] = []
     denied: list[str] = []
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=False):
         base = Path(folder).relative_to(root)
-        # Walking into a link might never end; it is named, so that nothing is lost in silence.
+        # Following a folder link might never end; it is listed by name, so that nothing is lost
+        # silently.
         shut = {f for f in folders if f in DENIED_FOLDERS or (Path(folder) / f).is_symlink()}
         denied += [f"{(base / f).as_posix()}/" for f in shut]
         folders[:] = sorted(set(folders) - shut)
@@ -571,8 +576,8 @@ def _side_files(
                 path.encode()
             except UnicodeEncodeError as error:
                 raise CheckpointError(
-                    f"{root / path}: its name is not UTF-8, so no JSON and no repo can hold it; rename "
-                    "or remove it"
+                    f"{root / path}: its name is not valid UTF-8, so JSON and repos cannot hold it; "
+                    "rename or remove it"
                 ) from error
             kept.append(path)
     return tuple(sorted(kept)), tuple(sorted(denied))
@@ -583,10 +588,10 @@ def _unreadable(error: OSError) -> None:
 
 
 def _is_denied(path: str) -> bool:
-    """Whether a file, at `path` below the root, stays behind. Only the root's own config.json and
-    manifest are made anew: a nested config.json is somebody's."""
+    """Whether a file, at `path` below the root, is left behind. Only the root's own config.json and
+    manifest are regenerated: a nested config.json belongs to something else."""
     name = path.rpartition("/")[2]
-    # A worktree's .git is a file, and a file .qconvert would stand where our workroom stands.
+    # A worktree's .git is a file, and a file .qconvert would be in the way of the work folder.
     if path in DENIED_PATHS or name in DENIED_NAMES | DENIED_FOLDERS:
         return True
     if name.endswith(".index.json"):
@@ -595,15 +600,15 @@ def _is_denied(path: str) -> bool:
 
 
 def _is_special(real: Path) -> bool:
-    """Whether something is no file to be read: a pipe, a socket, a device."""
+    """Whether something is not a readable file: a pipe, a socket, a device."""
     return real.exists() and not real.is_file()
 
 
 def quantization_in(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, where: Path
 ) -> tuple[QuantConfig, ...]:
-    """Quantization blocks of a config.json and, where there is one, of modelopt's file, which is at
-    `where`. Raises CheckpointError for one that is no object."""
+    """Quantization blocks of a config.json and, if present, of modelopt's file, which is at
+    `where`. Raises CheckpointError for one that is not an object."""
     found = list(_nested_quantization(config, "config.json"))
     if modelopt is not None:
         inner = modelopt.get("quantization", modelopt)

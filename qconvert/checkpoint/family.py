@@ -1,8 +1,8 @@
-"""What a model family's checkpoints hold: which tensor plays which role, in which layers.
+"""What a model family's checkpoints hold: which tensor has which role, in which layers.
 
-A family is data, one file in `layouts/`. The engine asks it three things: the model's dimensions,
-the role of a tensor name, and which layers a role must cover. The last is what turns "35 of 36
-layers matched" from a silent accident into an error.
+A family is data, one file in `layouts/`. The engine asks it for three things: the model's dimensions,
+the role of a tensor name, and which layers a role must cover. The last turns "35 of 36 layers
+matched" from a silent accident into an error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def text_config(config: Config) -> Config:
 
 
 def vision_config(config: Config) -> Config:
-    """The vision tower's settings, empty where there are none. Raises CheckpointError for a block
-    that is no object, or that counts more layers than any tower has."""
+    """The vision tower's settings, empty if there are none. Raises CheckpointError for a block
+    that is not an object, or that counts more layers than any tower has."""
     found = config.get("vision_config")
     if found is None:
         return {}
@@ -62,13 +62,13 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One job in the model.
+    """One kind of module in the model.
 
     `module` is a name template without its parameter: `model.layers.{L}.self_attn.q_a_proj`, or,
-    for bare parameters, `model.layers.{L}.linear_attn.A_log`. `kind` is what the module is, by which
-    conversions treat it. `layers` names a group of Dims.groups
-    that must all have it; "" means the module has no layer number, "*" that it may stand in any
-    layer and nothing is known of how many. `optional` roles may be absent as a whole (a bias, an
+    for bare parameters, `model.layers.{L}.linear_attn.A_log`. `kind` is what the module does, which
+    decides how conversions treat it. `layers` names a group of Dims.groups
+    that must all have it; "" means the module has no layer number, "*" that it may be in any
+    layer and the number of layers is unknown. `optional` roles may be absent as a whole (a bias, an
     alternative expert form), never in part.
     """
 
@@ -99,10 +99,10 @@ class Family:
 
     `model_types` are the config's `model_type` values (root or text_config) it answers to. `dims`
     reads a config (root). `prefixes` are tried in turn for the `@` that may open a role's module,
-    so that one table serves text-only and multi-modal names. `mtp` are name templates' beginnings that
-    mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are the roles
-    of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert stacks
-    of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
+    so that one table serves text-only and multi-modal names. `mtp` are the first parts of name
+    templates that mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are
+    the roles of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert
+    stacks of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
     """
 
     name: str
@@ -129,8 +129,8 @@ class Family:
 
     @cached_property
     def expert_paths(self) -> tuple[str, ...]:
-        """Where routed experts hang below their layer (`.mlp.experts`), () for a family without any, or
-        one that nobody described."""
+        """Where routed experts are below their layer (`.mlp.experts`), () for a family without any and
+        for one without a description."""
         found: dict[str, None] = {}
         for role in self.roles:
             if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN:
@@ -138,7 +138,7 @@ class Family:
         return tuple(found)
 
     def expert_names(self) -> dict[Kind, str]:
-        """What gate, up and down of a routed expert are called, and the stacks of all experts'."""
+        """The names of gate, up and down of a routed expert, and of the stacks of all experts."""
         return {
             role.kind: role.module.rpartition(".")[2] for role in self.roles if role.kind.routed
         }
@@ -161,7 +161,8 @@ class Family:
 
     def describes(self, names: Iterable[str]) -> bool:
         """Whether names of layers are this family's. transformers saves some models with another word
-        for `layers` (`blocks` for Kimi-K2.5's) than is published; such a checkpoint is none of it."""
+        for `layers` (`blocks` for Kimi-K2.5) than is published; such a checkpoint does not belong to
+        it."""
         other = False
         for name in names:
             template, layer, _ = parse(name)
@@ -217,8 +218,8 @@ class Census:
     )
 
     def kind(self, name: str) -> Kind:
-        """What a tensor's module is. A name that no role fits is UNKNOWN, or EXPERT_UNKNOWN if
-        it says that it is of experts."""
+        """What a tensor's module is. A name that fits no role is UNKNOWN, or EXPERT_UNKNOWN if
+        the name says that it belongs to experts."""
         place = self.places.get(name)
         if place is not None:
             return place.role.kind
@@ -227,8 +228,8 @@ class Census:
     def expected(
         self, role: Role, parameter: str = "weight"
     ) -> list[tuple[int | None, int | None]]:
-        """The (layer, expert) pairs the config says this role has. Where nothing is known of its layers
-        ("*") they are those that have the parameter: of experts alone some can be missing."""
+        """The (layer, expert) pairs the config says this role has. If its layers are unknown
+        ("*"), they are those that have the parameter: only missing experts can be detected."""
         layers: Iterable[int | None]
         if role.layers == "*":
             seen = self.present.get(role.name, {}).get(parameter, frozenset())
@@ -239,7 +240,7 @@ class Census:
         return [(layer, expert) for layer in layers for expert in experts]
 
     def missing(self, role: Role, parameter: str) -> list[str]:
-        """Names the config leads us to expect and the checkpoint lacks, in order."""
+        """Names expected by the config that the checkpoint lacks, in order."""
         if self.dims.tied and self.family.tied and role.name == self.family.tied[0]:
             return []  # a tied head need not be stored
         have = self.present.get(role.name, {}).get(parameter, frozenset())
@@ -280,20 +281,20 @@ class Census:
         return ("",) if role.module.endswith(("A_log", "dt_bias")) else ("weight",)
 
     def named(self, role: str) -> str | None:
-        """The first tensor that plays a role, None where there is none."""
+        """The first tensor with a role, None if there is none."""
         return next((name for name, place in self.places.items() if place.role.name == role), None)
 
 
 def census(family: Family, config: Config, names: Iterable[str]) -> Census:
-    """Sort names by role. One dict look-up a name: linear in the number of tensors.
+    """Sort names by role. One dict look-up per name: linear in the number of tensors.
 
-    Names that no role fits are listed in `unknown`; they are carried along untouched.
+    Names that fit no role are listed in `unknown`; they are copied unchanged.
     """
     dims = family.dims(config)
     if max(dims.num_layers, dims.num_experts, dims.mtp_layers) > _MOST:
         raise CheckpointError(
-            f"config.json counts {dims.num_layers} layers, {dims.num_experts} experts and "
-            f"{dims.mtp_layers} MTP layers; more than {_MOST} of anything is taken for a mistake"
+            f"config.json states {dims.num_layers} layers, {dims.num_experts} experts and "
+            f"{dims.mtp_layers} MTP layers; expected at most {_MOST} of each; fix config.json"
         )
     places: dict[str, Place] = {}
     unknown: list[str] = []
@@ -331,7 +332,9 @@ def discover(*packages: str) -> list[Any]:
         try:
             modules.append(importlib.import_module(name))
         except ImportError as error:
-            raise QConvertError(f"{name.replace('.', '/')}.py does not import: {error}") from error
+            raise QConvertError(
+                f"{name.replace('.', '/')}.py: cannot be imported: {error}"
+            ) from error
     return modules
 
 
@@ -352,11 +355,11 @@ def families() -> list[Family]:
 
 
 def generic(names: Iterable[str]) -> Family:
-    """A family for a model_type nobody has described: a role per module template, named after it, of
-    unknown kind, so that nothing of it is quantized.
+    """A family for an undescribed model_type: a role per module template, named after it, of
+    unknown kind, so that none of it is quantized.
 
-    It knows no layer groups, so it cannot tell a missing layer from an absent one; `inspect` and
-    `plan` say so. Experts are still counted, against the config's expert count.
+    It knows no layer groups, so it cannot tell a missing layer from one that never existed; `inspect`
+    and `plan` say so. Experts are still counted, against the config's expert count.
     """
     modules: dict[str, bool] = {}
     for name in names:
@@ -369,13 +372,13 @@ def generic(names: Iterable[str]) -> Family:
 
 
 def _guessed(module: str) -> Kind:
-    """Whether a module is of routed experts is all that names are asked: they are kept or dropped
-    whole."""
+    """Names only tell whether a module belongs to routed experts: those are kept or dropped
+    as a whole."""
     return Kind.UNKNOWN if experts_module(module) is None else Kind.EXPERT_UNKNOWN
 
 
 def list_of(config: Config, key: str) -> list[Any]:
-    """The list a config gives for a key, [] where it gives none. Raises CheckpointError for a value
+    """The list a config gives for a key, [] if it gives none. Raises CheckpointError for a value
     of another type."""
     value = config.get(key)
     if value is None:
@@ -395,20 +398,20 @@ def first_int(config: Config, *keys: str) -> int:
 
 
 def counted(config: Config, *keys: str) -> int:
-    """As `first_int`, of layers that are listed one by one. Raises CheckpointError for more than any
-    model has, before memory is spent on them."""
+    """As `first_int`, for layers that are listed one by one. Raises CheckpointError for more than any
+    model has, before memory is allocated for them."""
     found = first_int(config, *keys)
     if found > _MOST:
         raise CheckpointError(
-            f"config.json: {' or '.join(keys)} is {found}; more than {_MOST} of anything is taken "
-            "for a mistake"
+            f"config.json: expected {' or '.join(keys)} to be at most {_MOST}, found {found}; fix "
+            "config.json"
         )
     return found
 
 
 def is_tied(config: Config) -> bool:
-    """Whether head and embeddings are one. The root's flag is the one that transformers 5.17 asks
-    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts where the root
+    """Whether head and embeddings share one tensor. transformers 5.17 uses the root's flag
+    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts only if the root
     has none."""
     text = text_config(config)
     root = config.get("tie_word_embeddings")
@@ -416,7 +419,7 @@ def is_tied(config: Config) -> bool:
 
 
 def generic_dims(config: Config) -> Dims:
-    """Dims as far as the common config keys go, for families nobody has described."""
+    """Dims as far as the common config keys go, for families without a description."""
     text = text_config(config)
     layers = first_int(text, "num_hidden_layers", "n_layer", "num_layers")
     mtp = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -446,7 +449,7 @@ def undescribed(config: Config) -> str:
     kind, family = config.get("model_type"), _answering(config)
     if family is None:
         return f"model_type {kind!r} is not known"
-    return f"the tensors of this {kind!r} go by other names than those of family {family.name}"
+    return f"the tensor names of this {kind!r} differ from those of family {family.name}"
 
 
 def _answering(config: Config) -> Family | None:

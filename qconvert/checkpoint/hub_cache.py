@@ -1,7 +1,7 @@
 """Names of model repos on the Hub: `ORG/NAME`, `ORG/NAME@REVISION`, both also after `hf://`.
 
-The grammar is huggingface_hub's own (1.33, utils/_hf_uris.py); the client is only imported for a text
-that can be nothing else.
+The grammar is huggingface_hub's own (1.33, utils/_hf_uris.py); the client is imported only for a text
+that cannot be anything else.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Repo:
 
 
 def parse_repo(text: str) -> Repo | None:
-    """The repo that a text names, None where it may be a path. All behind `@` is the revision: branches
-    may have slashes. Raises UsageError for `hf://` with something behind it that is no model repo.
+    """The repo that a text names, None if it may be a path. Everything after `@` is the revision: branch
+    names may contain slashes. Raises UsageError for `hf://` followed by something other than a model
+    repo.
     """
     said = text.startswith(_SCHEME)
     if not said and not _PLAIN.fullmatch(text):
@@ -53,12 +54,12 @@ def parse_repo(text: str) -> Repo | None:
         why = f": {error.msg.rstrip('.')}"
     if not said:
         return None
-    raise UsageError(f"{text} names no model repo{why}; write hf://ORG/NAME[@REVISION]")
+    raise UsageError(f"{text}: invalid model repo id{why}; write hf://ORG/NAME[@REVISION]")
 
 
 def cached_folder(repo: Repo, where: str) -> Path:
-    """The repo's snapshot in the client's cache (HF_HUB_CACHE). Nothing is fetched: raises
-    CheckpointError where there is none; `where` is how the user named it."""
+    """The repo's snapshot in the client's cache (HF_HUB_CACHE). Nothing is downloaded: raises
+    CheckpointError if there is none; `where` is how the user named it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -66,7 +67,8 @@ def cached_folder(repo: Repo, where: str) -> Path:
         return Path(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         raise CheckpointError(
-            f"{where} is neither a folder nor in the local Hub cache; fetch it first: {repo.download}"
+            f"{where}: not found as a folder or in the local Hub cache; download it first: "
+            f"{repo.download}"
         ) from None
 
 

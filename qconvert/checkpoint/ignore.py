@@ -1,8 +1,8 @@
-"""Ignore lists: which modules a quantization config leaves out, in names every runtime matches.
+"""Ignore lists: which modules a quantization config leaves unquantized, in names every runtime matches.
 
 Runtimes look for a module under the name they use, fused or split: vLLM and sglang fuse at load and
-ask whether the parts are ignored, others ask for the fused name. An entry for the fused name alone
-is ignored by one or the other, so all names of a set stand together. sglang takes `ignored_layers`
+ask whether the parts are ignored, others ask for the fused name. An entry for only the fused name
+is ignored by one or the other, so all names of a set are listed together. sglang takes `ignored_layers`
 or else `modules_to_not_convert`, never both (read in 0.5.23): one key is written.
 """
 
@@ -69,7 +69,7 @@ def _ends(name: str, member: str) -> bool:
 
 
 def renamed_modules(config: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """The config with module names that begin with `old` beginning with `new`: lists follow their
+    """The config with module names that begin with `old` renamed to begin with `new`: lists follow their
     tensors."""
     return {key: _renamed(value, old, new) for key, value in config.items()}
 

@@ -20,17 +20,17 @@ _PACKED_FORMATS = ("pack-quantized", "mixed-precision")
 
 @dataclass(frozen=True, slots=True)
 class GptqForm:
-    """How matrices in GPTQ's own form are stored: `version` 1 keeps zero points less one, 2 as they
-    are."""
+    """How matrices in GPTQ's own form are stored: `version` 1 stores zero points minus one, 2 stores
+    them unchanged."""
 
     scheme: IntScheme
     version: Literal[1, 2]
 
 
 def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
-    """The scheme of a matrix in compressed-tensors' packed form: that of the group that speaks of the
-    module, else the one that all integer groups of all blocks agree on. Raises PlanError where that is
-    none or several, or a form is stated that is not read."""
+    """The scheme of a matrix in compressed-tensors' packed form: that of the group that covers the
+    module, else the one that all integer groups of all blocks agree on. Raises PlanError if there are
+    none or several, or if a form is stated that qconvert does not read."""
     every: set[IntScheme] = set()
     own: set[IntScheme] = set()
     for groups in groups_of(checkpoint):
@@ -57,30 +57,30 @@ def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
 def _check_read(config: QuantConfig) -> None:
     for key in _NOT_READ:
         if config.block.get(key):
-            raise PlanError(f"{config.where}: integer weights with a {key} are not read here")
+            raise PlanError(f"{config.where}: integer weights with a {key} are not supported")
     form = config.block.get("format", "pack-quantized")
     if form not in _PACKED_FORMATS:
         raise PlanError(
-            f"{config.where}: integer weights are read in format pack-quantized, found {form!r}"
+            f"{config.where}: expected integer weights in format pack-quantized, found {form!r}"
         )
 
 
 def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
     where, bits = config.where, weights.get("num_bits")
     if bits not in (4, 8):
-        raise PlanError(f"{where}: integer weights of 4 or 8 bits are read, found {bits!r}")
+        raise PlanError(f"{where}: expected integer weights of 4 or 8 bits, found {bits!r}")
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
         raise PlanError(f"{where}: expected symmetric true or false, found {symmetric!r}")
     order = weights.get("actorder")
     if order not in (None, "static", "weight", "group"):
-        raise PlanError(f"{where}: actorder {order!r} is not known (static, weight, group)")
+        raise PlanError(f"{where}: expected actorder static, weight or group, found {order!r}")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy == "channel":
         size = None
     elif strategy != "group":
         raise PlanError(
-            f"{where}: integer weights are read in groups or with a scale a row, found strategy "
+            f"{where}: expected integer weights with strategy group or channel, found strategy "
             f"{strategy!r}"
         )
     elif type(size) is not int or size < 1:
@@ -94,31 +94,31 @@ def _fits(pattern: str, module: str) -> bool:
     try:
         return compiled(pattern).match(module) is not None
     except re.error as error:
-        raise PlanError(f"config target {pattern!r} is no regular expression: {error}") from error
+        raise PlanError(f"target {pattern!r} is not a valid regular expression: {error}") from error
 
 
 def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
-    """How a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError where
-    there is none, or one that is not read."""
+    """How a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError if
+    there is none, or one that qconvert does not read."""
     blocks = [c for c in checkpoint.quantization_configs if c.method == "gptq"]
     if not blocks:
-        raise PlanError(f"{module!r} has a qweight, and no quantization block says gptq")
+        raise PlanError(f"{module!r} has a qweight, but no quantization block states gptq")
     config, block = blocks[0], blocks[0].block
     bits, size = block.get("bits"), block.get("group_size")
     if bits not in (4, 8):
-        raise PlanError(f"{config.where}: GPTQ weights of 4 or 8 bits are read, found {bits!r}")
+        raise PlanError(f"{config.where}: expected GPTQ weights of 4 or 8 bits, found {bits!r}")
     if type(size) is not int or (size < 1 and size != -1):
         raise PlanError(f"{config.where}: expected a group_size, found {size!r}")
     form = block.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise PlanError(
-            f"{config.where}: checkpoint_format gptq and gptq_v2 are read, found {form!r}"
+            f"{config.where}: expected checkpoint_format gptq or gptq_v2, found {form!r}"
         )
     for pattern, override in (block.get("dynamic") or {}).items():
         if override and _fits(str(pattern).removeprefix("+:"), module):
             raise PlanError(
-                f"{config.where}: dynamic {pattern!r} has settings of its own for {module!r}, which is "
-                "not read here"
+                f"{config.where}: dynamic {pattern!r} has its own settings for {module!r}, which is "
+                "not supported"
             )
     group = None if size == -1 else size
     order: Literal["group"] | None = "group" if block.get("desc_act") and group else None

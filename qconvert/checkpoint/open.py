@@ -23,14 +23,14 @@ HEAD = "lm_head.weight"
 
 def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
     """All stages of a split checkpoint as the one it was, links as for Checkpoint.open. Raises
-    CheckpointError where stages are missing, belong to different splits, or disagree about a tensor they
-    share."""
+    CheckpointError if stages are missing, belong to different splits, or disagree about a shared
+    tensor."""
     folders = stage_folders(folder)
     if not folders:
-        raise CheckpointError(f"{folder}: no stage-NN-of-NN folder")
+        raise CheckpointError(f"{folder}: expected folders named stage-NN-of-NN, found none")
     for path in folders:
         if (path / WORK_DIR).is_dir():
-            raise CheckpointError(f"{path} is unfinished; run the split's command again")
+            raise CheckpointError(f"{path} is unfinished; run the split command again")
     for path in folders:
         resolved(folder, path.name, follow_links=follow_links)
     opened = [Checkpoint.open(path, follow_links=follow_links) for path in folders]
@@ -39,13 +39,13 @@ def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
     for checkpoint, fact in zip(opened, facts, strict=True):
         if fact["partition"] != partition or _parent(checkpoint) != _parent(opened[0]):
             raise CheckpointError(
-                f"{checkpoint.root}: belongs to another split than {folders[0]}: its source, passes "
-                "or partition are others"
+                f"{checkpoint.root}: belongs to another split than {folders[0]}: source, passes or "
+                "partition differ"
             )
     numbers = [fact["number"] for fact in facts]
     for path, number in zip(folders, numbers, strict=True):
         if numbers.count(number) > 1:
-            raise CheckpointError(f"{path}: stage {number} of {len(partition)} is there twice")
+            raise CheckpointError(f"{path}: stage {number} of {len(partition)} is present twice")
     missing = sorted(set(range(len(partition))) - set(numbers))
     if missing:
         raise CheckpointError(f"{folder}: stage {missing[0]} of {len(partition)} is missing")
@@ -70,7 +70,7 @@ def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
 
 
 def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Checkpoint]) -> None:
-    """Tensors that several stages hold must be one: their receipts have the same hash of them."""
+    """Tensors that several stages hold must be equal: their receipts have the same hash for them."""
     if not shared:
         return
     names = {name for name, _ in shared}
@@ -82,16 +82,16 @@ def _check_shared(shared: Sequence[tuple[str, Checkpoint]], opened: Sequence[Che
     for name, checkpoint in shared:
         if len(hashes.get(name, ())) != 1:
             raise CheckpointError(
-                f"{checkpoint.root}: tensor {name!r} is another than in an earlier stage"
+                f"{checkpoint.root}: tensor {name!r} differs from the one in an earlier stage"
             )
 
 
 def receipt_of(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], ...]:
-    """The lines of a folder's receipt. Raises CheckpointError where it is missing or broken."""
+    """The lines of a folder's receipt. Raises CheckpointError if it is missing or broken."""
     file = checkpoint.root / RECEIPT
     data = checkpoint.read(RECEIPT, checkpoint.receipt_limit)
     if data is None:
-        raise CheckpointError(f"{file} is missing; run the split's command again")
+        raise CheckpointError(f"{file} is missing; run the split command again")
     return parse_receipt(data, file).lines
 
 
@@ -104,7 +104,7 @@ def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     sound = sizes and all(type(size) is int and size > 0 for size in sizes)
     if not sound or type(number) is not int or not 0 <= number < len(sizes):
         raise CheckpointError(
-            f"{checkpoint.root}: its qconvert.json does not say which stage it is"
+            f"{checkpoint.root}: its qconvert.json does not state which stage it is"
         )
     assert isinstance(found, dict)
     return found
@@ -127,7 +127,8 @@ def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """Folders of pipeline stages in a folder that is no checkpoint itself; [] in any other."""
+    """Folders of pipeline stages in a folder that is not a checkpoint itself; [] for any other
+    folder."""
     if (folder / "config.json").exists():
         return []
     return sorted(path for path in folder.glob("stage-*-of-*") if path.is_dir())

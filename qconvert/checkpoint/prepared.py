@@ -1,6 +1,6 @@
-"""The marker of a folder whose experts were prepared for one kernel library: only that library reads
-them, so no other conversion takes such a folder. What the layout is: contrib/trtllm_gen/layout.py.
-"""
+"""The marker of a folder whose experts were prepared for one kernel library (experimental): only that
+library reads them, so no other conversion takes such a folder. The layout is described in
+contrib/trtllm_gen/layout.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from qconvert.core.errors import PlanError
 
-# No runtime's name: a stock one must refuse the folder, for it would shuffle a second time.
+# Not a runtime's method: a stock runtime must refuse the folder, because it would shuffle again.
 QUANT_METHOD = "qconvert-trtllm-gen"
 LAYOUT = "trtllm-gen"
 VERSION = 1
@@ -23,7 +23,7 @@ def marked(
     block: Mapping[str, Any], replaced: Sequence[Mapping[str, Any]], files: Mapping[str, str]
 ) -> dict[str, Any]:
     """The quantization block of a prepared folder. `block` describes the layout, `replaced` are the
-    source's own blocks with their places, `files` texts that said the same."""
+    source's own blocks with their places, `files` are texts with the same content."""
     found: dict[str, Any] = {
         "quant_method": QUANT_METHOD,
         "layout": {"name": LAYOUT, "version": VERSION, **block},
@@ -35,8 +35,8 @@ def marked(
 
 
 def layout_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `layout` of a prepared folder's config, None of any other's. Raises PlanError for one that
-    another version wrote, or that is broken."""
+    """The `layout` of a prepared folder's config, None for any other folder. Raises PlanError if
+    another version wrote it or it is broken."""
     block = config.get("quantization_config")
     if not isinstance(block, Mapping) or block.get("quant_method") != QUANT_METHOD:
         return None

@@ -1,6 +1,6 @@
-"""What a config's quantization blocks say: which group of compressed-tensors speaks of a module, and how
-FP8 weights are scaled. Read from the config, never inferred from shapes: dividing rows by scale rows is
-silently wrong for hundreds of ragged row counts.
+"""What a config's quantization blocks state: which compressed-tensors group covers a module, and how
+FP8 weights are scaled. Read from the config, never inferred from shapes: dividing rows by scale rows
+is silently wrong for hundreds of ragged row counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fp8Scheme:
 
 
 def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
-    """The `weight_block_size` that the configs state, None where none is stated in a sound form."""
+    """The `weight_block_size` that the configs state, None if none is stated in a valid form."""
     for config in configs:
         size = config.block.get("weight_block_size")
         if (
@@ -41,8 +41,8 @@ def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
 
 
 def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) -> str | None:
-    """What is wrong with a block-scale grid, None where it is ceil(shape / block). Per-tensor and
-    per-channel scales, which have another form, are not judged."""
+    """What is wrong with a block-scale grid, None if it is ceil(shape / block). Per-tensor and
+    per-channel scales, which have another form, are not checked."""
     *lead, rows, columns = weight.shape
     grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if scale.shape == grid or len(scale.shape) != len(grid) or scale.numel == 1:
@@ -57,8 +57,8 @@ def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) ->
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries of a list of modules as compressed-tensors 0.19 matches them (`utils/match.py`): whole
-    names, behind `re:` patterns from a name's beginning, and names of classes, of which a linear layer
+    """Entries of a list of modules as compressed-tensors 0.19 matches them (`utils/match.py`): full
+    names, `re:` patterns matched from the start of a name, and class names, of which a linear layer
     has two."""
 
     names: Mapping[str, Any]
@@ -67,21 +67,23 @@ class Entries:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Entries:
-        """Raises PlanError for a pattern that is no regular expression."""
+        """Raises PlanError for a pattern that is not a valid regular expression."""
         patterns = []
         for entry in sorted(entries):
             if entry.startswith("re:"):
                 try:
                     patterns.append((compiled(entry[3:]), entries[entry]))
                 except re.error as error:
-                    raise PlanError(f"{entry!r} is no regular expression: {error}") from error
+                    raise PlanError(
+                        f"{entry!r} is not a valid regular expression: {error}"
+                    ) from error
         named = next((entries[name] for name in _CLASSES if name in entries), None)
         plain = {entry: one for entry, one in entries.items() if not entry.startswith("re:")}
         return cls(plain, tuple(patterns), named)
 
     def find(self, module: str) -> Any:
-        """What stands for the entry that counts for a linear layer, None where none fits: its name comes
-        before patterns, of which the first in the order of their letters counts, and those before
+        """The value of the entry that applies to a linear layer, None if none matches: its name comes
+        before patterns, of which the alphabetically first applies, and patterns before
         classes (`match_targets`)."""
         if module in self.names:
             return self.names[module]
@@ -104,8 +106,8 @@ class Groups:
     ignore: Entries
 
     def weights(self, module: str) -> Mapping[str, Any] | None:
-        """What the group that speaks of a linear layer says of its weights, None where none does, or the
-        block leaves the layer out. A target that two groups have is the last one's."""
+        """What the group that covers a linear layer states about its weights, None if none does or the
+        block leaves the layer out. For a target in two groups the last group applies."""
         if self.ignore.find(module) is not None:
             return None
         found: Mapping[str, Any] | None = self.targets.find(module)
@@ -115,7 +117,7 @@ class Groups:
 @lru_cache(maxsize=8)  # asked once for each matrix
 def groups_of(checkpoint: Checkpoint) -> tuple[Groups, ...]:
     """The groups of each compressed-tensors block, in the order of the blocks. Raises PlanError for a
-    block without any, or with a pattern that is none."""
+    block without groups or with an invalid pattern."""
     found = []
     for config in checkpoint.quantization_configs:
         if config.method != "compressed-tensors":
@@ -134,16 +136,16 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
-    """The one scheme all quantization blocks agree on; of a module, where groups differ, that of the
-    group that speaks of it. Raises PlanError for none or several."""
+    """The one scheme all quantization blocks agree on; for a module, if groups differ, that of the
+    group that covers it. Raises PlanError for none or several."""
     found = [
         (_one_scheme(checkpoint, config, module), config)
         for config in checkpoint.quantization_configs
     ]
     if not found:
         raise PlanError(
-            "there are FP8 weights but config.json has no quantization_config; qconvert does not "
-            "guess block sizes: add the block the model was quantized with"
+            "expected a quantization_config for the FP8 weights, found none in config.json; qconvert "
+            "does not guess block sizes: add the block the model was quantized with"
         )
     first, first_config = found[0]
     for scheme, config in found[1:]:
@@ -163,13 +165,13 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
     block = config.block
     u8 = _is_ue8m0(block)
     beside = block.get("linear_fp8_config")
-    if isinstance(beside, Mapping):  # of linears beside packed experts; see passes/w4a16.py
+    if isinstance(beside, Mapping):  # for linears next to packed experts; see passes/w4a16.py
         size = beside.get("weight_block_size")
         found = None if size is None else _block_size(config, size)
         return Fp8Scheme(found, f"{config.where}.linear_fp8_config", _is_ue8m0(beside))
     if config.method == "compressed-tensors":
         every = [weights for _, weights in config_groups(config)]
-        # Integers are for integers.py; other floats beside FP8 are other modules'.
+        # Integers are handled in integer_config.py; other floats next to FP8 belong to other modules.
         sizes = {_compressed_tensors_block(config, one) for one in every if _is_fp8(one)}
         if not sizes:
             kinds = {f"{w.get('num_bits')}-bit {w.get('type')}" for _, w in config_groups(config)}
@@ -183,7 +185,7 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
             if weights is None or not _is_fp8(weights):
                 raise PlanError(
                     f"{config.where}: its config_groups use different FP8 schemes, and none of them "
-                    f"speaks of {module!r}, which is FP8: let a target name it"
+                    f"covers {module!r}, which is FP8: add a target that names it"
                 )
             sizes = {_compressed_tensors_block(config, weights)}
         if len(sizes) != 1:
@@ -192,7 +194,7 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
         if not algorithm.startswith("FP8") and "moe_quant_algo" not in block:  # FP8 but for experts
-            raise PlanError(f"{config.where}: quant_algo {algorithm!r} is not FP8")
+            raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
         size = block.get("weight_block_size")
         return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)
     raise PlanError(
@@ -202,14 +204,14 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
 
 
 def config_groups(config: QuantConfig) -> Iterator[tuple[list[Any], Mapping[str, Any]]]:
-    """Targets and weights of each of compressed-tensors' groups. Raises PlanError for none."""
+    """Targets and weights of each of compressed-tensors' groups. Raises PlanError if there are none."""
     groups = config.block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise PlanError(f"{config.where}: compressed-tensors without config_groups")
     for key, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise PlanError(f"{config.where}: {key} says nothing of weights")
+            raise PlanError(f"{config.where}: {key} states nothing about weights")
         targets = group.get("targets")
         yield targets if isinstance(targets, list) else [], weights
 
@@ -226,7 +228,7 @@ def _compressed_tensors_block(
         return _block_size(config, weights.get("block_structure"))
     if strategy in ("tensor", "channel"):
         return None
-    raise PlanError(f"{config.where}: FP8 weight strategy {strategy!r} is not known")
+    raise PlanError(f"{config.where}: unknown FP8 weight strategy {strategy!r}")
 
 
 def _block_size(config: QuantConfig, size: Any) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """The text of a receipt, and the seals that a receipt and a manifest end in.
 
-A receipt has a JSON object a line: of tensors (type, place, xxh3-128 of their bytes and of the source
-bytes as they were read), then of files, and last its seal: the number of lines before it, and xxh3-128
-of all bytes before it. The last entry of a manifest is its seal: xxh3-128 of all bytes before that line.
-Seals are about bytes, so a changed bit shows wherever it is. Every byte of a folder is under one
-chain: tensors' data, shards' headers and all other files have hashes in the receipt, the receipt has
-its seal. Folders made before there were seals have none.
+A receipt has one JSON object per line: for tensors (type, place, xxh3-128 of their bytes and of the
+source bytes as they were read), then for files, and last its seal: the number of lines before it, and
+xxh3-128 of all bytes before it. The last entry of a manifest is its seal: xxh3-128 of all bytes before
+that line. Seals cover bytes, so a changed bit shows wherever it is. Every byte of a folder is under one
+chain: tensors' data, shards' headers and all other files have hashes in the receipt, and the receipt has
+its seal. Folders made before seals existed have none.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from qconvert.core.json_text import parse_json
 from qconvert.core.links import is_inside
 from qconvert.core.regular import PER_TENSOR, open_regular, read_regular
 
-# Whether a seal is there and fits.
+# Whether a seal is present and matches.
 Seal = Literal["sound", "broken", "none"]
 
-# A receipt names every source range that was read, and stacked experts are read from very many.
+# A receipt names every source range that was read, and stacked experts are read from many ranges.
 _LIMIT = 64 << 20
 _LONGEST = 16 << 20  # bytes of one line
 _MANIFEST_SEAL = re.compile(rb'  "seal": "([0-9a-f]{32})"\n}\n\Z')
@@ -44,7 +44,7 @@ _OF_SOURCES: Mapping[str, type] = {"name": str, "start": int, "stop": int, "xxh3
 
 @dataclass(frozen=True, slots=True)
 class ReceiptText:
-    """A receipt read back: its lines without the seal, and whether that fits."""
+    """A receipt read back: its lines without the seal, and whether the seal matches."""
 
     lines: tuple[Mapping[str, Any], ...]
     seal: Seal
@@ -65,7 +65,7 @@ def is_own_name(name: object) -> bool:
 
 
 def sealed_lines(lines: Iterable[str]) -> list[str]:
-    """A receipt's lines with its seal behind them."""
+    """A receipt's lines followed by its seal."""
     found = list(lines)
     whole = xxhash.xxh3_128()
     for line in found:
@@ -88,7 +88,7 @@ def sealed_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def manifest_seal(data: bytes) -> Seal:
-    """Whether a manifest has a seal that fits its bytes."""
+    """Whether a manifest has a seal that matches its bytes."""
     found = _MANIFEST_SEAL.search(data)
     if found is None:
         return "broken" if b'"seal"' in data[-80:] else "none"
@@ -98,10 +98,10 @@ def manifest_seal(data: bytes) -> Seal:
 def read_receipt(
     file: Path, tensors: int, *, error: type[QConvertError] = CheckpointError
 ) -> ReceiptText | None:
-    """A receipt of a folder with so many tensors, None where there is none.
+    """The receipt of a folder with that many tensors, None if there is none.
 
-    Raises `error` where it is no regular file, is too large, or has a line that is neither of a
-    tensor nor of a file inside the folder nor, at the end, a seal.
+    Raises `error` if it is not a regular file, is too large, or has a line that is neither a tensor
+    nor a file inside the folder nor, at the end, a seal.
     """
     try:
         data = read_regular(file, _LIMIT + PER_TENSOR * tensors, error=error)
@@ -111,9 +111,9 @@ def read_receipt(
 
 
 def read_file_lines(file: Path, *, error: type[QConvertError]) -> ReceiptText:
-    """The lines of files in a receipt; its other lines are parsed one at a time and not kept: a receipt
-    read whole takes 1.3 KB of memory a tensor. Raises `error` as `read_receipt` does, and where there is
-    none."""
+    """The lines for files in a receipt; its other lines are parsed one at a time and not kept: a receipt
+    read whole takes 1.3 KB of memory per tensor. Raises `error` as `read_receipt` does, and if the
+    receipt is missing."""
     kept: list[Mapping[str, Any]] = []
     whole, count, last = xxhash.xxh3_128(), 0, b""
     try:
@@ -136,7 +136,7 @@ def read_file_lines(file: Path, *, error: type[QConvertError]) -> ReceiptText:
 
 def _checked(line: Any, file: Path, number: int, error: type[QConvertError]) -> Mapping[str, Any]:
     if not _is_line(line):
-        raise error(f"{file}:{number}: is no receipt of a tensor or file")
+        raise error(f"{file}:{number}: expected the entry of a tensor or file")
     if not is_own_name(line["file"]):
         raise error(f"{file}:{number}: names {line['file']!r}, which is not inside the folder")
     found: Mapping[str, Any] = line
@@ -146,7 +146,7 @@ def _checked(line: Any, file: Path, number: int, error: type[QConvertError]) -> 
 def parse_receipt(
     data: bytes, file: Path, *, error: type[QConvertError] = CheckpointError
 ) -> ReceiptText:
-    """As `read_receipt`, of bytes that were read."""
+    """As `read_receipt`, from bytes already read."""
     lines: list[Mapping[str, Any]] = []
     raws = data.splitlines()
     for number, raw in enumerate(raws, 1):
@@ -164,7 +164,7 @@ def _judged(data: bytes, lines: int) -> Seal:
 
 
 def _is_line(line: Any) -> bool:
-    """Whether one may rely on a line's keys; what they say is for rules to judge."""
+    """Whether a line's keys have the right types; rules check their values."""
     if not isinstance(line, dict):
         return False
     if "name" not in line:

@@ -2,8 +2,8 @@
 
 Format (safetensors 0.8, README "Format"): 8 bytes little-endian header size, that many bytes of
 JSON, then tensor data; `data_offsets` count from the end of the JSON, cover the data without hole
-or overlap, and a `__metadata__` entry maps strings to strings. What does not hold is refused, never
-repaired: a header that lies about sizes is how a truncated download turns into garbage weights.
+or overlap, and a `__metadata__` entry maps strings to strings. What violates this is refused, never
+repaired: a header with wrong sizes is how a truncated download turns into garbage weights.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Header(NamedTuple):
 
 # --- The JSON ------------------------------------------------------------------------------------
 #
-# It is read a tensor at a time. json.loads would make twenty bytes of each byte of `[[],[],...`, 2 GB of
-# a header that is as large as one may be, before anyone could say that it is none.
+# It is read one tensor at a time. json.loads would take twenty bytes for each byte of `[[],[],...`:
+# 2 GB for a header of the largest size allowed, before it could be refused.
 
 _SPACE = rb"[ \t\n\r]*"
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
 _MARK = re.compile(_SPACE + rb"([{}:,])" + _SPACE)
 _UNPRINTED = re.compile(rb"[\x00-\x1f]")
-# An entry as writers of safetensors write it. Any other is left to json.
+# An entry as safetensors writers write it. All others are parsed by json.
 _USUAL = re.compile(
     rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[(N(?:,N){0,63})?\],"data_offsets":\[(N),(N)\]\}'.replace(
         b"N", _NUMBER
@@ -71,7 +71,7 @@ _METADATA = "__metadata__"
 class _Table:
     """A header's JSON: `pairs` are its tensors, each with where it ends, in the order of the text.
 
-    Raises ValueError where it is no JSON or no UTF-8, CheckpointError where it is no header.
+    Raises ValueError for invalid JSON or UTF-8, CheckpointError for an invalid header.
     """
 
     def __init__(self, file: Path, raw: bytes, data_start: int) -> None:
@@ -95,7 +95,7 @@ class _Table:
             raise ValueError(f"extra data at byte {self._at}")
 
     def _keys(self) -> Iterator[str]:
-        """The keys of an object. Each one's value must be taken before the next is asked for."""
+        """The keys of an object. Each key's value must be read before the next key is asked for."""
         if self._mark() != b"{":
             raise ValueError(f"expected an object at byte {self._at}")
         if self._raw[self._at : self._at + 1] == b"}":
@@ -114,7 +114,7 @@ class _Table:
     def _mark(self) -> bytes:
         found = _MARK.match(self._raw, self._at)
         if found is None:
-            raise ValueError(f"expected another character at byte {self._at}")
+            raise ValueError(f"unexpected character at byte {self._at}")
         self._at = found.end()
         return found[1]
 
@@ -131,7 +131,7 @@ class _Table:
         text = raw[start:stop].decode("utf-8")
         if "\\" in text:
             text = json.loads(f'"{text}"')
-            text.encode()  # half a surrogate pair can be escaped, and cannot be written
+            text.encode()  # half a surrogate pair can be escaped, but not written
         return text
 
     def _texts(self) -> dict[str, str]:
@@ -160,7 +160,7 @@ class _Table:
             return _entry(self._file, name, dtype.decode(), shape, offsets, self._start)
         stop = self._raw.find(b"}", self._at, self._at + _MOST_ENTRY) + 1
         if self._raw[self._at : self._at + 1] != b"{" or not stop:
-            stop = self._at  # no object, or a very large one
+            stop = self._at  # not an object, or a very large one
         value = None
         if stop > self._at:
             text = self._raw[self._at : stop].decode("utf-8")
@@ -177,7 +177,7 @@ class _Table:
 
 
 def _backslashes(raw: bytes, start: int, stop: int) -> int:
-    """How many stand right before `stop`."""
+    """How many stand directly before `stop`."""
     at = stop
     while at > start and raw[at - 1] == 0x5C:
         at -= 1
@@ -206,11 +206,11 @@ def _entry(
     def broken(what: str) -> CheckpointError:
         return CheckpointError(f"{file}: tensor {name!r}: {what}; download the file again")
 
-    if _CONTROL.search(name):  # it would reach the user's terminal
-        raise broken("its name holds control characters")
+    if _CONTROL.search(name):  # it would be written to the user's terminal
+        raise broken("its name contains control characters")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"{file}: tensor {name!r} has dtype {dtype!r}, which is none of "
+            f"{file}: tensor {name!r} has dtype {dtype!r}, expected one of "
             f"{', '.join(DTYPE_BITS)}; a newer qconvert may know it"
         )
     for label, numbers in (("shape", shape), ("data_offsets", offsets)):
@@ -241,8 +241,8 @@ def _entry(
 
 
 def read_header(file: Path, real: Path | None = None) -> Header:
-    """Read and check one file's header. `real` is where the file lies, if links were resolved: it is
-    opened, and must be no link. Raises CheckpointError naming `file` (and tensor)."""
+    """Read and check one file's header. `real` is the file's resolved path, if links were resolved: it
+    is opened, and must not be a link. Raises CheckpointError naming `file` (and tensor)."""
     try:
         fd = open_regular(real or file, follow=real is None)
         with os.fdopen(fd, "rb") as stream:
@@ -261,7 +261,7 @@ def read_header(file: Path, real: Path | None = None) -> Header:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
     if len(raw) < length:
         raise CheckpointError(
-            f"{file}: is cut off inside its header ({8 + length} bytes needed, {size} found); "
+            f"{file}: is truncated inside its header ({8 + length} bytes needed, {size} found); "
             "download it again"
         )
     data_start = 8 + length
@@ -280,7 +280,7 @@ def read_header(file: Path, real: Path | None = None) -> Header:
             )
         at = end
     if at != size:
-        what = "is cut off" if size < at else "has bytes no tensor owns"
+        what = "is truncated" if size < at else "has bytes that belong to no tensor"
         raise CheckpointError(
             f"{file}: {what}: its header accounts for {at} bytes, the file has {size}; "
             "download it again"

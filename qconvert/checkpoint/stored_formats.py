@@ -1,5 +1,5 @@
-"""What a tensor is, where its dtype does not say: a matrix of 4-bit codes in I32 words or U8 bytes is
-shown by its format, with its bytes as they are."""
+"""What a tensor stores, if its dtype does not say: a matrix of 4-bit codes in I32 words or U8 bytes is
+shown by its format, with its stored bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUSED = re.compile(r".*\.experts\.(w13|w2)_([a-z0-9_]+)")
 @dataclass(frozen=True)
 class Formats:
     """The formats of a folder's tensors, stored or planned: their types by name, the checkpoint whose
-    config speaks of them, and the facts of its manifest."""
+    config describes them, and the facts of its manifest."""
 
     tensors: Mapping[str, TensorType]
     checkpoint: Checkpoint
@@ -37,12 +37,13 @@ class Formats:
         return cls(types, checkpoint, checkpoint.manifest or {})
 
     def label(self, name: str) -> str:
-        """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of all that is what its dtype says."""
+        """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of every tensor that its dtype fully
+        describes."""
         return self._packed(name) or self.tensors[name].dtype
 
     def _packed(self, name: str) -> str | None:
-        """The format of a matrix of codes, None of any other tensor. A config that does not say how
-        they are packed leaves it at `packed integers`."""
+        """The format of a matrix of codes, None for any other tensor. If the config does not say how
+        they are packed, it is `packed integers`."""
         dtype = self.tensors[name].dtype
         if dtype not in ("I8", "U8", "I32"):
             return None
@@ -86,7 +87,7 @@ class Formats:
 
     @cached_property
     def _one_scheme(self) -> str | None:
-        """The label of all packed matrices, where the config has one scheme; None where it has several
+        """The label of all packed matrices if the config has one scheme; None if it has several
         and names decide."""
         try:
             scheme = packed_scheme(self.checkpoint, "")
@@ -118,7 +119,7 @@ def _spelled(kind: str, read: Callable[[], IntScheme]) -> str:
 
 def own_role(name: str) -> str | None:
     """The role of a tensor under a name that qconvert gave it and no family knows: experts in AMX tiles,
-    experts prepared for trtllm-gen. None of any other."""
+    experts prepared for trtllm-gen. None for any other."""
     amx = _AMX.fullmatch(name)
     if amx is not None:
         return f"experts.{amx[1]}_proj"

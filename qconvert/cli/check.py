@@ -200,7 +200,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
 @FOLLOW_LINKS
-@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its cure.")
+@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
 def validate(
     out: str | None,
     against: str | None,
@@ -270,7 +270,7 @@ def _explain(rule_id: str) -> None:
     if rule_id.upper() not in known:
         raise UsageError(f"unknown rule {rule_id!r}; rules are {', '.join(known)}")
     rule = known[rule_id.upper()]
-    say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"cure:  {rule.cure}")
+    say(f"{rule.id}: {rule.title}", f"cause: {rule.cause}", f"fix:   {rule.fix}")
 
 
 def _forms(files: Sequence[Path]) -> list[str]:

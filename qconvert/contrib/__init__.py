@@ -1,1 +1,1 @@
-"""Experimental parts."""
+"""Experimental parts: no promise of stability, and less tested than the rest."""

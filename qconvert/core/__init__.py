@@ -1,1 +1,1 @@
-"""What everything stands on: errors, dtypes, names, the lazy graph. Standard library only."""
+"""The base of everything: errors, dtypes, names, the lazy graph. Standard library only."""

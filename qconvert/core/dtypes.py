@@ -1,4 +1,4 @@
-"""What a tensor is before any byte of it is read: a dtype and a shape.
+"""The type of a tensor before any byte of it is read: a dtype and a shape.
 
 The dtype names are those of the safetensors format (safetensors 0.8, `safetensors/src/tensor.rs`,
 enum `Dtype`). Standard library only: planning must not import torch.
@@ -53,7 +53,7 @@ class TensorType:
     def __post_init__(self) -> None:
         bits = DTYPE_BITS.get(self.dtype)
         if bits is None:
-            raise PlanError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BITS)}")
+            raise PlanError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BITS)}")
         if any(dim < 0 for dim in self.shape):
             raise PlanError(f"shape {list(self.shape)} has a negative dimension")
         if bits < 8 and (prod(self.shape) * bits) % 8:
@@ -73,10 +73,10 @@ class TensorType:
     def row_nbytes(self) -> int:
         """Bytes of one index of the first dimension.
 
-        Raises PlanError where a row does not start on a byte (a packed sub-byte row).
+        Raises PlanError if a row does not start on a byte (a packed sub-byte row).
         """
         if not self.shape:
-            raise PlanError(f"{self} is a scalar: it has no rows")
+            raise PlanError(f"{self} is a scalar and has no rows")
         bits = prod(self.shape[1:]) * DTYPE_BITS[self.dtype]
         if bits % 8:
             raise PlanError(f"rows of {self} do not start on whole bytes")
@@ -85,7 +85,7 @@ class TensorType:
     def with_shape(self, shape: Shape) -> TensorType:
         """The same bytes under another shape of equal element count, else PlanError."""
         if prod(shape) != self.numel:
-            raise PlanError(f"{self} cannot be seen as {list(shape)}")
+            raise PlanError(f"{self} cannot be reshaped to {list(shape)}")
         return TensorType(self.dtype, shape)
 
     def with_rows(self, rows: int) -> TensorType:

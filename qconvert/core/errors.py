@@ -9,12 +9,12 @@ class QConvertError(Exception):
 
 
 class UsageError(QConvertError):
-    """An argument that is wrong by its own text, whatever files and folders hold: an unknown name, a
+    """An argument that is invalid by its own text, whatever files and folders hold: an unknown name, a
     malformed size, options that exclude one another. The command line exits 2."""
 
 
 class CheckpointError(QConvertError):
-    """The source (or an output being read back) is not a sound checkpoint."""
+    """The source (or an output being read back) is not a valid checkpoint."""
 
 
 class PlanError(QConvertError):
@@ -30,17 +30,17 @@ class DataError(QConvertError):
 
 
 class OutputError(QConvertError):
-    """The output folder cannot be used: foreign, locked, read-only, too small a disk, other plan."""
+    """The output folder cannot be used: foreign, locked, read-only, disk too small, another plan."""
 
 
 class RunError(QConvertError):
-    """Something went wrong while bytes were moving. Nothing was published; the work is resumable."""
+    """A failure while data was being converted. Nothing was published; the work is resumable."""
 
 
 class RowError(RunError):
-    """Data of one row that cannot be right. `row` counts from the first row of the op's arguments
-    (or, where `turned`, from their first column); who knows where those come from says so to the
-    user."""
+    """Invalid data in one row. `row` counts from the first row of the op's arguments
+    (or, if `turned`, from their first column); a caller that knows the tensor adds its name to the
+    message."""
 
     def __init__(self, row: int, what: str, *, turned: bool = False) -> None:
         super().__init__(f"{'column' if turned else 'row'} {row} {what}")
@@ -50,9 +50,9 @@ class RowError(RunError):
 
 
 class ScaleError(RunError):
-    """A scale, or a value that it makes, that cannot be right. `index` counts the elements of the scales
-    that the op was given, which are its argument `argument`; who knows where those come from says so to
-    the user."""
+    """An invalid scale, or a scale that makes an invalid value. `index` counts the elements of the
+    scales that the op was given, which are its argument `argument`; a caller that knows the tensor adds
+    its name to the message."""
 
     def __init__(self, index: int, what: str, *, argument: int = 1) -> None:
         super().__init__(f"scale {index} {what}")

@@ -82,16 +82,16 @@ class Op(Protocol):
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
         """Compute one part into `outs`, allocating nothing large. Returns counts of what the user
-        should hear of ({"NaN codes": 3}), which are added up over parts; raises RunError where the
-        data cannot be right."""
+        should be told ({"NaN codes": 3}), which are added up over parts; raises RunError for invalid
+        data."""
 
     def loss(self, *args: TensorType) -> str | None:
-        """What is lost, as one phrase, or None where the step is exact."""
+        """What is lost, as one phrase, or None if the step is exact."""
 
 
 @runtime_checkable
 class Several(Protocol):
-    """An op that may make several things of one argument, each lossy in its own way, and not all of them
+    """An op that can make several things of one argument, each lossy in its own way, and not all of them
     for one folder."""
 
     @property
@@ -99,7 +99,7 @@ class Several(Protocol):
         """Whether this one does."""
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
-        """As `Op.loss`, of what becomes of these results."""
+        """As `Op.loss`, for these results."""
 
 
 def whole(op: Op, args: Sequence[TensorType]) -> Part:
@@ -208,7 +208,7 @@ class Output:
 def concat(outputs: Sequence[Output]) -> Output:
     """Join along the first dimension. All inner dimensions and dtypes must agree, else PlanError."""
     if not outputs:
-        raise PlanError("nothing to join")
+        raise PlanError("no tensors to join")
     first = outputs[0].type
     for other in outputs[1:]:
         if other.type.dtype != first.dtype or other.type.shape[1:] != first.shape[1:]:

@@ -1,4 +1,4 @@
-"""What every integer format shares: how a matrix is cut into groups, its codes, and who packs them.
+"""What all integer formats share: how a matrix is cut into groups, its codes, and the packers.
 
 Codes are counted as compressed-tensors 0.19 counts them (`quantization/lifecycle/forward_helpers.py`):
 signed, value = (code - zero) * scale, asymmetric ones too. Packers turn that into what a format stores.
@@ -32,11 +32,11 @@ WORD_BITS = 32  # codes are packed into I32 words by all formats here
 class IntScheme:
     """How one matrix [N, K] is quantized to integers.
 
-    `group` columns share a scale, None: a whole row does. Asymmetric groups have a zero point too.
-    `actorder` says in which order columns were quantized: None as they stand; "static" (also called
-    "weight") by importance, with groups as they stand; "group" with groups of columns alike in
-    importance, which needs `g_idx`. `narrow` codes leave the smallest out (-7 to 7), for consumers
-    whose codes are symmetric themselves. Raises PlanError for fields that contradict one another.
+    `group` columns share a scale; None: a whole row does. Asymmetric groups also have a zero point.
+    `actorder` says in which order columns were quantized: None: as stored; "static" (also called
+    "weight"): by importance, with groups as stored; "group": with groups of columns of similar
+    importance, which needs `g_idx`. `narrow` codes leave out the smallest (-7 to 7), for consumers
+    whose codes are symmetric. Raises PlanError for fields that contradict one another.
     """
 
     bits: Bits = 4
@@ -48,11 +48,13 @@ class IntScheme:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise PlanError(f"codes have 4 or 8 bits, found {self.bits}")
+            raise PlanError(f"expected codes of 4 or 8 bits, found {self.bits}")
         if self.group is not None and self.group < 1:
-            raise PlanError(f"a group has one or more columns, found {self.group}")
+            raise PlanError(f"expected groups of one or more columns, found {self.group}")
         if self.group is None and self.actorder == "group":
-            raise PlanError("actorder group needs groups: with a scale a row there is one only")
+            raise PlanError(
+                "actorder group needs groups, but one scale a row is stated; set a group size"
+            )
 
     @property
     def low(self) -> int:
@@ -74,7 +76,7 @@ class IntScheme:
         return columns if self.group is None else self.group
 
     def groups(self, columns: int) -> int:
-        """Scales in a row. Raises PlanError where columns are not whole groups."""
+        """Scales in a row. Raises PlanError if the columns are not whole groups."""
         width = self.width(columns)
         if width < 1 or columns % width:
             raise PlanError(f"expected columns in whole groups of {width}, found {columns}")
@@ -86,8 +88,8 @@ class Codes:
     """One quantized matrix [N, K]: value = (code - zero) * scale, computed in float32.
 
     codes int8 [N, K], -8 to 7 or -128 to 127, asymmetric ones too; scale float32 [N, groups], each
-    exactly a number of the scheme's scale_dtype; zero int8 [N, groups], None where symmetric (all
-    0); g_idx int32 [K], the group of each column, None where groups are columns side by side.
+    exactly a value of the scheme's scale_dtype; zero int8 [N, groups], None if symmetric (all
+    0); g_idx int32 [K], the group of each column, None if groups are adjacent columns.
     """
 
     codes: Int8s
@@ -97,7 +99,7 @@ class Codes:
 
 
 class Packer(Protocol):
-    """Codes -> the tensors a format keeps of a matrix. A frozen dataclass: its repr is its identity.
+    """Codes -> the tensors a format stores for a matrix. A frozen dataclass: its repr is its identity.
 
     `row_step` rows of the matrix must be packed together (0: all of them); what is packed of rows
     [start, stop) is rows of each result then, except where row_step is 0.
@@ -111,13 +113,13 @@ class Packer(Protocol):
     def row_step(self) -> int: ...
 
     def scheme_of(self, columns: int) -> IntScheme:
-        """How a matrix of so many columns is to be quantized for it."""
+        """How a matrix with that many columns is to be quantized for it."""
 
     def loss(self, weight: TensorType) -> str | None:
         """What is lost, as one phrase."""
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
-        """Types of the results for a matrix of that shape [N, K]. Raises PlanError where the format
+        """Types of the results for a matrix of that shape [N, K]. Raises PlanError if the format
         cannot hold it."""
 
     def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:

@@ -1,9 +1,9 @@
-"""Files of a folder that is anyone's: which links in it are followed, and how they are opened.
+"""Files of an untrusted folder: which links in it are followed, and how files are opened.
 
-A link under the name of a side file may lead to what only its reader may read, and a conversion would
-copy it, an upload would publish it. So a file is read where it lies within the folder, or, in a snapshot
-of the Hub client's cache, among the blobs of the same repo; elsewhere only for a user who says
---follow-links. What was named by the user, the folder itself, may be a link.
+A link under the name of a side file may point to a file that only its reader may read; a conversion
+would copy it and an upload would publish it. So a file is read only within the folder, or, in a snapshot
+of the Hub client's cache, among the blobs of the same repo; elsewhere only if the user gives
+--follow-links. A path that the user named, the folder itself, may be a link.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REPO = re.compile(r"(?:models|datasets|spaces)--.+")
 
 def is_inside(name: str) -> bool:
     """Whether a name, as an index or a receipt gives it, is a path below a folder: relative, without
-    `..`, with something in it."""
+    `..`, not empty."""
     path = PurePosixPath(name)
     return not (path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name)
 
@@ -33,11 +33,11 @@ def resolved(
     follow_links: bool = False,
     error: type[QConvertError] = CheckpointError,
 ) -> Path:
-    """Where the file that is called `name` below `root` lies, without a link in its path. It need not
-    be there.
+    """The resolved path of the file called `name` below `root`, without a link in it. It need not
+    exist.
 
     Raises `error`, naming the file, for a name that leads out of the folder, and for a link that does
-    where `follow_links` does not allow it.
+    unless `follow_links` allows it.
     """
     if not is_inside(name):
         raise error(f"{root}: {name!r} is not the name of a file inside the folder")
@@ -46,7 +46,7 @@ def resolved(
     if follow_links or _below(real, home) or _is_blob(real, home):
         return Path(real)
     raise error(
-        f"{root / name}: is a link that leads out of its folder, to {real}; put the file itself there, "
+        f"{root / name}: is a link that leads out of its folder, to {real}; replace it with the file, "
         "or give --follow-links if you trust it"
     )
 
@@ -58,9 +58,9 @@ def open_inside(
     follow_links: bool = False,
     error: type[QConvertError] = CheckpointError,
 ) -> int:
-    """A descriptor to read such a file with: a regular file. What was found by `resolved` is opened
-    without following a link, so exchanging the file for one does not help. Raises FileNotFoundError
-    where there is none, else as `resolved` and `open_regular` do."""
+    """A descriptor to read such a file with; it must be a regular file. The path found by `resolved` is
+    opened without following a link, so exchanging the file for a link does not help. Raises
+    FileNotFoundError if it is missing, else as `resolved` and `open_regular` do."""
     real = resolved(root, name, follow_links=follow_links, error=error)
     return open_regular(real, follow=False, error=error)
 

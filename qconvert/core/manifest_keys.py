@@ -1,6 +1,6 @@
-"""qconvert.json as others read it back: whatever any module looks for is of its kind, or it is refused.
+"""qconvert.json as it is read back: every key that any module uses has its type, or it is refused.
 
-What the values claim is for validators to judge; that `stage` is an object with numbers in it is not.
+Validators judge the values; that `stage` is an object with numbers in it is checked here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from qconvert.core.shown import shortened
 
 Check = Callable[[Any], bool]
 
-# Facts of an earlier conversion that hold for whatever is made of its result, until a pass changes
+# Facts of an earlier conversion that hold for everything made from its result, until a pass changes
 # them: the order of fused projections cannot be told from the tensors.
 LASTING_FACTS = ("gdn_groups",)
 
 
 def parse_manifest(data: bytes, where: object) -> dict[str, Any]:
-    """A manifest from its file's bytes. Raises CheckpointError where it is broken, or another
+    """A manifest from its file's bytes. Raises CheckpointError if it is broken, or another
     program's."""
     return checked_manifest(parse_object(data, where), where)
 
 
 def checked_manifest(found: dict[str, Any], where: object) -> dict[str, Any]:
-    """The manifest, if it is one. Raises CheckpointError as `parse_manifest` does."""
+    """The manifest, if it is valid. Raises CheckpointError as `parse_manifest` does."""
     for key, (check, expected) in _KEYS.items():
         if key in found and not check(found[key]):
             raise CheckpointError(
                 f"{where}: expected {key!r} to be {expected}, found "
-                f"{shortened(repr(found[key]), 200)}; it is broken, or not qconvert's file"
+                f"{shortened(repr(found[key]), 200)}; it is broken, or not written by qconvert"
             )
         if key not in found and key in _NEEDED:
-            raise CheckpointError(f"{where}: its {key!r} is missing; it is not qconvert's file")
+            raise CheckpointError(f"{where}: key {key!r} is missing; not written by qconvert")
     return found
 
 
@@ -63,7 +63,7 @@ def _values(check: Check) -> Check:
 
 
 def _with(needed: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
-    """An object that has these keys, and may have those."""
+    """An object that must have these keys, and may have those."""
     may = others or {}
     return lambda value: (
         isinstance(value, dict)
@@ -111,23 +111,23 @@ _NEEDED = frozenset({"identity", "passes", "dropped", "dropped_files"})
 _KEYS: Mapping[str, tuple[Check, str]] = {
     "identity": (
         _with({}, {"qconvert": _is_text, "source": _is_text, "source_sample": _is_text}),
-        "an object of texts",
+        "an object of strings",
     ),
     "passes": (_list(_STEP), "a list of passes, each with its spec"),
     "dropped": (_values(_is_texts), "an object of lists of names"),
-    "dropped_files": (_values(_is_text), "an object of texts"),
+    "dropped_files": (_values(_is_text), "an object of strings"),
     "lossy_steps": (_values(_is_count), "an object of counts"),
     "bytes": (
         _with({}, {"in": _is_count, "out": _is_count, "dropped": _is_count}),
         "an object of counts",
     ),
-    "family": (_is_text, "a text"),
+    "family": (_is_text, "a string"),
     "layers": (_is_count, "a count"),
     "experts": (_is_count, "a count"),
     "gdn_groups": (_is_count, "a count"),
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
-    "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of texts"),
+    "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
     "calibration": (_is_object, "an object"),
     "trtllm_gen": (_is_object, "an object"),
 }

@@ -64,11 +64,11 @@ class Parsed(NamedTuple):
     expert: int | None
 
 
-# A model has very many names, of few different components: they are looked at once each.
+# A model has many names made of few different components: each component is parsed once.
 @lru_cache(maxsize=4096)
 def _is_number(part: str) -> bool:
-    """Whether a name's component is a layer or expert number. isdecimal() takes other scripts' digits
-    too; a number of more than nine digits counts nothing."""
+    """Whether a name's component is a layer or expert number. isdecimal() accepts other scripts' digits
+    too; a number of more than nine digits is not a count."""
     return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
@@ -110,7 +110,7 @@ def experts_module(name: str) -> str | None:
 
 def scale_candidates(weight: str) -> tuple[str, ...]:
     """Names an FP8 weight's scale may have. 3-D expert stacks (`experts.gate_up_proj`) have no
-    `.weight`, and carry theirs as a suffix."""
+    `.weight`, so their scale's name is a suffix."""
     if weight.endswith(".weight"):
         stem = weight.removesuffix(".weight")
         return (f"{stem}.weight_scale_inv", f"{stem}.weight_scale", f"{stem}.scale")
@@ -118,7 +118,7 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
 
 
 def weight_candidates(scale: str) -> tuple[str, ...]:
-    """Names of the weights that may own a scale, () where the name is not a weight's scale."""
+    """Names of the weights that a scale may belong to, () if the name is not a weight's scale."""
     for suffix, weights in _WEIGHT_OF_SCALE:
         if scale.endswith(suffix):
             return tuple(scale.removesuffix(suffix) + weight for weight in weights)

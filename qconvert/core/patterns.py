@@ -1,9 +1,9 @@
-"""Regular expressions that others wrote: `re:` targets and ignore lists of configs, recipes, options.
+"""Foreign regular expressions: `re:` targets and ignore lists of configs, recipes, options.
 
-Python's `re` goes back over what it has matched. `(.*)*x` over a module's name of 60 letters does not
-end in a lifetime, and `.*.*.*.*.*.*.*x` not in an hour. So a pattern is refused whose unbounded repeats
-lie in one another, or that has many of anything but digits; patterns that name modules have two or
-three side by side.
+Python's `re` backtracks. `(.*)*x` over a module name of 60 letters does not end in a lifetime, and
+`.*.*.*.*.*.*.*x` not in an hour. So a pattern is refused if its unbounded repeats are nested, or if it
+has many of them (repeats of digits do not count); patterns that name modules have two or three in a
+row.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_CHARACTERS = 20_000  # GPTQ's lists of unquantized modules are one pattern 
 MOST_REPEATS = (
     4  # 4 over a name of 100 letters take 4 million steps, 0.1 s; 6 a thousand times that
 )
-_SOME = 64  # a repeat up to more than that is as good as unbounded
+_SOME = 64  # a repeat up to more than that counts as unbounded
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The compiled pattern. Raises re.error for what is no regular expression, and for one that could
-    take unbounded time on a module's name."""
+    """The compiled pattern. Raises re.error for an invalid regular expression, and for one that could
+    take unbounded time on a module name."""
     if len(pattern) > MOST_CHARACTERS:
         raise re.error(f"expected at most {MOST_CHARACTERS} characters, found {len(pattern)}")
     try:
@@ -33,9 +33,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         most = max(_depths(tree, 0), default=0)
         count = _most_in_a_row(tree)
     except (RecursionError, OverflowError) as error:
-        raise re.error("is nested too deep, or repeats too often") from error
+        raise re.error("nested too deep, or too many repeats") from error
     if most > 1:
-        raise re.error("a repeat within a repeat may never end; write one of them")
+        raise re.error("a repeat within a repeat can take unbounded time; write only one of them")
     if count > MOST_REPEATS:
         raise re.error(f"expected at most {MOST_REPEATS} unbounded repeats, found {count}")
     return re.compile(pattern)
@@ -66,7 +66,7 @@ def _is_digits(body: Any) -> bool:
 
 
 def _depths(tree: Any, above: int) -> Iterator[int]:
-    """How many unbounded repeats each is in, itself among them."""
+    """How many unbounded repeats each is in, including itself."""
     for kind, value in tree:
         here = above + _is_unbounded(kind, value)
         yield here
@@ -75,8 +75,8 @@ def _depths(tree: Any, above: int) -> Iterator[int]:
 
 
 def _most_in_a_row(tree: Any) -> int:
-    """The most unbounded repeats of other than digits that one match can go through: of alternatives,
-    the most of one."""
+    """The most unbounded repeats, digits left out, that one match can go through: for alternatives,
+    the most of any one."""
     total = 0
     for kind, value in tree:
         inner = [_most_in_a_row(part) for part in _parts(value)]

@@ -1,7 +1,7 @@
-"""Small files read whole, without trusting what stands under their names.
+"""Small files read whole, whatever is stored under their names.
 
-A pipe under the name of config.json would wait for its writer for ever, /dev/zero and a file of
-3 GiB would fill the memory. So only regular files are read, and only up to a stated size.
+A pipe named config.json would block for ever, /dev/zero and a file of 3 GiB would fill the memory.
+So only regular files are read, and only up to a stated size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from stat import S_ISDIR, S_ISFIFO, S_ISREG
 
 from qconvert.core.errors import CheckpointError, QConvertError
 
-# What qconvert reads whole: a config, an index, a manifest, ... The index and the receipt have a line a
-# tensor, so their limit grows with the tensors. The largest published index, DeepSeek-V3's with 91,991
-# tensors, has 8.9 MB.
+# Files that qconvert reads whole: a config, an index, a manifest, ... The index and the receipt have a
+# line per tensor, so their limit grows with the tensors. The largest published index, DeepSeek-V3's
+# with 91,991 tensors, has 8.9 MB.
 SMALL = 16 << 20
 PER_TENSOR = 2048
 
@@ -24,7 +24,7 @@ def open_regular(
 ) -> int:
     """A descriptor to read a regular file with. `follow` says whether `path` may be a symlink.
 
-    Raises FileNotFoundError where there is none, and `error`, naming the file, for anything that is
+    Raises FileNotFoundError if it is missing, and `error`, naming the file, for anything that is
     not a regular file or cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
@@ -36,13 +36,13 @@ def open_regular(
         raise
     except OSError as failure:
         if not follow and path.is_symlink():
-            raise error(f"{path}: is a symbolic link, and must be a file of its own") from failure
+            raise error(f"{path}: is a symbolic link, expected a regular file") from failure
         raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
     mode = os.fstat(fd).st_mode
     if not S_ISREG(mode):
         os.close(fd)
         kind = "a directory" if S_ISDIR(mode) else "a pipe" if S_ISFIFO(mode) else "a device"
-        raise error(f"{path}: is {kind}, and must be a regular file")
+        raise error(f"{path}: is {kind}, expected a regular file")
     return fd
 
 
@@ -55,7 +55,7 @@ def read_regular(
 ) -> bytes:
     """All bytes of a regular file of at most `limit` bytes.
 
-    Raises FileNotFoundError where there is none, and `error`, naming the file, for anything that is
+    Raises FileNotFoundError if it is missing, and `error`, naming the file, for anything that is
     not a regular file, is larger, or cannot be read.
     """
     fd = open_regular(path, follow=follow, error=error)

@@ -1,7 +1,7 @@
-"""Kinds of parameters: what a module does in a model, whatever its family calls it.
+"""Kinds of modules: what a module does in a model, whatever its family calls it.
 
 Every role of a family (`family.Role`) has one kind. Conversions decide by it, never by a name: what may
-be quantized, which matrices runtimes join to one, and which side tensor parallelism cuts. A module of
+be quantized, which matrices runtimes fuse, and which side tensor parallelism cuts. A module of
 kind UNKNOWN is never quantized.
 
 What runtimes do was read in sglang 0.5.23 and vLLM 0.33 (`layers/linear.py`, `layers/moe/`, and their
@@ -14,15 +14,15 @@ from enum import Enum, auto
 
 
 class Kind(Enum):
-    """What a module is. Matrices are [outputs, inputs], if nothing else is said."""
+    """What a module is. Matrices are [outputs, inputs], unless stated otherwise."""
 
-    UNKNOWN = auto()  # nobody described it
+    UNKNOWN = auto()  # not described by a family
 
     EMBEDDING = auto()  # tokens to hidden states, [vocabulary, hidden]
     POSITION = auto()  # positions to hidden states
     HEAD = auto()  # hidden states to logits, [vocabulary, hidden]
     NORM = auto()  # scales of a normalization, and its shifts
-    BUFFER = auto()  # small parameters without a matrix: A_log, dt_bias, inv_freq, a router's bias
+    BUFFER = auto()  # small parameters, not matrices: A_log, dt_bias, inv_freq, a router's bias
     CONV = auto()  # a convolution, patch embeddings of vision towers among them
 
     # Attention, grouped-query or with all heads.
@@ -52,7 +52,7 @@ class Kind(Enum):
     GATE = auto()
     UP = auto()
     DOWN = auto()
-    # The experts that every token passes, and the gate they may be weighed with, [1, hidden].
+    # The experts that every token passes through, and their gate, [1, hidden].
     SHARED_GATE = auto()
     SHARED_UP = auto()
     SHARED_DOWN = auto()
@@ -66,7 +66,7 @@ class Kind(Enum):
     # All experts of a layer in one parameter with three dimensions.
     STACKED_GATE_UP = auto()
     STACKED_DOWN = auto()
-    EXPERT_UNKNOWN = auto()  # of routed experts, and nobody said what
+    EXPERT_UNKNOWN = auto()  # part of routed experts, not described
 
     DRAFT_JOIN = auto()  # of draft (MTP) layers: two hidden states to one, [hidden, 2 hidden]
     VISION = auto()  # a matrix of a vision tower or of its projector
@@ -78,8 +78,8 @@ class Kind(Enum):
 
     @property
     def linear(self) -> bool:
-        """Whether runtimes build it as a linear layer or as experts, so that a quantization config is
-        asked how it is stored. Not all of them load quantized."""
+        """Whether runtimes build it as a linear layer or as experts, so that they look up in the
+        quantization config how it is stored. Not all of them load quantized."""
         return self in _LINEAR
 
     @property
@@ -89,12 +89,12 @@ class Kind(Enum):
 
     @property
     def never_quantized(self) -> bool:
-        """Whether no runtime here loads it quantized: codes would be read as numbers."""
+        """Whether none of the runtimes here loads it quantized: codes would be read as numbers."""
         return self in _NEVER_QUANTIZED
 
     @property
     def cut(self) -> Cut:
-        """What each rank of tensor parallelism gets of it."""
+        """Which part of it each rank of tensor parallelism gets."""
         if self in _BY_COLUMNS:
             return Cut.COLUMNS
         return Cut.ROWS if self in _BY_ROWS else Cut.WHOLE
@@ -133,9 +133,9 @@ _QUANTIZABLE = frozenset(
         Kind.SHARED_DOWN, *_APART, *_STACKED,
     )
 )  # fmt: skip
-# Read in the dtype they have, or too small for a kernel: gates of linear attention are a row a head,
-# that of a shared expert is one row; kv_b_proj is taken apart after loading, and q_a_proj with
-# kv_a_proj_with_mqa joined to one before it.
+# Read in the dtype they have, or too small for a kernel: gates of linear attention have one row a head,
+# that of a shared expert is one row; kv_b_proj is split after loading, and q_a_proj is fused with
+# kv_a_proj_with_mqa before it.
 _LINEAR = _QUANTIZABLE | {
     Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.KV_UP, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.INDEXER,
     Kind.VISION,
@@ -147,7 +147,7 @@ _NEVER_QUANTIZED = frozenset(
     )
 )  # fmt: skip
 
-# What runtimes compute as one matrix, so with one scheme and, in NVFP4, one own scale.
+# Matrices that runtimes compute as one, so with one scheme and, in NVFP4, one global scale.
 _JOINED = (
     (Kind.QUERY, Kind.KEY, Kind.VALUE),
     (Kind.QUERY_DOWN, Kind.KV_DOWN),
@@ -160,5 +160,5 @@ _JOINED = (
 
 
 def joined_with(kind: Kind) -> tuple[Kind, ...]:
-    """The kinds that runtimes compute as one matrix with this one, itself among them."""
+    """The kinds that runtimes compute as one matrix with this one, including itself."""
     return next((kinds for kinds in _JOINED if kind in kinds), (kind,))

@@ -4,7 +4,7 @@ Cut each segment (q, k, v, z; or b, a; or gate, up) into `groups` equal runs of 
 group by group: of each group, every segment's run in turn. One group is the contiguous order
 `[q|k|v|z]` (sglang's Qwen3.5 parameter); as many groups as key heads is the interleaved order of
 Qwen3-Next checkpoints; one group a rank is what a tensor-parallel rank holds. Wrong orders have the
-same shape and load in silence, which is why the order is always stated, never guessed.
+same shape and load silently, which is why the order is always stated, never guessed.
 
 Sources: transformers 5.17 `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`, sglang 0.5.23
 `models/qwen3_5.py` (loader), vLLM 0.33 `Qwen3NextGatedDeltaNet`.
@@ -46,14 +46,14 @@ class Layout:
 
     def fuse(self, parts: Sequence[Output]) -> Output:
         """Segments, each [its rows, ...], to one output in this order. Row ranges only: no byte is
-        read. Raises PlanError where a part has not its segment's rows."""
+        read. Raises PlanError if a part does not have its segment's rows."""
         for part, rows in zip(parts, self.segments, strict=True):
             if part.type.shape[:1] != (rows,):
                 raise PlanError(f"expected a segment of {rows} rows, found {part.type}")
         return concat([parts[segment].rows(start, stop) for segment, start, stop in self.runs()])
 
     def split(self, fused: Output) -> tuple[Output, ...]:
-        """The inverse of `fuse`. Raises PlanError where the fused rows are not this layout's."""
+        """The inverse of `fuse`. Raises PlanError if the fused rows are not this layout's."""
         if fused.type.shape[:1] != (self.rows,):
             raise PlanError(f"expected {self.rows} fused rows, found {fused.type}")
         runs: list[list[Output]] = [[] for _ in self.segments]
@@ -64,15 +64,15 @@ class Layout:
         return tuple(concat(found) for found in runs)
 
     def scales_may_move(self, block_rows: int) -> bool:
-        """Whether block scales can follow their rows: every run must be whole block rows. Else the
-        scales would belong to rows of several segments, and only requantizing could help."""
+        """Whether block scales can move with their rows: every run must be whole block rows. Otherwise
+        the scales would belong to rows of several segments, and only requantizing could help."""
         return all(rows // self.groups % block_rows == 0 for rows in self.segments)
 
     def of_blocks(self, block_rows: int) -> Layout:
-        """The layout of the scale grid's rows. Raises PlanError where they may not move."""
+        """The layout of the scale grid's rows. Raises PlanError if they cannot move."""
         if not self.scales_may_move(block_rows):
             raise PlanError(
                 f"runs of {[rows // self.groups for rows in self.segments]} rows are not whole "
-                f"blocks of {block_rows}, so block scales cannot follow their rows"
+                f"blocks of {block_rows}, so block scales cannot move with their rows; dequantize first"
             )
         return Layout(tuple(rows // block_rows for rows in self.segments), self.groups)

@@ -1,7 +1,7 @@
-"""The one way out for text: what is shown goes to a terminal or a CI log line by line.
+"""The only output of text: everything shown goes to a terminal or a CI log line by line.
 
-Names and values in it come from folders that may be anyone's. So a line stays one line, what cannot be
-seen is written out (core/shown.py), and no line is a command to the CI that keeps the log.
+Names and values in it come from untrusted folders. So a line stays one line, invisible characters
+are escaped (core/shown.py), and no line is a command to the CI that keeps the log.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LINES = 2048  # lines that are written at a time: a dump has as many as a model
 
 
 def shown_line(text: str) -> str:
-    """One line, as it may be shown. The first character of what CI would take for a command is written
-    as its code."""
+    """One line, made safe to show. The first character of what CI would take for a command is
+    escaped."""
     text = _AT_START.sub(r"\1\\x3a", printable(text)) if "::" in text else printable(text)
     return _ANYWHERE.sub(r"\\x23", text) if "##" in text else text
 
 
 def say(*lines: str, err: bool = False) -> None:
-    """Show lines on stdout, or on stderr. A newline within one is no new line."""
+    """Show lines on stdout, or on stderr. A newline within a line is escaped."""
     say_all(lines, err=err)
 
 
 def say_all(lines: Iterable[str], *, err: bool = False) -> None:
-    """Show lines of which there may be very many."""
+    """Show many lines."""
     batch: list[str] = []
     for line in lines:
         batch.append(shown_line(line))
@@ -47,18 +47,18 @@ def say_all(lines: Iterable[str], *, err: bool = False) -> None:
 
 
 def say_error(text: str, command: str = "qconvert") -> None:
-    """Show why a command ends, in one line on stderr that a person can read to its end."""
+    """Show why a command fails, in one line on stderr of readable length."""
     _write(shown_line(message(f"{command}: error: {text}")) + "\n", err=True)
 
 
 def say_json(value: Any) -> None:
-    """Show JSON on stdout, in ASCII, so that whatever reads it gets every name as it is."""
+    """Show JSON on stdout, in ASCII, so that a program that reads it gets every name unchanged."""
     _write(_safe_json(json.dumps(value, indent=2)) + "\n", err=False)
 
 
 def say_report(text: str, form: str, *, styled: bool = False) -> None:
-    """Show a rendered report, whose format has escaped what is foreign in its own way. `styled` says
-    that it is for a terminal, with colours that are ours; `github` is made of commands."""
+    """Show a rendered report, whose format has escaped foreign text in its own way. `styled` says
+    that it is for a terminal and contains our colours; `github` consists of commands."""
     if form in ("json", "sarif"):
         text = _safe_json(text)
     elif form in ("text", "markdown") and not styled:
@@ -68,13 +68,13 @@ def say_report(text: str, form: str, *, styled: bool = False) -> None:
 
 
 def _safe_json(text: str) -> str:
-    """JSON has `##[` only in strings, and there a code says the same."""
+    """JSON has `##[` only in strings, and there an escape is equivalent."""
     return _ANYWHERE.sub(r"\\u0023", text) if "##" in text else text
 
 
 def _write(text: str, *, err: bool) -> None:
     stream: TextIO = sys.stderr if err else sys.stdout
     encoding = stream.encoding or "utf-8"
-    # A log in ASCII shows the code of what it has no letter for.
+    # A log in ASCII shows an escape for a character that it cannot encode.
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()

@@ -1,5 +1,5 @@
-"""Text for people: foreign text made safe to show (names and values come from folders that may be
-anyone's), and counts."""
+"""Text for people: foreign text made safe to show (names and values come from untrusted folders),
+and counts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ MOST_SHOWN = 1500  # characters of one message; more is a name or a value, not s
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with every character that cannot be seen written as Python does (`\\x1b`): control
-    codes, newlines, direction marks, halves of surrogate pairs. Foreign names must neither drive a
-    terminal, nor begin a line of their own in a CI log, nor break a file. `keep` is left as it is."""
+    """The text with every invisible character escaped as Python does (`\\x1b`): control codes, newlines,
+    direction marks, halves of surrogate pairs. Foreign names must neither control a terminal, nor start
+    a line of their own in a CI log, nor break a file. Characters in `keep` are left unchanged."""
     if text.isprintable():
         return text
     return "".join(
@@ -18,12 +18,12 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def count(number: int, what: str, several: str | None = None) -> str:
-    """`1 error`, `1,536 tensors`; `several` is the plural where it is not `what` with an s."""
+    """`1 error`, `1,536 tensors`; `several` is the plural if it is not `what` with an s."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
-    """At most `most` characters: beginning and end stay, what is left out is counted."""
+    """At most `most` characters: beginning and end are kept, what is left out is counted."""
     if len(text) <= most:
         return text
     note = f" ... ({len(text) - most} characters left out) ... "

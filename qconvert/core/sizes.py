@@ -19,15 +19,15 @@ def parse_size(text: str | int) -> int:
     """`5GB` (10^9), `512MiB` (2^20), `4096` -> bytes. Raises UsageError for anything else."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size; write 5GB, 512MiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a valid size; write 5GB, 512MiB or a number of bytes")
     size = int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float is not
     if size < 1:
-        raise UsageError(f"{text!r} is not a size: it must be at least one byte")
+        raise UsageError(f"{text!r} is not a valid size: expected at least one byte")
     return size
 
 
 def format_size(size: float) -> str:
-    """Bytes in decimal units with three figures or so, as disks and repos are sold: `688.6 GB`."""
+    """Bytes in decimal units with about three figures, as disks and repos are sold: `688.6 GB`."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -36,8 +36,8 @@ def format_size(size: float) -> str:
 
 
 def exact_size(size: int) -> str:
-    """Bytes in the largest unit, decimal or binary, that holds them without a rest, as a user will
-    have written them: `1 KB`, `512 MiB`, `1234 B`."""
+    """Bytes in the largest unit, decimal or binary, that divides them, as a user probably wrote
+    them: `1 KB`, `512 MiB`, `1234 B`."""
     fits = [name for name in _UNITS if name and size % _UNITS[name] == 0]
     unit = max(fits, key=_UNITS.__getitem__)
     return f"{size // _UNITS[unit]} {_SPELT.get(unit, unit)}"

@@ -1,5 +1,5 @@
-"""The one reader of YAML, by lines, so that a complaint can name one: a misspelt key that is ignored
-makes wrong files. Depth, numbers and what aliases multiply are bounded, whoever wrote it.
+"""The only reader of YAML. It keeps line numbers, so that a message can name one: a misspelt key that is
+ignored makes wrong files. Depth, numbers and alias expansion are bounded, whoever wrote the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Path = tuple[str | int, ...]
 
 MOST_BYTES = 1 << 20  # of a recipe, or of a card's front matter
 MOST_DEEP = 64
-MOST_NODES = 50_000  # with what aliases stand for written out
+MOST_NODES = 50_000  # with aliases expanded
 _LARGEST = 10**100
-# What PyYAML lets through of values that are none: dates in month 13, `!!int x`, `!!bool maybe`,
+# Errors that PyYAML raises for invalid values: dates in month 13, `!!int x`, `!!bool maybe`,
 # integers of more digits than Python converts.
 _OF_VALUES = (ValueError, OverflowError, LookupError, AttributeError)
 
@@ -24,8 +24,8 @@ _OF_VALUES = (ValueError, OverflowError, LookupError, AttributeError)
 def compose(
     text: str, name: str, *, loader: Any = None, error: type[QConvertError] = RecipeError
 ) -> Any:
-    """A document's root node, None where it is empty. `name` stands in messages, `loader` is another
-    one than PyYAML's safe one. Raises `error` for what is no YAML, or beyond the bounds above."""
+    """A document's root node, None if it is empty. `name` is used in messages, `loader` may replace
+    PyYAML's safe one. Raises `error` for invalid YAML, or beyond the bounds above."""
     import yaml
 
     if len(text) > MOST_BYTES:
@@ -35,13 +35,11 @@ def compose(
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # The scanner's work grows with the square of the depth, so it is stopped on the way.
+            # The scanner's work grows with the square of the depth, so it is stopped while it runs.
             self.depth += 1
             if self.depth > MOST_DEEP:
                 line = self.peek_event().start_mark.line + 1
-                raise error(
-                    f"{name}:{line}: is nested too deep; expected at most {MOST_DEEP} levels"
-                )
+                raise error(f"{name}:{line}: nested too deep; expected at most {MOST_DEEP} levels")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
@@ -54,7 +52,7 @@ def compose(
             reader.dispose()
     except yaml.YAMLError as failure:
         raise not_yaml(failure, name, error) from failure
-    except _OF_VALUES as failure:  # a tag whose escape is no character, a version of 5,000 digits
+    except _OF_VALUES as failure:  # a tag with an invalid escape, a version of 5,000 digits
         raise error(f"{name}: not valid YAML: {_first_line(failure)}") from failure
     if root is not None:
         _weigh(root, name, {}, set(), error)
@@ -76,12 +74,12 @@ def _weigh(
     above: set[int],
     error: type[QConvertError],
 ) -> tuple[int, int]:
-    """How many nodes a node is and how deep, with aliases written out. An anchor stands before its
-    aliases, so what an alias names has been weighed and this goes no deeper than the text does."""
+    """How many nodes a node is and how deep, with aliases expanded. An anchor comes before its
+    aliases, so the target of an alias is already measured and this recurses no deeper than the text."""
     if id(node) in known:
         return known[id(node)]
     if id(node) in above:
-        raise error(f"{name}:{line_of(node)}: an alias must not stand inside what it names")
+        raise error(f"{name}:{line_of(node)}: an alias must not be inside its own anchor")
     above.add(id(node))
     size, depth = 1, 1
     if isinstance(node.value, list):
@@ -92,9 +90,9 @@ def _weigh(
     above.discard(id(node))
     if size > MOST_NODES or depth > MOST_DEEP:
         what = (
-            f"is more than {MOST_NODES} values with its aliases written out; write fewer"
+            f"is more than {MOST_NODES} values with its aliases expanded; write fewer"
             if size > MOST_NODES
-            else f"is nested too deep with its aliases written out; expected at most {MOST_DEEP} levels"
+            else f"is nested too deep with its aliases expanded; expected at most {MOST_DEEP} levels"
         )
         raise error(f"{name}:{line_of(node)}: {what}")
     known[id(node)] = size, depth
@@ -104,7 +102,7 @@ def _weigh(
 def not_yaml(
     failure: Exception, name: str, error: type[QConvertError] = RecipeError
 ) -> QConvertError:
-    """In one line: what YAML's own message says in five."""
+    """PyYAML's five-line message in one line."""
     mark = getattr(failure, "problem_mark", None)
     line = f":{mark.line + 1}" if mark is not None else ""
     problem = getattr(failure, "problem", None) or _first_line(failure)
@@ -124,12 +122,12 @@ def line_of(node: Any) -> int:
 
 
 def entries(node: Any, name: str) -> Iterable[tuple[Any, Any]]:
-    """A mapping's keys and values as nodes. Raises RecipeError for a key that is no word, or that is
-    given twice."""
+    """A mapping's keys and values as nodes. Raises RecipeError for a key that is not a string, or that
+    is given twice."""
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key.value, str):
-            raise RecipeError(f"{name}:{line_of(key)}: a key must be a word")
+            raise RecipeError(f"{name}:{line_of(key)}: a key must be a string")
         if key.value in seen:
             raise RecipeError(f"{name}:{line_of(key)}: {key.value!r} is given twice")
         seen.add(key.value)
@@ -139,8 +137,8 @@ def entries(node: Any, name: str) -> Iterable[tuple[Any, Any]]:
 def construct(
     node: Any, name: str, *, loader: Any = None, error: type[QConvertError] = RecipeError
 ) -> Any:
-    """A node's plain value. Raises `error` for a tag that safe YAML does not have, a value that is none
-    of its kind, and integers of more than 100 digits."""
+    """A node's plain value. Raises `error` for a tag that safe YAML does not have, a value that is
+    invalid for its type, and integers of more than 100 digits."""
     import yaml
 
     try:
@@ -157,7 +155,7 @@ def construct(
 def _check_integers(value: Any, where: str, error: type[QConvertError]) -> None:
     """The value is as deep and as large as its nodes, which are bounded."""
     if type(value) is int and not -_LARGEST < value < _LARGEST:
-        raise error(f"{where}: holds an integer of more than 100 digits")
+        raise error(f"{where}: expected integers of at most 100 digits, found a longer one")
     if isinstance(value, dict):
         for key, one in value.items():
             _check_integers(key, where, error)
@@ -188,6 +186,6 @@ def lines_of(node: Any, name: str) -> Mapping[Path, int]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no known word is close."""
+    """` (did you mean 'x'?)`, or nothing if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,7 +1,7 @@
-"""Blocks that several families are made of: experts, the decoder layer that all Qwen share, and the
-layer of DeepSeek-V3, which other makers took over with the names of its tensors.
+"""Blocks that several families share: experts, the decoder layer that all Qwen models share, and the
+layer of DeepSeek-V3, which other makers adopted with the names of its tensors.
 
-Not a family itself: it has no `FAMILY`, so discovery passes it by.
+Not a family itself: it has no `FAMILY`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parts(
 
 
 def experts(prefix: str, at: str, layers: str) -> tuple[Role, ...]:
-    """Routed experts in both published forms, each optional because the other may stand instead: a
-    matrix an expert, and stacked 3-D parameters (gate rows first), which carry no `.weight`."""
+    """Routed experts in both published forms, each optional because the other may be used instead: a
+    matrix per expert, and stacked 3-D parameters (gate rows first), which have no `.weight`."""
     each, stacked = f"{at}.mlp.experts.{{E}}", f"{at}.mlp.experts"
     return (
         *parts(f"{prefix}experts.", each, _EXPERT, layers, optional=True),
@@ -59,7 +59,7 @@ def experts(prefix: str, at: str, layers: str) -> tuple[Role, ...]:
 
 
 def outer(at: str = "model.", head: str = "lm_head") -> tuple[Role, ...]:
-    """What stands around the layers; `at` opens the names of the language model."""
+    """The modules around the layers; `at` is the prefix of the language model's names."""
     return (
         Role("embed_tokens", f"{at}embed_tokens", Kind.EMBEDDING),
         Role("norm", f"{at}norm", Kind.NORM),
@@ -91,7 +91,8 @@ def deepseek_layer(
 def latent_attention(
     prefix: str, at: str, every: str, low_q: str, full_q: str, *, optional: bool = False
 ) -> tuple[Role, ...]:
-    """Multi-head latent attention. Queries come through a low rank or straight: two layer groups."""
+    """Multi-head latent attention. Queries are projected in two steps (low rank) or one: two layer
+    groups."""
     attn = f"{at}.self_attn"
     keys = {
         "kv_a_proj_with_mqa": Kind.KV_DOWN, "kv_a_layernorm": Kind.NORM, "kv_b_proj": Kind.KV_UP,
@@ -107,8 +108,8 @@ def latent_attention(
 
 
 def deepseek_draft(at: str) -> tuple[Role, ...]:
-    """What a draft layer has beside a decoder layer. Optional, as all of a draft layer: transformers
-    drops it on saving and leaves its count in the config."""
+    """What a draft layer has in addition to a decoder layer. Optional, like all of a draft layer:
+    transformers drops it on saving and leaves its count in the config."""
     kinds = {
         "embed_tokens": Kind.EMBEDDING, "enorm": Kind.NORM, "hnorm": Kind.NORM,
         "eh_proj": Kind.DRAFT_JOIN, "shared_head.norm": Kind.NORM, "shared_head.head": Kind.HEAD,
@@ -185,7 +186,7 @@ def qwen_layer(
 def qwen_shared_expert(
     prefix: str, at: str, moe: str, *, optional: bool = False
 ) -> tuple[Role, ...]:
-    """The expert every token passes, and the gate it is weighed with."""
+    """The expert that every token passes through, and its gate."""
     shared, gate = f"{at}.mlp.shared_expert", f"{at}.mlp.shared_expert_gate"
     return (
         *parts(f"{prefix}shared_expert.", shared, SHARED_MLP, moe, optional=optional),
@@ -194,8 +195,8 @@ def qwen_shared_expert(
 
 
 def gated_delta_net(at: str) -> tuple[Role, ...]:
-    """Linear attention. Its input projections come fused (Qwen3-Next, and what we fuse) or split
-    (Qwen3.5), so every one of them is optional."""
+    """Linear attention. Its input projections are fused (Qwen3-Next, and what we fuse) or split
+    (Qwen3.5), so all of them are optional."""
     kinds = {
         "conv1d": Kind.CONV, "A_log": Kind.BUFFER, "dt_bias": Kind.BUFFER, "norm": Kind.NORM,
         "out_proj": Kind.GDN_OUTPUT,
@@ -243,7 +244,7 @@ def qwen_vision() -> tuple[Role, ...]:
 
 
 def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int = 1) -> Dims:
-    """Dims of a Qwen config; `mtp_layers` and the interval hold where the config is silent.
+    """Dims of a Qwen config; `mtp_layers` and the interval apply if the config does not state them.
 
     transformers 4 writes `full_attention_interval`, transformers 5 `layer_types` instead.
     """

@@ -24,7 +24,7 @@ _AT = "model.layers.{L}"
 
 
 def _indexer(prefix: str, every: str) -> tuple[Role, ...]:
-    """What DeepSeek-V3.2 chooses the tokens with that it attends to."""
+    """The modules with which DeepSeek-V3.2 chooses the tokens it attends to."""
     kinds = {
         "wq_b": Kind.INDEXER, "wk": Kind.INDEXER, "k_norm": Kind.NORM,
         "weights_proj": Kind.INDEXER_WEIGHTS,

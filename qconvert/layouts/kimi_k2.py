@@ -2,9 +2,9 @@
 
 Names: those of DeepSeek-V3 without its draft layer (`DeepseekV3ForCausalLM` in transformers 5.17,
 models/deepseek_v3/), which Kimi's own modeling_deepseek.py shares. K2.5 puts `language_model.` before
-them, and has a vision tower and a projector. Theirs are the names that transformers reads
-(conversion_mapping.py, "kimi_k25"), not those of its class. What transformers 5.17 saves of a K2.5 is
-not known here: it renames the language model's layers to `blocks`, as it does the tower's.
+them, and has a vision tower and a projector. The names are those that transformers reads
+(conversion_mapping.py, "kimi_k25"), not those of its class. A K2.5 that transformers 5.17 saved is
+not supported here: it renames the language model's layers to `blocks`, as it does the tower's.
 
 Instruct is block FP8 and stores `rotary_emb.inv_freq`, which loaders compute. From Thinking on, the
 routed experts are compressed-tensors INT4 (`weight_packed`, `weight_scale` in groups of 32,

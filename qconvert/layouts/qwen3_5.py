@@ -4,8 +4,8 @@ Names: `Qwen3_5ForConditionalGeneration`, `Qwen3_5ForCausalLM` and their MoE twi
 5.17 (models/qwen3_5/, models/qwen3_5_moe/), and `model.safetensors.index.json` of
 Qwen/Qwen3.5-35B-A3B and Qwen/Qwen3.6-27B for `mtp.*`, which transformers ignores.
 
-The bf16 MoE releases stack the experts of the model and keep the draft layer's apart (3.5) or stack
-them too (3.6); the FP8 releases keep all apart. Vision towers are those of Qwen3-VL without its
+The bf16 MoE releases stack the experts of the model and keep the draft layer's unstacked (3.5) or stack
+them too (3.6); the FP8 releases keep all unstacked. Vision towers are those of Qwen3-VL without its
 deepstack mergers (`deepstack_visual_indexes` is empty), and text-only copies leave them out.
 """
 
@@ -24,7 +24,7 @@ from qconvert.layouts._blocks import (
 
 
 def dims(config: Config) -> Dims:
-    """Full attention in every fourth layer where the config is silent."""
+    """Full attention in every fourth layer if the config does not state it."""
     return qwen_dims(config, full_attention_interval=4)
 
 

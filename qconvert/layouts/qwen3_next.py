@@ -20,7 +20,7 @@ from qconvert.layouts._blocks import (
 
 
 def dims(config: Config) -> Dims:
-    """One draft layer and full attention in every fourth layer where the config is silent."""
+    """One draft layer and full attention in every fourth layer if the config does not state them."""
     return qwen_dims(config, mtp_layers=1, full_attention_interval=4)
 
 

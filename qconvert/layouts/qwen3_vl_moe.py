@@ -2,9 +2,9 @@
 
 Names: `Qwen3VLMoeForConditionalGeneration` in transformers 5.17 (models/qwen3_vl_moe/). The language
 model is Qwen3-MoE's, its experts stacked. Published stacks hold columns before rows; transformers
-swaps the two on loading wherever shapes differ (conversion_mapping.py, "qwen3_vl_moe"), and saves rows
-first: what it saved is not what was published, and only shapes tell. The vision tower feeds early
-layers too, through further mergers (`deepstack_merger_list`), one for each of
+swaps the two on loading if shapes differ (conversion_mapping.py, "qwen3_vl_moe"), and saves rows
+first: a saved checkpoint differs from a published one, and only shapes tell them apart. The vision
+tower also feeds early layers, through further mergers (`deepstack_merger_list`), one for each of
 `deepstack_visual_indexes`.
 """
 

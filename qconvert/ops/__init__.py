@@ -1,2 +1,2 @@
-"""Ops: tensors in, tensors out. Each is a frozen dataclass that plans with the standard library
-alone; what it computes with is imported inside `run`."""
+"""Ops: tensors in, tensors out. Each is a frozen dataclass that plans with only the standard library;
+the libraries it computes with are imported inside `run`."""

@@ -16,7 +16,7 @@ T = TypeVar("T", bound="np.generic")
 def array(
     data: memoryview, dtype: type[T], shape: Shape
 ) -> np.ndarray[tuple[int, ...], np.dtype[T]]:
-    """An array over `data`, which must hold exactly that many bytes, and is written through."""
+    """An array over `data`, which must hold exactly that many bytes; writes go through to it."""
     import numpy as np
 
     return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,8 +1,8 @@
-"""F16 or F32 -> BF16, and the pieces of it that other ops share.
+"""F16 or F32 -> BF16, and the parts of it that other ops share.
 
 Rounding is IEEE 754's to nearest, ties to even, on the bits of float32: what torch's
-`.to(torch.bfloat16)` gives. What lies above the largest bf16 by half a step or more becomes
-infinity, denormals are kept, and every NaN becomes the quiet one with its sign.
+`.to(torch.bfloat16)` gives. Values above the largest bf16 by half a step or more become
+infinity, denormals are kept, and every NaN becomes the quiet NaN with its sign.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
-# Elements worked on at a time: a float32 copy and one more beside it stay in a core's own cache.
+# Elements worked on at a time: a float32 copy and one more fit in a core's own cache.
 TILE_ELEMENTS = 1 << 16
 
 _NAMES = {"F32": "fp32", "F16": "fp16"}
@@ -64,7 +64,7 @@ class ToBf16:
         return row_parts(self, source.shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
-        """A tile as float32 and its rounding beside it."""
+        """A tile as float32 and its rounded copy."""
         return 8 * min(args[0].numel, TILE_ELEMENTS)
 
     def loss(self, *args: TensorType) -> str | None:
@@ -83,14 +83,14 @@ class ToBf16:
         bits = array(scratch[: 4 * tile], np.int32, (tile,))
         spare = array(scratch[4 * tile :], np.int32, (tile,))
         target = array(outs[0].data, np.uint16, (size,))
-        with np.errstate(all="ignore"):  # signalling NaNs are no event here
+        with np.errstate(all="ignore"):  # signalling NaNs are not an error here
             for start in range(0, size, TILE_ELEMENTS):
                 stop = min(start + TILE_ELEMENTS, size)
                 part, beside = bits[: stop - start], spare[: stop - start]
                 values = part.view(np.float32)
                 data = ins[0].data[width * start : width * stop]
                 decode(data, kind.dtype, values, beside)
-                nan = bool(np.isnan(values.max()))  # the largest of any with a NaN is NaN
+                nan = bool(np.isnan(values.max()))  # the maximum is NaN if any value is
                 if nan:
                     found = np.flatnonzero(np.isnan(values))
                     signs = (part[found] < 0).astype(np.uint16)
@@ -110,15 +110,15 @@ def decode(data: memoryview, dtype: str, out: Float32s, spare: Int32s) -> None:
         np.copyto(bits, array(data, np.int32, shape))
     elif dtype == "BF16":
         np.copyto(bits, array(data, np.uint16, shape))
-        np.multiply(bits, 1 << 16, out=bits)  # quicker than numpy's shift
+        np.multiply(bits, 1 << 16, out=bits)  # faster than numpy's shift
     else:
         _decode_f16(data, out, spare)
 
 
 def _decode_f16(data: memoryview, out: Float32s, spare: Int32s) -> None:
-    """Exponent and mantissa moved to where float32 keeps them are the value times 2^-112, subnormals
-    included, except that float16's infinity and NaN look like numbers: numpy's own conversion, a
-    fifth as fast, knows them."""
+    """Exponent and mantissa moved to where float32 keeps them give the value times 2^-112, subnormals
+    included, except that float16's infinity and NaN look like numbers: those are left to numpy's own
+    conversion, which is five times slower."""
     import numpy as np
 
     shape, bits = out.shape, out.view(np.int32)
@@ -136,8 +136,8 @@ def _decode_f16(data: memoryview, out: Float32s, spare: Int32s) -> None:
 
 def round_to_bf16(bits: Int32s, spare: Int32s) -> None:
     """Float32 bits -> the bits of the nearest bf16, ties to even, in the lower halves. (The upper
-    halves repeat the sign.) Half of what is dropped is added, less one where what is kept is even;
-    the carry does the rest. NaN is not looked after."""
+    halves repeat the sign.) Half of what is dropped is added, minus one if what is kept is even;
+    the carry does the rest. NaN is not handled."""
     import numpy as np
 
     np.right_shift(bits, 16, out=spare)

@@ -1,4 +1,4 @@
-"""Bytes that no source holds: small tensors a format wants, such as `weight_shape`."""
+"""Bytes that no source holds: small tensors a format requires, such as `weight_shape`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qconvert.core.graph import Buffer, Part, whole
 @dataclass(frozen=True, slots=True)
 class Constant:
     """Nothing -> `dtype` `shape`, whose little-endian bytes are `hex`. (As text, because an op's repr
-    is its identity.) Raises PlanError where the digits are no bytes or of another length."""
+    is its identity.) Raises PlanError if the digits are not bytes or have another length."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Constant:
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         if args:
-            raise PlanError(f"expected a constant to have no argument, found {len(args)}")
+            raise PlanError(f"expected no arguments for a constant, found {len(args)}")
         kind = TensorType(self.dtype, self.shape)
         try:
             size = len(bytes.fromhex(self.hex))
@@ -49,8 +49,8 @@ class Constant:
 
 
 def constant_i64(values: tuple[int, ...]) -> Constant:
-    """I64 [len(values)]. Raises PlanError where a value does not fit."""
+    """I64 [len(values)]. Raises PlanError for a value that does not fit."""
     for value in values:
         if not -(1 << 63) <= value < 1 << 63:
-            raise PlanError(f"expected values of 64 bits with sign, found {value}")
+            raise PlanError(f"expected signed 64-bit values, found {value}")
     return Constant("I64", (len(values),), pack(f"<{len(values)}q", *values).hex())

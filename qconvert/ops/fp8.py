@@ -8,8 +8,8 @@ has 576 rows under 128-row blocks).
 
 Per-channel scales are the block (1, K) and per-tensor scales the block (N, K): one op serves all.
 
-The arithmetic is numpy's, on bits. torch's operators are a little faster at most (1.75 against 0.95
-to 1.65 GB of FP8 a second and core, measured on one machine), and importing torch costs each process
+The arithmetic is numpy's, on bits. torch's operators are only a little faster (1.75 against 0.95
+to 1.65 GB of FP8 per second and core, measured on one machine), and importing torch costs each process
 two seconds and 145 MB: more than many conversions take.
 """
 
@@ -38,8 +38,8 @@ WEIGHT_DTYPES = ("F8_E4M3", "F8_E5M2")
 # U8 and F8_E8M0 both hold power-of-two exponents: 2^(e - 127), 255 being NaN (OCP MX v1.0, 5.4.1).
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
-# Elements decoded at a time: their float32 copy and the rounding beside it stay inside a core's own
-# cache (1 MiB on the machine measured). Of 8 Ki to 1 Mi elements this measured best in three shapes.
+# Elements decoded at a time: their float32 copy and the rounded result fit in a core's own
+# cache (1 MiB on the machine measured). Of 8 Ki to 1 Mi elements this was fastest for three shapes.
 TILE_ELEMENTS = 1 << 16
 
 # An e4m3 code shifted left by 20 puts exponent and mantissa where float32 keeps them, with the
@@ -52,8 +52,8 @@ _SAFE_SCALE = 2.0**7  # s * 2^120 must stay finite
 _SCALES_AT_ONCE = 4096
 _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal float32
 
-# The largest code, without its sign, that is a number (or, in e5m2, an infinity), and what the
-# largest number is.
+# The largest code, without its sign, that is a number (or, in e5m2, an infinity), and the largest
+# number.
 _LARGEST_CODE = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7C}
 _LARGEST_NUMBER = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 _E5M2_INFINITY = 0x7C
@@ -68,17 +68,17 @@ class DequantFp8:
     """weight [..., N, K] F8 and scale [..., ceil(N/b0), ceil(K/b1)] -> BF16 [..., N, K].
 
     Scales multiply. They may be F32, BF16, F16 or E8M0 (stored as F8_E8M0 or U8). Leading dimensions
-    (experts) of weight and scale must be equal. Raises PlanError where dtypes or the grid do not
-    fit, ScaleError where a scale is NaN or infinite, and where a result would be infinite: its product
-    is beyond bf16, or (e5m2) its code is an infinity. With `overflow` those are written, and counted.
-    NaN codes become NaN and are remarked upon.
+    (experts) of weight and scale must be equal. Raises PlanError if dtypes or the grid do not
+    fit, ScaleError for a scale that is NaN or infinite, and for a result that would be infinite: its
+    product is beyond bf16, or (e5m2) its code is an infinity. With `overflow` those are written, and
+    counted. NaN codes become NaN and are counted.
     """
 
     block: tuple[int, int]
     overflow: bool = False
 
     def __repr__(self) -> str:
-        """As it was before there was `overflow`, where that is refused: fingerprints hold it."""
+        """Unchanged from before `overflow` existed, if overflow is refused: fingerprints hold it."""
         return f"DequantFp8(block={self.block}{', overflow=True' if self.overflow else ''})"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
@@ -111,7 +111,7 @@ class DequantFp8:
                 yield self._part(matrix, start, min(start + height, rows), *args)
 
     def row_step(self, *args: TensorType) -> int:
-        """A block; a per-tensor scale lets any row start a part."""
+        """A block; with a per-tensor scale any row can start a part."""
         return 1 if self.block[0] >= args[0].shape[-2] else self.block[0]
 
     def rows(self, start: int, stop: int, *args: TensorType) -> Part:
@@ -139,7 +139,7 @@ class DequantFp8:
         )
 
     def scratch(self, *args: TensorType) -> int:
-        """One tile as float32 and its rounding beside it, one row of scales spread over the columns,
+        """One tile as float32 and its rounded copy, one row of scales spread over the columns,
         and the scales of the part, as float32."""
         weight, scale = args
         rows, columns = weight.shape[-2:]
@@ -176,7 +176,8 @@ class DequantFp8:
             if not largest < float("inf"):
                 index = int(np.argmin(np.isfinite(factors)))
                 raise ScaleError(index, "is NaN or infinite; the checkpoint is broken")
-            # Whether any product can overflow is told from the scales: hardly a checkpoint has such.
+            # Whether any product can overflow is told from the scales: hardly any checkpoint has such
+            # scales.
             infinite = 0
             risky = largest * _LARGEST_NUMBER[dtype] >= _OVERFLOW
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
@@ -220,7 +221,7 @@ class DequantFp8:
     def _overflow_error(
         self, row: int, column: int, source: Int8s, factors: Float32s, dtype: str
     ) -> ScaleError:
-        """What to say of the block that holds the value at `row` and `column` of a part."""
+        """The error for the block that holds the value at `row` and `column` of a part."""
         import numpy as np
 
         (height, width), (rows, columns) = self.block, source.shape
@@ -236,15 +237,15 @@ class DequantFp8:
         return ScaleError(
             line * factors.shape[1] + place,
             f"is {factors[line, place]:g}, and of the {span.size} values decoded with it {count} are "
-            "infinite or beyond bf16 (3.39e38 at most); look whether it is meant to be multiplied, or "
-            "write infinities with `dequant --allow-overflow`",
+            "infinite or beyond bf16 (3.39e38 at most); check whether the scale is meant to multiply, "
+            "or write infinities with `dequant --allow-overflow`",
         )
 
 
 def _beyond(
     span: Int8s, dtype: str, bits: Int32s
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which products, as float32 bits, bf16 holds as infinite only; NaN codes are none of them."""
+    """Which products, as float32 bits, become infinite in bf16; NaN codes are not among them."""
     import numpy as np
 
     numbers = (span.view(np.uint8) & 0x7F) <= _LARGEST_CODE[dtype]
@@ -278,7 +279,7 @@ def _decode(span: Int8s, dtype: str, bits: Int32s, *, exact: bool) -> Float32s:
         np.copyto(values, halves.view(np.float16))
         return values
     np.copyto(bits, span)
-    np.multiply(bits, 1 << _SHIFT, out=bits)  # quicker than numpy's shift
+    np.multiply(bits, 1 << _SHIFT, out=bits)  # faster than numpy's shift
     np.bitwise_and(bits, _MASK, out=bits)
     if exact:
         np.multiply(values, np.float32(_BIAS), out=values)
@@ -307,8 +308,8 @@ def _scale_rows(values: Float32s, scale: Float32s, block_columns: int) -> None:
 def _may_tie(scale: Float32s) -> bool:
     """Whether a product with one of these scales may lie halfway between two bf16 values. An e4m3
     code is 8 to 15 times a power of two (or zero), and a power of two leaves a product's mantissa
-    as it is unless the product is subnormal: eight products a scale tell all. Of float32 scales
-    (DeepSeek's) one in eight thousand can tie; of bfloat16 ones (Qwen's) most can."""
+    unchanged unless the product is subnormal: eight products per scale decide it. Of float32 scales
+    (DeepSeek's) one in eight thousand can tie; of bfloat16 scales (Qwen's) most can."""
     import numpy as np
 
     multiples = np.arange(8, 16, dtype=np.float32)

@@ -2,7 +2,7 @@
 
 An order says, for a tile of result rows, which element of the same rows of the arguments goes where.
 Every tile has the same order, so its index is built once for a shape, is small enough for a core's
-cache, and any run of tiles can be worked on alone.
+cache, and any run of tiles can be processed alone.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Order(Protocol):
 
     @property
     def halves(self) -> int:
-        """Matrices that the rows of a tile come from, the same number from each."""
+        """Matrices that the rows of a tile come from, the same number of rows from each."""
 
     def width(self, columns: int) -> int:
-        """Bytes of an element, for rows of so many bytes: a whole row, or a word of 4. Raises
+        """Bytes of an element, for rows of that many bytes: a whole row, or a word of 4. Raises
         PlanError for rows that do not hold whole elements."""
 
     def index(self, columns: int) -> NDArray[np.intp]:
-        """For each element of a tile, the element of the tile's arguments it is: their rows one
+        """For each element of a tile, its position in the tile's arguments: their rows one
         matrix after another. A permutation."""
 
-    def gather(self, halves: Sequence[Tiles], result: Tiles, beside: Tiles) -> None:
-        """Fill tiles of the result, as `index` says, from the same tiles of the matrices. `beside` is
-        room for one."""
+    def gather(self, halves: Sequence[Tiles], result: Tiles, spare: Tiles) -> None:
+        """Fill tiles of the result, as `index` says, from the same tiles of the matrices. `spare` is
+        working memory for one."""
 
 
 @lru_cache(maxsize=64)
@@ -58,7 +58,7 @@ def _inverse(order: Order, columns: int) -> NDArray[np.intp]:
 
 
 def _columns(kind: TensorType, order: Order, rows: int) -> int:
-    """Bytes of a row. Raises PlanError where the matrix does not hold whole tiles."""
+    """Bytes of a row. Raises PlanError if the matrix does not hold whole tiles."""
     if len(kind.shape) != 2:
         raise PlanError(f"expected a matrix to reorder, found {kind}")
     columns = kind.row_nbytes
@@ -107,14 +107,14 @@ class Gather:
     ) -> Mapping[str, int]:
         order, columns = self.order, ins[0].type.row_nbytes
         halves = [_tiles(b.data, order.tile // order.halves, columns) for b in ins]
-        beside = _tiles(scratch, order.tile, columns)
-        order.gather(halves, _tiles(outs[0].data, order.tile, columns), beside)
+        spare = _tiles(scratch, order.tile, columns)
+        order.gather(halves, _tiles(outs[0].data, order.tile, columns), spare)
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """One matrix [M, C] -> `order.halves` matrices [M / halves, C]: what `Gather` made it of."""
+    """One matrix [M, C] -> `order.halves` matrices [M / halves, C]: the inverse of `Gather`."""
 
     order: Order
 
@@ -159,7 +159,7 @@ class Scatter:
         return {}
 
 
-def take_tiles(order: Order, halves: Sequence[Tiles], result: Tiles, beside: Tiles) -> None:
+def take_tiles(order: Order, halves: Sequence[Tiles], result: Tiles, spare: Tiles) -> None:
     """`Order.gather` by its index."""
     import numpy as np
 
@@ -168,7 +168,7 @@ def take_tiles(order: Order, halves: Sequence[Tiles], result: Tiles, beside: Til
         if len(halves) == 1:
             _take(order, halves[0][number], index, tile)
             continue
-        (room,) = beside
+        (room,) = spare
         parts = room.reshape(len(halves), -1, room.shape[-1])
         for half, part in zip(halves, parts, strict=True):
             np.copyto(part, half[number])
@@ -176,7 +176,7 @@ def take_tiles(order: Order, halves: Sequence[Tiles], result: Tiles, beside: Til
 
 
 def _take(order: Order, source: Tiles, index: NDArray[np.intp], out: Tiles) -> None:
-    """One tile. numpy fills a temporary first where a wrong index may raise; ours are permutations."""
+    """One tile. numpy fills a temporary first if an invalid index may raise; ours are permutations."""
     import numpy as np
 
     columns = source.shape[-1]

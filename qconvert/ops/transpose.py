@@ -1,7 +1,7 @@
 """Columns of a matrix, as rows.
 
 Some checkpoints store a projection as [inputs, outputs] (gpt-oss, Llama 4 experts), and fused ones
-hold two projections side by side: taking columns and turning them is one step.
+hold two projections as adjacent columns: taking columns and transposing them is one step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Part, whole
 from qconvert.ops.buffers import array
 
-# Turning single bf16 values is slow: a strided copy takes its nanoseconds an element, however small.
-# So four source rows are woven into 64-bit words first (whole rows at a time, which is quick), and
-# the words are turned. A block of each kind fits a core's own cache.
+# Transposing single bf16 values is slow: a strided copy takes nanoseconds per element, however small.
+# So four source rows are interleaved into 64-bit words first (whole rows at a time, which is fast),
+# and the words are transposed. A block of each kind fits a core's own cache.
 _WOVEN = 4
 _BLOCK_ROWS = 256
 _BLOCK_COLUMNS = 128
@@ -26,8 +26,8 @@ _BLOCK_COLUMNS = 128
 class Columns:
     """BF16 [K, M] -> BF16 [count, K]: result row i is source column `first` + i.
 
-    It cannot be cut: each result row needs every source row. Raises PlanError where the source is
-    no BF16 matrix or has too few columns.
+    It cannot be cut: each result row needs every source row. Raises PlanError if the source is
+    not a BF16 matrix or has too few columns.
     """
 
     first: int
@@ -55,7 +55,7 @@ class Columns:
         yield whole(self, args)
 
     def scratch(self, *args: TensorType) -> int:
-        """Woven words of a block, the same being woven in, and the block turned."""
+        """Interleaved words of a block, working memory for them, and the block transposed."""
         words = min(args[0].shape[0], _BLOCK_ROWS) // _WOVEN * min(self.count, _BLOCK_COLUMNS)
         return 3 * 8 * words
 
@@ -79,15 +79,15 @@ class Columns:
             for left in range(0, self.count, _BLOCK_COLUMNS):
                 right = min(left + _BLOCK_COLUMNS, self.count)
                 width = right - left
-                woven, beside, turned = (part[: height * width] for part in words)
-                woven, beside = woven.reshape(height, width), beside.reshape(height, width)
+                woven, spare, turned = (part[: height * width] for part in words)
+                woven, spare = woven.reshape(height, width), spare.reshape(height, width)
                 turned = turned.reshape(width, height)
                 block = source[top:bottom, left:right]
                 np.copyto(woven, block[::_WOVEN])
                 for i in range(1, _WOVEN):
-                    np.copyto(beside, block[i::_WOVEN])
-                    np.left_shift(beside, 16 * i, out=beside)
-                    np.bitwise_or(woven, beside, out=woven)
+                    np.copyto(spare, block[i::_WOVEN])
+                    np.left_shift(spare, 16 * i, out=spare)
+                    np.bitwise_or(woven, spare, out=woven)
                 np.copyto(turned, woven.T)
                 np.copyto(target[left:right, top:bottom], turned.view(np.uint16))
         np.copyto(target[:, even:], source[even:].T)  # three rows at most

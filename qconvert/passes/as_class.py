@@ -2,8 +2,8 @@
 
 Qwen3.5's text model and Qwen3-Next compute the same function (logits are bitwise equal in bf16 and
 fp64, transformers 5.17), but their checkpoints differ: names (`model.language_model.` against
-`model.`), the order of the linear-attention projections (`fuse` and `unfuse` see to that), and the
-config. What Qwen3-Next has no place for, the vision tower, is dropped by a named rule.
+`model.`), the order of the linear-attention projections (`fuse` and `unfuse` convert it), and the
+config. The vision tower, which Qwen3-Next does not have, is dropped by a named rule.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LANGUAGE, _PLAIN, _VISION = "model.language_model.", "model.", "model.visual."
 VISION_RULE = "as_class: qwen3_next has no vision tower"
 # Of a multi-modal rope: a text-only class uses one position for all sections.
 _MROPE = ("mrope_section", "mrope_interleaved")
-# Of Qwen3-Next's config alone; Qwen3.5 states none of them.
+# Only in Qwen3-Next's config; Qwen3.5 states none of them.
 _NEXT_ONLY = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-# Of a multi-modal config's root, meaningless without its vision tower.
+# In a multi-modal config's root, meaningless without its vision tower.
 _ROOT_ONLY = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "architectures", "model_type",
@@ -43,7 +43,7 @@ class AsClass:
     """Rename tensors and rewrite the config for `to`: `qwen3_next` from Qwen3.5, or
     `qwen3_5_text` (dense or MoE by the config's experts) from Qwen3-Next.
 
-    Raises PlanError for another source, and where the projections are not in the order the target
+    Raises PlanError for another source, and if the projections are not in the order the target
     class takes: `fuse` to the interleaved order, or `unfuse`, first.
     """
 
@@ -55,14 +55,14 @@ class AsClass:
     def __call__(self, plan: Plan) -> Plan:
         source = {"qwen3_next": "qwen3_5", "qwen3_5_text": "qwen3_next"}[self.to]
         if plan.family.name != source:
-            raise PlanError(f"{self.to} is made from {source}, found {plan.family.name}")
+            raise PlanError(f"{self.to} can only be made from {source}, found {plan.family.name}")
         dims = plan.census.dims
         if dims.gdn is None:
             raise PlanError("the config has no linear-attention layers")
         wanted = dims.gdn[0] if self.to == "qwen3_next" else 0
         if plan.facts.get(FACT) != wanted:
             first = "`fuse: {consumer: qwen3-next}`" if wanted else "`unfuse`"
-            raise PlanError(f"its projections are in another order; {first} must come before")
+            raise PlanError(f"the projections are in another order; run {first} first")
         tensors: dict[str, Output] = {}
         dropped = dict(plan.dropped)
         for name, output in plan.tensors.items():
@@ -74,11 +74,11 @@ class AsClass:
                 continue
             renamed = _PLAIN + name.removeprefix(_LANGUAGE) if name.startswith(_LANGUAGE) else name
             if renamed in tensors:
-                raise PlanError(f"{name!r} would become {renamed!r}, which is there already")
+                raise PlanError(f"{name!r} would become {renamed!r}, which already exists")
             tensors[renamed] = output
         config = _to_next(plan.config) if self.to == "qwen3_next" else _to_text(plan.config)
         drafts = any(plan.family.is_mtp(name, dims) for name in plan.tensors)
-        if drafts and self.to == "qwen3_5_text":  # Qwen3-Next has one and does not say so
+        if drafts and self.to == "qwen3_5_text":  # Qwen3-Next has one and does not state it
             config.setdefault("mtp_num_hidden_layers", dims.mtp_layers)
         gone = [f for f in plan.side_files if f in _VISION_FILES]
         return plan.logged(
@@ -117,11 +117,13 @@ def _to_next(config: Mapping[str, Any]) -> dict[str, Any]:
 def _to_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen3-Next to a flat, text-only Qwen3.5 config."""
     if not config.get("norm_topk_prob", True):
-        raise PlanError("config says norm_topk_prob: false; Qwen3.5 always normalizes")
+        raise PlanError("config.json has norm_topk_prob: false, but Qwen3.5 always normalizes")
     layers = int(config["num_hidden_layers"])
     dense = sorted(config.get("mlp_only_layers") or []) == list(range(layers))
     if not dense and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise PlanError("some layers are dense and some have experts; Qwen3.5 has all or none")
+        raise PlanError(
+            "expected experts in all layers or in none (Qwen3.5), found some dense layers"
+        )
     kept = {key: value for key, value in config.items() if key not in _NEXT_ONLY}
     kind, cls = ("qwen3_5_text", "Qwen3_5") if dense else ("qwen3_5_moe_text", "Qwen3_5Moe")
     if dense:

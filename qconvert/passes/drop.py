@@ -17,10 +17,10 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop the MTP (draft) layers, or every tensor whose name fits a shell pattern.
+    """Drop the MTP (draft) layers, or every tensor whose name matches a shell pattern.
 
-    A pattern needs `why`, which is recorded with the tensors. Raises PlanError where nothing
-    matches, and (in Plan.check) where experts or MTP would be dropped in part.
+    A pattern needs `why`, which is recorded with the tensors. Raises PlanError if nothing
+    matches, and (in Plan.check) if experts or MTP would be dropped in part.
     """
 
     name: ClassVar[str] = "drop"

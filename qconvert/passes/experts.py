@@ -1,5 +1,5 @@
-"""unstack and stack: routed experts as 3-D stacks, or a matrix each. Row ranges only, so no stack is
-ever read at once.
+"""unstack and stack: routed experts as 3-D stacks, or one matrix each. Row ranges only, so a stack is
+never read at once.
 
 Stacked (Qwen3.5 bf16 releases, transformers 5): `experts.gate_up_proj` [E, 2I, H], gate rows first,
 and `experts.down_proj` [E, H, I], without `.weight`; scales of FP8 stacks end in `_scale_inv`. Apart
@@ -32,9 +32,9 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """3-D expert stacks to a matrix an expert. Raises PlanError where nothing is stacked (unless
-    `optional`), where the expert count is not the config's, where the family's orientation
-    [E, 2I, H] does not hold, and where a block of scales spans gate and up."""
+    """3-D expert stacks to one matrix per expert. Raises PlanError if nothing is stacked (unless
+    `optional`), if the expert count is not the config's, if the family's orientation
+    [E, 2I, H] does not hold, and if a block of scales spans gate and up."""
 
     name: ClassVar[str] = "unstack"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -69,14 +69,16 @@ class Unstack:
                 for projection, rows in _halves(plan, name, matrix, suffix, both=both):
                     tensors[f"{base}.{expert}.{names[projection]}.{suffix}"] = rows
         if not matched and not self.optional:
-            raise PlanError("no 3-D expert stack found; the experts are matrices already")
+            raise PlanError(
+                "expected a 3-D expert stack, found none; the experts are already matrices"
+            )
         expected = _expected(census, _STACKED)
         return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A matrix an expert to 3-D stacks: the inverse of `unstack`."""
+    """One matrix per expert to 3-D stacks: the inverse of `unstack`."""
 
     name: ClassVar[str] = "stack"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -96,7 +98,7 @@ class Stack:
             at = experts_module(name) or "", place.parameter
             groups.setdefault(at, {})[place.role.kind, place.expert] = output
         if not matched:
-            raise PlanError("no expert matrices found; the experts are stacked already")
+            raise PlanError("expected expert matrices, found none; the experts are already stacked")
         names = _names(census)
         gate, up, down = _APART
         for (base, parameter), found in groups.items():
@@ -116,8 +118,8 @@ def _census(plan: Plan) -> Census:
     if found.family.stacked_transposed:
         raise PlanError(
             f"published {found.family.name} checkpoints stack experts as [E, H, 2I] and [E, I, H]: "
-            "rows of a matrix are columns of the stack, and columns are no byte ranges, so they are "
-            "neither stacked nor unstacked; keep the experts as they are"
+            "rows of a matrix are columns of the stack, which are not byte ranges, so they cannot be "
+            "stacked or unstacked; keep the experts as they are"
         )
     return found
 
@@ -132,7 +134,7 @@ def _refuse_packed(name: str, parameter: str) -> None:
 
 
 def _check_orientation(name: str, output: Output, census: Census, *, both: bool) -> None:
-    """gate_up [E, 2I, H] and down [E, H, I]: the family's order, held against hidden_size."""
+    """gate_up [E, 2I, H] and down [E, H, I]: the family's order, checked against hidden_size."""
     hidden = census.dims.hidden_size
     found = output.type.shape[2 if both else 1]
     if found != hidden:
@@ -154,13 +156,13 @@ def _halves(
     if suffix != "weight":
         _check_scale_cut(plan, name, rows)
     if rows % 2:
-        raise PlanError(f"{name!r}: {rows} rows cannot be halved into gate and up")
+        raise PlanError(f"{name!r}: expected an even number of rows (gate and up), found {rows}")
     yield Kind.EXPERT_GATE, matrix.rows(0, rows // 2)
     yield Kind.EXPERT_UP, matrix.rows(rows // 2, rows)
 
 
 def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
-    """Block scales may be cut between gate and up only where a block ends there."""
+    """Block scales can be cut between gate and up only if a block ends there."""
     stack = name.removesuffix("_scale_inv").removesuffix("_scale")
     weight, block = plan.tensors[stack], fp8_scheme(plan.checkpoint, stack).block
     half = weight.type.shape[1] // 2
@@ -172,7 +174,7 @@ def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
 
 
 def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[Kind, int], Output]) -> None:
-    """gate's scales may be followed by up's only where gate's rows end with a block."""
+    """gate's scales can be followed by up's only if gate's rows end with a block."""
     gate = weights.get((Kind.EXPERT_GATE, 0))
     first = f"{base}.0.{_names(plan.census)[Kind.EXPERT_GATE]}"
     block = fp8_scheme(plan.checkpoint, first).block
@@ -209,11 +211,11 @@ def _stacked(
     try:
         return stack(experts)
     except PlanError as error:
-        raise PlanError(f"{base}: its experts are not alike: {error}") from error
+        raise PlanError(f"{base}: its experts differ in type or shape: {error}") from error
 
 
 def _expected(census: Census, kinds: tuple[Kind, ...]) -> int:
-    """How many tensors the config leads to: all layers (and experts) of the roles that are there."""
+    """How many tensors the config implies: all layers (and experts) of the roles that are present."""
     return sum(
         len(census.expected(role, parameter))
         for role in census.family.roles
@@ -223,7 +225,7 @@ def _expected(census: Census, kinds: tuple[Kind, ...]) -> int:
 
 
 def _names(census: Census) -> dict[Kind, str]:
-    """What the family calls gate, up and down of a routed expert, and the stacks of all."""
+    """The family's names for gate, up and down of a routed expert, and for the stacks of all."""
     return _NAMES | census.family.expert_names()
 
 

@@ -1,9 +1,9 @@
 """fuse and unfuse: the linear-attention projections in the order a consumer takes.
 
 Qwen3.5 stores in_proj_qkv, in_proj_z, in_proj_b and in_proj_a; Qwen3-Next in_proj_qkvz and
-in_proj_ba, interleaved by key head. What fusing is for: sglang and vLLM fuse split projections at
-load themselves; a fused repo saves that work at load, has one file range a projection, and is the
-only form the Qwen3-Next class and per-rank exports take. It makes nothing run faster.
+in_proj_ba, interleaved by key head. Why fuse: sglang and vLLM fuse split projections at load
+themselves; a fused repo saves that work at load, has one file range per projection, and is the
+only form the Qwen3-Next class and per-rank exports take. It makes no model faster.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Fuse:
     """Bring the linear-attention projections into the order `consumer` takes, or into `groups`.
 
     `what` may also name `gate_up` or `qkv`: no loader in the table takes those fused from a
-    checkpoint, so they are refused by name. A source that is fused already is taken apart and put
-    together anew; its own order comes from its manifest, its family, or `source_groups`.
+    checkpoint, so they are refused by name. A fused source is split and
+    fused again; its own order comes from its manifest, its family, or `source_groups`.
     """
 
     name: ClassVar[str] = "fuse"
@@ -53,7 +53,7 @@ class Fuse:
     what: Literal["gdn", "gate_up", "qkv"] = "gdn"
 
     def __post_init__(self) -> None:
-        """Raises PlanError for a consumer or version that cannot be meant."""
+        """Raises PlanError for an invalid consumer or version."""
         if self.consumer is not None:
             parse_consumer(self.consumer)
 
@@ -69,7 +69,7 @@ class Fuse:
                 "themselves"
             )
         if self.consumer is None and self.groups is None:
-            raise PlanError("say for whom (`consumer`) or in how many groups (`groups`)")
+            raise PlanError("no order is stated; give `consumer` or `groups`")
         check_linear_attention(plan, self.name)
         target = self.groups
         if self.consumer is not None:
@@ -89,9 +89,9 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Unfuse:
-    """Take fused linear-attention projections apart: in_proj_qkv, _z, _b, _a. The order they are in
-    comes from the manifest, the family, or `source_groups`. A `consumer` that takes them fused alone
-    is refused; `qwen3.5`, the model class, needs `as_class` after it where the source is Qwen3-Next."""
+    """Split fused linear-attention projections: in_proj_qkv, _z, _b, _a. Their order
+    comes from the manifest, the family, or `source_groups`. A `consumer` that takes only fused ones
+    is refused; `qwen3.5`, the model class, needs `as_class` after it if the source is Qwen3-Next."""
 
     name: ClassVar[str] = "unfuse"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -100,12 +100,12 @@ class Unfuse:
     consumer: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises PlanError for a consumer or version that cannot be meant."""
+        """Raises PlanError for an invalid consumer or version."""
         if self.consumer is not None:
             parse_consumer(self.consumer)
 
     def __repr__(self) -> str:
-        """As it was before there was a consumer, where none is given: manifests keep it."""
+        """Unchanged from before consumers existed, if none is given: manifests keep it."""
         whom = f", consumer={self.consumer!r}" if self.consumer is not None else ""
         return f"Unfuse(source_groups={self.source_groups!r}{whom})"
 
@@ -116,7 +116,7 @@ class Unfuse:
             if not consumer.takes_gdn(0, family, dims):
                 wanted = _order(consumer.gdn_groups(family, dims), dims)
                 as_class = (
-                    "; split ones are of the class Qwen3.5: say --for qwen3.5 (`consumer: qwen3.5` and "
+                    "; split ones are of the class Qwen3.5: give --for qwen3.5 (`consumer: qwen3.5` and "
                     "`as_class: {to: qwen3_5_text}` in a recipe)"
                 )
                 raise PlanError(
@@ -127,7 +127,7 @@ class Unfuse:
 
 
 def _new_class(consumer: str | None, family: str) -> str | None:
-    """The model class that a consumer stands for, where the plan is of another."""
+    """The model class that a consumer stands for, if the plan is of another."""
     name = None if consumer is None else parse_consumer(consumer).name
     to = None if name is None else CLASSES.get(name)
     return None if to is None or to.startswith(family) else to
@@ -149,8 +149,8 @@ def _reorder(
     source_groups: int | None,
     needs_class: str | None = None,
 ) -> Plan:
-    """From whatever order the plan is in to `target` groups (0: split). `needs_class` names the model
-    class that alone takes that order: the plan is not sound until `as_class` has run."""
+    """From the plan's current order to `target` groups (0: split). `needs_class` names the model
+    class that alone takes that order: the plan is not valid until `as_class` has run."""
     name = step.name
     dims = plan.census.dims
     check_linear_attention(plan, name)
@@ -197,14 +197,14 @@ def _unquantized(
 
 
 def _without_modelopt_file(plan: Plan) -> dict[str, Any]:
-    """hf_quant_config.json names modules by their old names. Runtimes read it only where config.json
-    has no quantization block, so where it has one the file goes, and else the source is refused."""
+    """hf_quant_config.json names modules by their old names. Runtimes read it only if config.json
+    has no quantization block: if it has one the file is dropped, otherwise the source is refused."""
     if _MODELOPT_FILE not in plan.side_files:
         return {}
     if "quantization_config" not in plan.config:
         raise PlanError(
-            f"{_MODELOPT_FILE} alone says how the source is quantized, by names that would no longer "
-            "hold; copy its block into config.json as quantization_config first"
+            f"only {_MODELOPT_FILE} says how the source is quantized, by names that would become "
+            "wrong; copy its block into config.json as quantization_config first"
         )
     rule = "fuse: config.json's quantization_config stands for it"
     return {
@@ -224,7 +224,7 @@ def _plain_names(plan: Plan) -> Plan:
         for name, output in plan.tensors.items()
     }
     if len(renamed) != len(plan.tensors):
-        raise PlanError(f"tensors stand both under {old} and {new}; sglang takes one of them")
+        raise PlanError(f"found tensors under both {old} and {new}; sglang takes only one of them")
     aliases = frozenset(
         new + name.removeprefix(old) if name.startswith(old) else name for name in plan.aliases
     )
@@ -301,7 +301,7 @@ def _is_fused(plan: Plan, modules: list[str]) -> bool:
 
 
 def _source_groups(plan: Plan, dims: Dims, stated: int | None) -> int:
-    """The order a fused source is in; never told from shapes, which are all alike."""
+    """The order of a fused source; it cannot be told from shapes, which are all equal."""
     assert dims.gdn is not None
     known = plan.facts.get(FACT)
     if known is None and plan.family.name == "qwen3_next":
@@ -311,8 +311,8 @@ def _source_groups(plan: Plan, dims: Dims, stated: int | None) -> int:
     groups = stated if known is None else known
     if groups is None:
         raise PlanError(
-            "the source's projections are fused and nothing says in which order (no qconvert.json "
-            "with it); state source_groups (1: contiguous, key heads: interleaved)"
+            "the source's projections are fused, and its order is unknown (no qconvert.json "
+            "with it); state source_groups (1: contiguous, number of key heads: interleaved)"
         )
     return int(groups)
 

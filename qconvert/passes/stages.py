@@ -1,4 +1,4 @@
-"""Pipeline stages: one folder a stage, each complete in itself. The way back: checkpoint/open.py."""
+"""Pipeline stages: one folder per stage, each complete in itself. The inverse: checkpoint/open.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     """A plan for each stage. Together they hold every tensor; only embeddings, the vision tower and
     (where tied) the head are held more than once.
 
-    Raises PlanError for a wrong partition, for a family the runtime gives one stage only, and for
-    tensors nobody knows the place of.
+    Raises PlanError for a wrong partition, for a family that the runtime runs in one stage only, and for
+    tensors whose stage is unknown.
     """
     census = plan.census
     sizes = check_partition(partition, census.dims.num_layers)
@@ -30,8 +30,8 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
         check_experts(plan, "")
     if plan.family.name == "generic":
         raise PlanError(
-            f"model_type {plan.config.get('model_type')!r} is not known, so no stage can be named for "
-            "its tensors; see CONTRIBUTING.md, a model family"
+            f"model_type {plan.config.get('model_type')!r} is not known, so the stage of its tensors is "
+            "unknown; describe the family first (CONTRIBUTING.md, a model family)"
         )
     if runtime != "vllm" and plan.family.name == "qwen3_next" and len(sizes) > 1:
         raise PlanError(
@@ -70,7 +70,7 @@ def _stage_plan(
         "of": len(stage.partition),
         "partition": list(stage.partition),
         "layers": [stage.layers.start, stage.layers.stop],
-        # Of the runtime it is cut for: others want embeddings in other stages.
+        # For the runtime it is cut for: others expect embeddings in other stages.
         "environment": dict.fromkeys(
             VARIABLE.values() if runtime is None else [VARIABLE[runtime]],
             ",".join(map(str, stage.partition)),
@@ -102,7 +102,7 @@ def _stage_plan(
 
 
 def _linkable(checkpoint: Checkpoint, held: Mapping[str, Output]) -> tuple[int, ...]:
-    """Source shards whose every tensor is held as it is: their files can stand in as they are."""
+    """Source shards whose every tensor is kept unchanged: their files can be linked as they are."""
     whole = {
         name
         for name, output in held.items()
@@ -113,7 +113,7 @@ def _linkable(checkpoint: Checkpoint, held: Mapping[str, Output]) -> tuple[int, 
 
 
 def _needs_head(plan: Plan, census: Census) -> bool:
-    """Tied embeddings of a text-only class: sglang's asks the last stage for a head of its own."""
+    """Tied embeddings of a text-only class: sglang's expects a separate head in the last stage."""
     return census.dims.tied and "vision_config" not in plan.config and HEAD not in plan.tensors
 
 

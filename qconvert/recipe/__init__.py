@@ -1,1 +1,1 @@
-"""Recipes: YAML in, passes out; llm-compressor's too."""
+"""Recipes: YAML in, passes out; also llm-compressor's."""

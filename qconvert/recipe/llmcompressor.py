@@ -1,12 +1,12 @@
-"""llm-compressor's recipes, read as they are: GPTQModifier and QuantizationModifier for weights alone.
+"""llm-compressor's recipes, read unchanged: GPTQModifier and QuantizationModifier, weights only.
 
     quant_stage:
       quant_modifiers:
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W4A16}
 
 Source: llm-compressor 0.14, `recipe/recipe.py`: one or more keys `*_stage`, in them `*_modifiers`, in
-them modifiers by class. What a recipe asks for and qconvert does not do is refused with its line; what
-only says how llm-compressor is to run is taken and not used.
+them modifiers by class. Settings that qconvert does not support are refused with their line; settings
+that only say how llm-compressor is to run are accepted and not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Foreign:
 
 
 def is_foreign(node: Any) -> bool:
-    """Whether a recipe's root node is written in llm-compressor's words."""
+    """Whether a recipe's root node has llm-compressor's keys."""
     keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
     return "passes" not in keys and any(
         key.endswith(("_stage", "_modifiers", "Modifier")) for key in keys
@@ -44,9 +44,9 @@ def is_foreign(node: Any) -> bool:
 
 
 def parse_foreign(node: Any, name: str) -> Foreign:
-    """Read a recipe from its root node, for which `is_foreign` holds. `name` stands in messages.
+    """Read a recipe from its root node, for which `is_foreign` holds. `name` is used in messages.
 
-    Raises RecipeError, with the line and what to do, for what qconvert does not do.
+    Raises RecipeError, with the line and what to do, for settings that qconvert does not support.
     """
     key, options = _modifier(node, name)
     reader = Reader(name, key, lines_of(options, name), line_of(options))
@@ -63,8 +63,8 @@ def parse_foreign(node: Any, name: str) -> Foreign:
 
 
 def pattern_of(word: str) -> str:
-    """A target or ignored module so that it means here what it means there: patterns and Linear as they
-    are, a name as that one module, where ours also takes ends of names."""
+    """A target or ignored module, rewritten to mean here what it means there: patterns and Linear
+    unchanged, a name as that one module, because ours also match the ends of names."""
     return word if word == "Linear" or word.startswith("re:") else f"re:{re.escape(word)}$"
 
 
@@ -84,29 +84,29 @@ def _modifier(root: Any, name: str) -> tuple[str, Any]:
     for key, options in found:
         if key.value not in _MODIFIERS:
             raise RecipeError(
-                f"{name}:{line_of(key)}: {key.value!r} is not among the modifiers that qconvert runs, "
+                f"{name}:{line_of(key)}: modifier {key.value!r} is not supported; qconvert runs "
                 f"{' and '.join(_MODIFIERS)}{did_you_mean(key.value, _MODIFIERS)}; run this recipe "
                 "with llm-compressor"
             )
         _mapping(options, name)
     if len(found) > 1:
         raise RecipeError(
-            f"{name}:{line_of(found[1][0])}: a second modifier; qconvert quantizes in one go: write "
-            "one modifier, with config_groups where schemes differ"
+            f"{name}:{line_of(found[1][0])}: a second modifier is not supported; write "
+            "one modifier, with config_groups if schemes differ"
         )
     key, options = found[0]
     return key.value, options
 
 
 def _nested(node: Any, suffix: str, example: str, name: str) -> list[tuple[Any, Any]]:
-    """A mapping's entries, whose keys must end with `suffix`: llm-compressor passes others over
-    without a word, and does nothing."""
+    """A mapping's entries, whose keys must end with `suffix`: llm-compressor silently ignores others
+    and does nothing."""
     found = list(entries(_mapping(node, name), name))
     for key, _ in found:
         if not key.value.endswith(suffix):
             raise RecipeError(
                 f"{name}:{line_of(key)}: expected a key that ends in {suffix}, such as {example}, "
-                f"found {key.value!r}, which llm-compressor passes over; put the modifier below "
+                f"found {key.value!r}, which llm-compressor ignores; put the modifier below "
                 "quant_stage: quant_modifiers:"
             )
     return found

@@ -1,4 +1,4 @@
-"""The options of llm-compressor's quantization modifiers: their shapes, and what of them is done here.
+"""The options of llm-compressor's quantization modifiers: their types, and which of them are supported.
 
 Source: llm-compressor 0.14, `modifiers/quantization/quantization/mixin.py` (fields, how a scheme
 resolves) and `modifiers/gptq/base.py` (actorder); compressed-tensors 0.19,
@@ -17,7 +17,7 @@ from qconvert.core.int_scheme import Actorder, Bits, IntScheme
 from qconvert.core.patterns import compiled
 from qconvert.core.yaml_lines import Path, did_you_mean
 
-# Weights alone, in widths that are packed here. All other presets quantize activations too, or to
+# Weight-only schemes in widths that are packed here. All other presets also quantize activations, or use
 # floats or other widths.
 _PRESETS = {
     "W4A16": IntScheme(bits=4, group=128),
@@ -27,7 +27,7 @@ _PRESETS = {
 _ACTORDERS: dict[str, Actorder] = {
     "static": "static", "weight": "static", "group": "group", "dynamic": "group",
 }  # fmt: skip
-# Of a weight seen once these make the same scale.
+# For a weight observed once these give the same scale.
 _OBSERVERS = ("memoryless_minmax", "minmax", "static_minmax")
 UNSET = "unset"
 _DO_IT_THERE = "leave it out, or run this recipe with llm-compressor"
@@ -88,14 +88,14 @@ class Rtn:
     kv_cache_scheme: Any = None
     weight_observer: str | None = None
     observer: dict[str, str] | None = None
-    # A schedule of training, which there is none of.
+    # A training schedule, which does not exist here.
     start: float | None = None
     end: float | None = None
     update: float | None = None
-    # What says how llm-compressor is to run, or is about activations, which are refused.
+    # Options that say how llm-compressor is to run, or that concern activations, which are refused.
     input_observer: str | None = None
     output_observer: str | None = None
-    bypass_divisibility_checks: bool = False  # whole groups are asked for here in any case
+    bypass_divisibility_checks: bool = False  # whole groups are always required here
     requires_calibration_data: bool | None = None
     group: str | None = None
     index: int | None = None
@@ -115,7 +115,7 @@ class Gptq(Rtn):
 
 @dataclass(frozen=True)
 class Reader:
-    """A modifier's options, with the lines that they stand in."""
+    """A modifier's options, with the lines that they are on."""
 
     name: str
     kind: str
@@ -130,7 +130,7 @@ class Reader:
         return RecipeError(f"{self.name}:{self.lines.get(path, self.line)}: {where}: {what}")
 
     def validated(self, model: type[Rtn], value: Any) -> Rtn:
-        """The options in their types, none unknown, none that qconvert does not know."""
+        """The options in their types; unknown ones are refused."""
         from pydantic import TypeAdapter, ValidationError
 
         try:
@@ -141,27 +141,27 @@ class Reader:
         return asked
 
     def invalid(self, model: type[Rtn], first: Mapping[str, Any]) -> RecipeError:
-        """What pydantic found first, at its line."""
+        """pydantic's first error, at its line."""
         path: Path = first["loc"]
-        if path not in self.lines:  # where there are several types, pydantic names the one it tried
+        if path not in self.lines:  # for a union, pydantic names the type it tried
             path = path[:-1]
         if first["type"] == "unexpected_keyword_argument":
             shape: Any = {3: Scheme, 4: Args}.get(len(path), model)  # as deep as it stands
             close = did_you_mean(str(path[-1]), [option.name for option in fields(shape)])
-            return self.error(path, f"no such option{close}; {_DO_IT_THERE}")
+            return self.error(path, f"unknown option{close}; {_DO_IT_THERE}")
         return self.error(path, f"{first['msg']}, found {first.get('input')!r}")
 
     def check(self, asked: Rtn) -> None:
-        """What a whole modifier may not ask for."""
+        """Options that a whole modifier must not set."""
         if asked.kv_cache_scheme is not None:
             raise self.error(
                 ("kv_cache_scheme",),
-                "qconvert quantizes weights; leave it out, and set the cache's type where the model is "
-                "served",
+                "not supported: qconvert quantizes weights only; leave it out, and set the cache's "
+                "type where the served",
             )
         for key in ("start", "end", "update"):
             if getattr(asked, key) is not None:
-                raise self.error((key,), f"a schedule of training; {_DO_IT_THERE}")
+                raise self.error((key,), f"training schedules are not supported; {_DO_IT_THERE}")
         self.observer(asked.weight_observer, ("weight_observer",))
         self.observer((asked.observer or {}).get("weights"), ("observer", "weights"))
         if isinstance(asked, Gptq):
@@ -182,7 +182,7 @@ class Reader:
         """Every group's scheme and targets, in order."""
         ordered = asked.actorder if isinstance(asked, Gptq) else UNSET
         if asked.scheme is not None and asked.config_groups is not None:
-            raise self.error(("config_groups",), "scheme says it already; leave one of them out")
+            raise self.error(("config_groups",), "scheme already states it; leave one of them out")
         if asked.config_groups:
             found = []
             for key, scheme in asked.config_groups.items():
@@ -221,14 +221,14 @@ class Reader:
         """A group's weights as a scheme."""
         for key in ("input_activations", "output_activations"):
             if getattr(scheme, key) is not None:
-                raise self.error((*path, key), f"qconvert quantizes weights; {_DO_IT_THERE}")
+                raise self.error((*path, key), f"only weights can be quantized; {_DO_IT_THERE}")
         if scheme.format not in (None, "pack-quantized"):
             raise self.error(
                 (*path, "format"), f"expected pack-quantized, found {scheme.format!r}; leave it out"
             )
         args, path = scheme.weights, (*path, "weights")
         if args is None:
-            raise self.error(path, "no weights: list modules that stay as they are under ignore")
+            raise self.error(path, "no weights: list modules that stay unquantized under ignore")
         if args.type.lower() != "int":
             raise self.error((*path, "type"), f"expected int, found {args.type!r}; {_DO_IT_THERE}")
         if args.dynamic is not False:
@@ -239,10 +239,10 @@ class Reader:
             )
         self.observer(args.observer, (*path, "observer"))
         if args.observer_kwargs:
-            raise self.error((*path, "observer_kwargs"), f"not known to qconvert; {_DO_IT_THERE}")
+            raise self.error((*path, "observer_kwargs"), f"not supported; {_DO_IT_THERE}")
         if args.num_bits not in (4, 8):
             raise self.error(
-                (*path, "num_bits"), f"qconvert packs 4 and 8 bits, found {args.num_bits}; "
+                (*path, "num_bits"), f"expected 4 or 8 bits, found {args.num_bits}; "
                 "choose one of them, or run this recipe with llm-compressor",
             )  # fmt: skip
         bits: Bits = 4 if args.num_bits == 4 else 8
@@ -254,8 +254,8 @@ class Reader:
             raise self.error(path, str(error)) from error
 
     def group(self, args: Args, path: Path) -> int | None:
-        """Columns a scale, None for a whole row: from strategy and group_size, either of which may
-        be left out where the other says it."""
+        """Columns per scale, None for a whole row: from strategy and group_size; either may
+        be left out if the other implies it."""
         size, strategy = args.group_size, args.strategy
         if strategy is None:
             strategy = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -272,14 +272,14 @@ class Reader:
                 )
             return None
         if size is None or size < 1:
-            raise self.error((*path, "group_size"), f"expected columns of a group, found {size}")
+            raise self.error((*path, "group_size"), f"expected a number of columns, found {size}")
         return size
 
     def actorder(
         self, found: str | bool | None, ordered: str | None, path: Path
     ) -> Actorder | None:
-        """A group's order, by its own word and the modifier's: GPTQModifier's is static unless either
-        says otherwise; what both say must agree."""
+        """A group's order, by its own setting and the modifier's: GPTQModifier's default is static; if
+        both state one, they must agree."""
         own = self.order(found, path)
         if self.kind != "GPTQModifier":
             return own
@@ -302,13 +302,13 @@ class Reader:
     def targets(self, found: str | list[str], path: Path) -> tuple[str, ...]:
         listed = [found] if isinstance(found, str) else found
         if not listed:
-            raise self.error(path, "it targets nothing; write [Linear], names, or re: patterns")
+            raise self.error(path, "it has no targets; write [Linear], names, or re: patterns")
         return self.modules(listed, path, classes=("Linear",))
 
     def modules(
         self, found: list[str], path: Path, *, classes: tuple[str, ...] = ()
     ) -> tuple[str, ...]:
-        """Modules' names and patterns, as they are. Of classes only those that are given are known:
+        """Modules' names and patterns, unchanged. Only the given classes are known:
         there is no model here to look others up in."""
         for number, word in enumerate(found):
             at: Path = (*path, number)
@@ -316,7 +316,7 @@ class Reader:
                 try:
                     compiled(word.removeprefix("re:"))
                 except re.error as error:
-                    what = f"{word!r} is no regular expression: {error}"
+                    what = f"{word!r} is not a valid regular expression: {error}"
                     raise self.error(at, what) from error
             elif word not in classes and (not word or (word[0].isupper() and "." not in word)):
                 known = " or ".join(("a module's name", "a re: pattern", *classes))

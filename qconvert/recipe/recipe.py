@@ -1,13 +1,13 @@
 """Recipes: a conversion as a short YAML file, strict to the last key.
 
-    # For whom, and why.
+    # Who it serves, and why.
     passes:
       - dequant
       - drop: {what: mtp}
     max_shard_size: 5GB
 
 A pass is its name, or its name with options; a pass's fields are its schema. An unknown key is an
-error with its line and the key that was probably meant: a misspelt option that is ignored is how
+error with its line and the most similar key: a misspelt option that is ignored is how
 wrong checkpoints are made. llm-compressor's recipes are read as well (recipe/llmcompressor.py).
 """
 
@@ -86,10 +86,10 @@ def builtin_recipes() -> dict[str, str]:
 
 def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
-    line where there is one."""
+    line if there is one."""
     text = None
     if os.path.lexists(where) and not Path(where).is_dir():
-        with suppress(FileNotFoundError):  # a link to nothing
+        with suppress(FileNotFoundError):  # a dangling link
             text = read_regular(Path(where), MOST_BYTES, error=RecipeError)
     if text is not None:
         try:
@@ -100,25 +100,25 @@ def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     if where in found:
         return parse_recipe(found[where], where, data)
     raise RecipeError(
-        f"there is no recipe file {where!r} and no built-in one of that name"
+        f"no recipe file and no built-in recipe is named {where!r}"
         f"{did_you_mean(where, found)}; `qconvert recipes list` shows them"
     )
 
 
 def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) -> Recipe:
-    """Parse a recipe. `name` stands in error messages. `data` are fields of Calibration for a recipe
-    of llm-compressor's that needs data, which those do not name. Raises RecipeError."""
+    """Parse a recipe. `name` is used in error messages. `data` are fields of Calibration for an
+    llm-compressor recipe that needs data, which those do not name. Raises RecipeError."""
     import yaml
 
     node = compose(text, name)
     if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"{name}: a recipe is a mapping with the key `passes`")
+        raise RecipeError(f"{name}: expected a mapping with the key `passes`")
     if is_foreign(node):
         return _foreign(node, name, data)
     if data:
         raise RecipeError(
-            f"{name}: calibration data goes with a recipe of llm-compressor's; here it is an option of "
-            "the pass"
+            f"{name}: calibration data can only be given with an llm-compressor recipe; here it is an "
+            "option of the pass"
         )
     steps: tuple[Pass, ...] | None = None
     size: int | None = None
@@ -135,7 +135,7 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
         else:
             raise RecipeError(
                 f"{name}:{line_of(key)}: unknown key {key.value!r}{did_you_mean(key.value, _KEYS)}; "
-                f"a recipe has {', '.join(_KEYS)}"
+                f"expected {', '.join(_KEYS)}"
             )
     if steps is None:
         raise RecipeError(f"{name}: the key `passes` is missing; `passes: []` is a plain copy")
@@ -143,14 +143,14 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
 
 
 def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
-    """llm-compressor's recipe as one of ours: the pass w4a16, calibrated where it says GPTQ."""
+    """llm-compressor's recipe as one of ours: the pass w4a16, calibrated for GPTQModifier."""
     asked = parse_foreign(node, name)
     first = asked.groups[0]
     for other in asked.groups[1:]:
         if other.scheme != first.scheme:
             raise RecipeError(
-                f"{name}:{other.line}: another scheme than in line {first.line}; qconvert quantizes to "
-                "one: write the rest under ignore, or run this recipe with llm-compressor"
+                f"{name}:{other.line}: found another scheme than in line {first.line}, expected one "
+                "for all: list the rest under ignore, or run this recipe with llm-compressor"
             )
     targets = [pattern_of(target) for group in asked.groups for target in group.targets]
     ignore = [pattern_of(word) for word in asked.ignore]
@@ -200,13 +200,13 @@ def _pass(node: Any, name: str) -> Pass:
         key, options = node.value[0]
     if not isinstance(key, yaml.ScalarNode):
         raise RecipeError(
-            f"{name}:{line_of(node)}: a pass is its name, or one name with its options below it"
+            f"{name}:{line_of(node)}: expected a pass's name, or one name with its options below it"
         )
     kind = known.get(key.value)
     if kind is None:
         raise RecipeError(
             f"{name}:{line_of(key)}: unknown pass {key.value!r}{did_you_mean(key.value, known)}; "
-            f"known are {', '.join(sorted(known))}"
+            f"known: {', '.join(sorted(known))}"
         )
     if options is None or (isinstance(options, yaml.ScalarNode) and options.value == ""):
         return _build(kind, {}, {}, name, line_of(key))

@@ -1,1 +1,1 @@
-"""What the programs that serve models take: facts read in their loaders, with versions."""
+"""What the programs that serve models load: facts read in their loaders, with versions."""

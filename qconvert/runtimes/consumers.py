@@ -1,8 +1,8 @@
-"""What each consumer's loader takes, as far as layouts go. `--for NAME[==VERSION]` names one.
+"""Which layouts each consumer's loader takes. `--for NAME[==VERSION]` names a consumer.
 
 Checked against the loaders of sglang 0.5.23, vLLM 0.33 and transformers 5.17. Wrong orders have the
-right shape and load in silence, so what is not in this table is refused, and a version that the table
-was not checked with is said aloud.
+right shape and load silently, so an order that is not in this table is refused, and a version that the
+table was not checked with is reported.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 from qconvert.checkpoint.family import Dims
 from qconvert.core.errors import PlanError
 
-# What the rules here and in the validators were checked with.
+# The versions that the rules here and in the validators were checked with.
 CHECKED = {"sglang": "0.5.23", "vllm": "0.33", "transformers": "5.17"}
 RUNTIMES = tuple(CHECKED)
-# Not programs but model classes, wherever they run: name, and the `to` of the pass as_class.
+# Model classes, whichever program runs them: name, and the `to` of the pass as_class.
 CLASSES = {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text"}
 NAMES = (*RUNTIMES, *CLASSES)
 
@@ -47,13 +47,13 @@ class Consumer:
     version: str | None = None
 
     def gdn_groups(self, family: str, dims: Dims) -> int:
-        """Groups of the fused linear-attention projections to make for it, 0 where it wants them split.
-        Raises PlanError for a family that has none."""
+        """Groups of the fused linear-attention projections to make for it, 0 if it wants them split.
+        Raises PlanError for a family without them."""
         return _groups(self._orders(family, dims)[0], dims)
 
     def takes_gdn(self, groups: int, family: str, dims: Dims) -> bool:
-        """Whether it takes projections fused in so many groups, or split (0). Raises PlanError for a
-        family that has none."""
+        """Whether it takes projections fused in that many groups, or split (0). Raises PlanError for a
+        family without them."""
         return any(groups == _groups(order, dims) for order in self._orders(family, dims))
 
     def _orders(self, family: str, dims: Dims) -> tuple[Order, ...]:
@@ -65,8 +65,8 @@ class Consumer:
 
     @property
     def unchecked(self) -> str | None:
-        """What to say of a version that the rules were not checked with, None for one that they were
-        and where none is given."""
+        """A warning for a version that the rules were not checked with, None for a checked one
+        and if none is given."""
         if self.version is None or _is_checked(self.version, CHECKED[self.name]):
             return None
         known = CHECKED[self.name]
@@ -79,8 +79,8 @@ def _groups(order: Order, dims: Dims) -> int:
 
 
 def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:
-    """The runtimes that take a family's projections fused in so many groups (0: split), of which
-    `heads` is interleaved by key head. All of them, for a family without."""
+    """The runtimes that take a family's projections fused in that many groups (0: split);
+    `heads` groups are interleaved by key head. All of them for a family without such projections."""
     counts = {"split": 0, "contiguous": 1, "interleaved": heads}
     return tuple(
         name
@@ -90,17 +90,15 @@ def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:
 
 
 def parse_consumer(text: str) -> Consumer:
-    """`sglang` or `sglang==0.5.23`. Raises PlanError for an unknown name, for what is no version, and
+    """`sglang` or `sglang==0.5.23`. Raises PlanError for an unknown name, for an invalid version, and
     for a version of a model class."""
     name, equals, version = text.partition("==")
     if name not in NAMES:
-        raise PlanError(
-            f"unknown consumer {name!r}; known are {', '.join(NAMES)} (NAME[==VERSION])"
-        )
+        raise PlanError(f"unknown consumer {name!r}; known: {', '.join(NAMES)} (NAME[==VERSION])")
     if not equals:
         return Consumer(name)
     if name in CLASSES:
-        raise PlanError(f"{name} is a model class and has no version; leave =={version} out")
+        raise PlanError(f"{name} is a model class and has no version; leave out =={version}")
     if _VERSION.fullmatch(version) is None:
         raise PlanError(
             f"{version!r} is not a version of {name}; write {name}=={CHECKED[name]}, or {name} alone"
@@ -112,7 +110,7 @@ def _is_checked(version: str, checked: str) -> bool:
     """Whether a version is the one checked, to as many places as that one states. Candidates and
     development versions before a release are not that release."""
     match = _VERSION.fullmatch(version)
-    assert match is not None, "parse_consumer has seen it"
+    assert match is not None, "parse_consumer has checked it"
     if re.search(r"a|b|rc|dev", match["rest"], re.IGNORECASE):
         return False
     wanted = [int(part) for part in checked.split(".")]

@@ -1,7 +1,7 @@
-"""How KTransformers is started on what is made here, and what it reads as it is.
+"""How KTransformers is started on what qconvert makes, and what it reads without conversion.
 
-Options: kvcache-ai's sglang-kt. Stock sglang up to 0.5.23 has the same options and cannot run a current
-kt-kernel: it passes `num_gpu_experts` where the kernel wants `gpu_experts_mask` (a TypeError;
+Options: kvcache-ai's sglang-kt. Stock sglang up to 0.5.23 has the same options but cannot run a current
+kt-kernel: it passes `num_gpu_experts` where the kernel expects `gpu_experts_mask` (a TypeError;
 ktransformers#1832, #1859, sglang#20516).
 """
 
@@ -23,7 +23,7 @@ RUNTIME = (
 
 
 def launch_line(method: str, numa: int, cpu: str, gpu: str) -> str:
-    """The command that serves a CPU folder with its GPU side. What depends on the machine stands in
+    """The command that serves a CPU folder with its GPU side. Values that depend on the machine are in
     angle brackets: its physical cores, and how many experts of a layer its GPU is to hold."""
     return (
         f"python -m sglang.launch_server --model {quote(gpu)} --kt-weight-path {quote(cpu)} "
@@ -56,7 +56,7 @@ for another count or method crash it or are served as noise. {RUNTIME}
 
 def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
     """The `--kt-method` with which kt-kernel 0.7.2 reads a checkpoint's experts without conversion,
-    None where it reads none (`kt_kernel/utils/loader.py`: it looks for one matrix an expert)."""
+    None if it reads none (`kt_kernel/utils/loader.py`: it looks for one matrix per expert)."""
     names = (name for name, place in checkpoint.census.places.items() if place.expert is not None)
     name = next((n for n in names if n.endswith((".weight", ".weight_packed", ".qweight"))), None)
     if name is None:
@@ -76,7 +76,7 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
     except PlanError:
         return None
     if block is not None:
-        # The loader takes blocks of this size only, and never asks.
+        # The loader takes only blocks of this size and does not check.
         scales = f"{name}_scale_inv", f"{name}_scale"
         return "FP8" if block == (128, 128) and any(s in checkpoint for s in scales) else None
     scale = checkpoint.get(f"{name}_scale")
@@ -84,7 +84,7 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
 
 
 def _integers(checkpoint: Checkpoint, module: str, parameter: str) -> str | None:
-    """Symmetric INT4 in groups as they stand; zero points and g_idx are read and never applied."""
+    """Symmetric INT4 with adjacent groups; zero points and g_idx are read but never applied."""
     try:
         if parameter == "qweight":
             scheme, method = gptq_form(checkpoint, module).scheme, "GPTQ_INT4"

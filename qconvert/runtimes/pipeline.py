@@ -46,9 +46,9 @@ class Stage:
 
 
 def default_partition(layers: int, stages: int, runtime: Runtime) -> tuple[int, ...]:
-    """The partition a runtime makes where none is stated. L = q * stages + rem: sglang gives one
+    """The partition a runtime makes if none is stated. L = q * stages + rem: sglang gives one
     more layer to the last rem stages; vLLM to rem stages counted backwards from the second-last
-    (the last one has the head to carry). Raises PlanError for fewer layers than stages."""
+    (the last one also runs the head). Raises PlanError for fewer layers than stages."""
     if not 1 <= stages <= layers:
         raise PlanError(f"{count(layers, 'layer')} cannot be cut into {count(stages, 'stage')}")
     share, rest = divmod(layers, stages)
@@ -76,7 +76,7 @@ def check_partition(partition: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def check_runtime(name: str | None) -> Runtime | None:
-    """The runtime of `--for`, `NAME[==VERSION]`. Raises UsageError for one that has no stages here,
+    """The runtime of `--for`, `NAME[==VERSION]`. Raises UsageError for one without pipeline stages here,
     PlanError for an unknown one."""
     plain = None if name is None else parse_consumer(name).name
     if plain not in (None, "sglang", "vllm"):
@@ -88,25 +88,27 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """`15,15,15,16`, the layers of each stage; or one number, of stages. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
-        raise UsageError(f"{text!r} is not a partition; write 15,15,15,16 or a number of stages")
+        raise UsageError(
+            f"{text!r} is not a valid partition; write 15,15,15,16 or a number of stages"
+        )
     sizes = tuple(map(int, parts))
     if 0 in sizes:
         raise UsageError(
-            f"{text!r} is not a partition: "
-            + ("every stage needs a layer" if len(sizes) > 1 else "there must be a stage")
+            f"{text!r} is not a valid partition: "
+            + ("every stage needs a layer" if len(sizes) > 1 else "expected at least one stage")
         )
     return sizes
 
 
 def partition_of(text: str, layers: int, runtime: Runtime | None) -> tuple[int, ...]:
     """`15,15,15,16`, or a number of stages to cut as the runtime would. Raises UsageError for a text
-    that is neither and for a number without a runtime, PlanError where the layers are others."""
+    that is neither and for a number without a runtime, PlanError if the layers do not match."""
     sizes = parse_partition(text)
     if len(sizes) > 1:
         return check_partition(sizes, layers)
     if runtime is None:
         raise UsageError(
-            f"{text} stages are cut differently by each runtime: say --for sglang or --for vllm, or "
+            f"each runtime cuts {text} stages differently: give --for sglang or --for vllm, or "
             "state the partition"
         )
     return default_partition(layers, sizes[0], runtime)
@@ -116,7 +118,7 @@ def owners_of(
     whole: Checkpoint, name: str, partition: Sequence[int], runtime: Runtime | None
 ) -> Sequence[int]:
     """Numbers of the stages that hold a tensor of a whole checkpoint, by a runtime's rules. Raises
-    PlanError for one of no known place."""
+    PlanError for a tensor whose place is unknown."""
     census = whole.census
     has_mtp = any(census.family.is_mtp(n, census.dims) for n in whole)
     stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
@@ -135,8 +137,8 @@ def stages_of(
     place = census.places.get(name)
     if place is None:
         raise PlanError(
-            f"{name!r}: family {census.family.name} knows no such tensor, so no stage can be named "
-            "for it; drop it by a rule, or describe it in layouts/"
+            f"{name!r}: not described by family {census.family.name}, so its stage is unknown; "
+            "drop it by a rule, or describe it in layouts/"
         )
     if census.family.is_mtp(name, census.dims):
         return [last]
@@ -150,11 +152,11 @@ def stages_of(
         return [_owner_of_layer(name, place, stages)]
     if place.role.name in ("norm", "lm_head"):
         return [last]
-    raise PlanError(f"{name!r}: its role {place.role.name!r} belongs to no stage qconvert knows of")
+    raise PlanError(f"{name!r}: no stage is known for its role {place.role.name!r}")
 
 
 def _owner_of_layer(name: str, place: Place, stages: Sequence[Stage]) -> int:
     for stage in stages:
         if place.layer in stage.layers:
             return stage.number
-    raise PlanError(f"{name!r} lies in no stage's layers")
+    raise PlanError(f"{name!r} is in no stage's layers")

@@ -1,1 +1,1 @@
-"""How validators are run, and what they say."""
+"""How validators are run, and what they report."""

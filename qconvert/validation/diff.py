@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, in bounded memory, and told by role."""
+"""Two checkpoints compared tensor by tensor, in bounded memory, and grouped by role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`kind` is `only-a`, `only-b`, `type` or `data`; `role` the family's name for what it is, else the
+    """`kind` is `only-a`, `only-b`, `type` or `data`; `role` the family's name for it, else the
     tensor's name without its numbers."""
 
     tensor: str
@@ -71,8 +71,8 @@ def _role(checkpoint: Checkpoint, name: str) -> str:
 
 
 def grouped_lines(found: Sequence[Difference], most: int = _MOST_LINES) -> Iterator[str]:
-    """A line for the differences of a role that are of one kind, at most `most` of them; what is left
-    out is counted."""
+    """A line for the differences of one kind in a role, at most `most` of them; the rest
+    is counted."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in found:
         groups.setdefault((difference.role, difference.kind), []).append(difference)

@@ -1,4 +1,4 @@
-"""What validators say: findings, measures, things only read, tables; and of a plan, its verdict."""
+"""What validators report: findings, measures, things only read, tables; and for a plan, its verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing wrong. `rule` is a stable id of qconvert.rules; `where` a tensor or file."""
+    """One error or warning. `rule` is a stable id; `where` a tensor or file."""
 
     rule: str
     severity: Severity
@@ -24,13 +24,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a finding's id stands for: `title` says what is wrong, `cause` how folders come to be so,
-    `cure` what to do about it, each a sentence or two. A validator's module lists its own as `RULES`."""
+    """The meaning of a finding's id: `title` says what is wrong, `cause` how folders come to be so,
+    `fix` what to do about it, each a sentence or two. A validator's module lists its own as `RULES`."""
 
     id: str
     title: str
     cause: str
-    cure: str
+    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class OnlyRead:
-    """Something the folder says of itself that nothing bears out here, with what would: `linear
+    """A claim of the folder that nothing here proves, with what would: `linear
     attention is fused in 1 group, says qconvert.json (--against SRC --level sample proves it)`."""
 
     text: str
@@ -72,7 +72,7 @@ class OnlyRead:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """What a validator proved where that depends on the folder or the machine: it stands instead of the
+    """What a validator proved, if that depends on the folder or the machine: it replaces the
     validator's own phrase."""
 
     text: str
@@ -80,14 +80,14 @@ class Proved:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What a validator that ran could not look at, and why."""
+    """What a validator that ran could not check, and why."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures to show as they are: a row of texts for each line, as many as `columns`."""
+    """Figures to show unchanged: one row of texts per line, as many as `columns`."""
 
     title: str
     columns: tuple[str, ...]
@@ -97,14 +97,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a plan's result would be warned of: findings that the plan adds, none of them an error, and
-    those that its source has as well."""
+    """Warnings for a plan's result: findings that the plan adds, none of them an error, and
+    those that its source also has."""
 
     added: tuple[Finding, ...] = ()
     carried: tuple[Finding, ...] = ()
 
     def lines(self) -> list[str]:
-        """A line a rule, for people."""
+        """One line per rule, for people."""
         return [
             *_summed(self.added, "of the result"),
             *_summed(self.carried, "of the source"),

@@ -1,9 +1,9 @@
 """A plan judged by the header rules of `qconvert validate`, before a byte of the source is read.
 
-The folder that a plan leads to is known to the last header while planning: names, types, places,
-config, manifest. It is shown to the validators as if it were there. What they would call an error is
-refused, so no conversion ends in a folder that its own validation rejects. An error that the source has
-already, and that the plan carries along, is a warning: a source must not be sound to be converted.
+The folder that a plan would make is known to the last header while planning: names, types, places,
+config, manifest. It is shown to the validators as if it existed. What they would call an error is
+refused, so no conversion ends in a folder that its own validation rejects. An error that the source
+already has, and that the plan carries along, is a warning: a source need not be valid to be converted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _LANGUAGE, _PLAIN = "model.language_model.", "model."
 
 @dataclass(frozen=True, eq=False)
 class PlannedCheckpoint(Checkpoint):
-    """The folder that a prepared plan leads to, which is not on a disk yet: its headers, config and
-    manifest can be looked at, its data and files cannot."""
+    """The folder that a prepared plan would make, which is not on disk yet: its headers, config and
+    manifest can be read, its data and files cannot."""
 
     ready: Prepared | None = None
 
@@ -49,10 +49,10 @@ class PlannedCheckpoint(Checkpoint):
         return self.ready.plan
 
     def read(self, name: str, limit: int = 0) -> None:
-        """None: no file is there yet, whatever lies at that path."""
+        """None: no file exists yet, whatever is at that path."""
 
     def there(self, name: str) -> None:
-        """None: no file is there yet."""
+        """None: no file exists yet."""
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -65,7 +65,7 @@ class PlannedCheckpoint(Checkpoint):
 
     @cached_property
     def census(self) -> Census:
-        """The plan's, which it has been asked for already, unless the family is another."""
+        """The plan's, which has been computed already, unless the family is another."""
         if self.family is self.plan.family:
             return self.plan.census
         return census(self.family, self.config, self.sources)
@@ -73,7 +73,7 @@ class PlannedCheckpoint(Checkpoint):
 
 def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
     """A verdict on each folder that is planned from `source`. Raises PlanError, naming the rule, for the
-    first that would have an error which the source has not."""
+    first that would have an error which the source does not have."""
     folders = [planned_checkpoint(ready) for ready in parts]
     known: frozenset[_Key] | None = None
     verdicts = []
@@ -95,7 +95,7 @@ def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
 
 
 def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
-    """The folder that a prepared plan leads to, as its headers will have it."""
+    """The folder that a prepared plan would make, as its headers will describe it."""
     plan, layout = ready.plan, ready.layout
     sources = {
         name: Source(name, kind, number, offset)
@@ -119,7 +119,7 @@ def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
 
 
 def _identity(ready: Prepared) -> dict[str, Any]:
-    """Of the manifest's identity what is known without reading data."""
+    """The part of the manifest's identity that is known without reading data."""
     return {
         "qconvert": __version__,
         "fingerprint": ready.fingerprint,
@@ -129,7 +129,7 @@ def _identity(ready: Prepared) -> dict[str, Any]:
 
 
 def _modelopt_of(plan: Plan) -> Mapping[str, Any] | None:
-    """hf_quant_config.json, made here or carried along."""
+    """hf_quant_config.json, made here or copied."""
     text = plan.new_files.get(HF_QUANT_CONFIG)
     if text is not None:
         found = json.loads(text)
@@ -154,7 +154,7 @@ def _findings(folder: Folder, what: str) -> list[Finding]:
 
 
 def _key(finding: Finding, where: str) -> _Key:
-    """What makes two findings one: whether the class has a text model inside another or is one, its
+    """The identity of a finding: whether the class has a text model inside another or is one, its
     tensors are the same."""
     plain = _PLAIN + where.removeprefix(_LANGUAGE) if where.startswith(_LANGUAGE) else where
     return finding.rule, finding.severity, plain
@@ -184,6 +184,6 @@ def _refusal(errors: Sequence[Finding]) -> str:
     first = errors[0]
     more = f" ({len(errors) - 1} more errors like it)" if len(errors) > 1 else ""
     return (
-        f"the result would not validate, so nothing is read: {first.rule}: {first.where}: "
-        f"{first.message}{more}. {rules()[first.rule].cure}"
+        f"the result would fail validation, so nothing is read: {first.rule}: {first.where}: "
+        f"{first.message}{more}. {rules()[first.rule].fix}"
     )

@@ -1,10 +1,10 @@
-"""Validators: what they are, how they are found, and the report that ends a validation.
+"""Validators: what they are, how they are found, and the report of a validation.
 
 A validator is a file in `validators/` with a `VALIDATOR`. It reads a finished folder (and its
-source, where given) and yields findings, measures, and tasks: work on tensor data that is done
+source, if given) and yields findings, measures, and tasks: work on tensor data that is done
 afterwards, all validators' tasks together in the order of the layers, by worker processes. It never
-imports the code that made the folder. The report says what was proved, what was only read and, as
-plainly, what was not looked at.
+imports the code that made the folder. The report says what was proved, what was only read and
+what was not checked.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _MISSING: Mapping[str, str] = {
     "full": "give --level full",
     "pair": "give --pair GPU",
     "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
-    "files": "the files beside the weights are not written yet",
+    "files": "the files next to the weights are not written yet",
 }
 _OPTIONS: Mapping[str, str] = {
     "kernels": "Triton kernels against torch (give --kernels)",
     "logits": "what transformers computes with both (give --logits N)",
     "attribute": "where output errors come from (give --attribute)",
 }
-# Kinds of folders, not things to be given: a validator of another kind has nothing to say. A `model`
-# holds the layers of one, all or a stage's; `amx` folders hold experts for CPU kernels alone.
+# Kinds of folders, not options: a validator of another kind does not apply. A `model`
+# holds the layers of one, all or a stage's; `amx` folders hold only experts for CPU kernels.
 _KINDS = ("amx", "gdn", "model", "nvfp4", "prepared")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
 _SAMPLE = 64
 
-# Where validators stand. The kernels' own modules are imported where they run.
+# Where validators are. The kernels' own modules are imported where they run.
 PACKAGES = (
     "qconvert.validators.headers", "qconvert.validators.weights", "qconvert.validators.amx",
     "qconvert.validators.model", "qconvert.validators.kernels", "qconvert.contrib.trtllm_gen",
@@ -63,15 +63,15 @@ RULES = (
     Rule(
         "QC001",
         "the folder cannot be read as a checkpoint",
-        "An interrupted download or copy, a shard cut short, an index or manifest that another tool "
-        "wrote over, or JSON edited by hand.",
-        "Fetch or copy the named file again; where qconvert made the folder, run its command again.",
+        "A download or copy was interrupted, a shard was truncated, another tool overwrote an index or "
+        "manifest, or JSON was edited by hand.",
+        "Download or copy the named file again; if qconvert made the folder, run its command again.",
     ),
     Rule(
         "QC002",
         "a conversion is unfinished",
-        "A run was interrupted: its workroom `.qconvert/` is still there.",
-        "Run the same command again, it goes on where it stopped; or drop the work: qconvert clean.",
+        "A run was interrupted: its work folder `.qconvert/` still exists.",
+        "Run the same command again to continue; or delete the unfinished work: qconvert clean.",
     ),
 )
 T = TypeVar("T")
@@ -84,10 +84,10 @@ class NotChecked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to look at. `level` headers reads no tensor data, sample a part of each kind, full all.
-    `layers` are those that real-repo kernels, logits and attribution look at (None: their own few).
-    `jobs` worker processes, None for as many as the machine has cores and the work fills; `memory`
-    bytes they may take together."""
+    """What to check. `level` headers reads no tensor data, sample a part of each kind, full all.
+    `layers` are those that real-repo kernels, logits and attribution use (None: their own few).
+    `jobs` worker processes, None for as many as the machine has cores and the work needs; `memory`
+    bytes they may use together."""
 
     level: Level = "headers"
     layers: tuple[int, ...] | None = None
@@ -103,7 +103,7 @@ class Folder:
     """A finished folder as validators see it: its checkpoint, its receipt's lines, the source it is
     said to be made from, and the folder on the GPU side it is to be served with.
 
-    `planned` folders are not on a disk yet: there are headers and config, and no file to open. Who
+    `planned` folders are not on disk yet: there are headers and config, but no files. A validator that
     opens files of a folder needs `files`."""
 
     checkpoint: Checkpoint
@@ -113,20 +113,20 @@ class Folder:
     planned: bool = False
 
     def some(self, things: Sequence[T], most: int = _SAMPLE) -> Sequence[T]:
-        """All of them at level full, else at most so many, evenly spread, first and last among
-        them."""
+        """All of them at level full, else at most that many, evenly spaced, including first and
+        last."""
         if self.request.level == "full" or len(things) <= most:
             return things
         return [things[i * (len(things) - 1) // (most - 1)] for i in range(most)]
 
     @property
     def receipt(self) -> tuple[Mapping[str, Any], ...] | None:
-        """Receipt lines, None where there is none. Raises CheckpointError where it is broken."""
+        """Receipt lines, None if there is none. Raises CheckpointError if it is broken."""
         return None if self.receipt_text is None else self.receipt_text.lines
 
     @cached_property
     def receipt_text(self) -> ReceiptText | None:
-        """The receipt with its seal, None where there is none. Raises CheckpointError where it is
+        """The receipt with its seal, None if there is none. Raises CheckpointError if it is
         broken."""
         if self.planned:
             return None
@@ -135,7 +135,7 @@ class Folder:
 
 
 class Validator(Protocol):
-    """`proves` is one phrase for the report; `needs` what must be at hand. May raise NotChecked."""
+    """`proves` is one phrase for the report; `needs` what must be available. May raise NotChecked."""
 
     name: str
     proves: str
@@ -146,9 +146,9 @@ class Validator(Protocol):
 
 @dataclass
 class Report:
-    """What a validation found. `proved` was shown from content, `read` only read in what the folder
-    says of itself, `not_checked` not looked at. `about` says of what: `folder`, `against`, `model`,
-    `format`, `level`, in that order, as far as known."""
+    """The result of a validation. `proved` was shown from content, `read` only read in what the folder
+    states about itself, `not_checked` was not checked. `about` says what was validated: `folder`,
+    `against`, `model`, `format`, `level`, in that order, as far as known."""
 
     about: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -173,11 +173,11 @@ def validators() -> list[Validator]:
 
 
 def rules() -> dict[str, Rule]:
-    """Every rule by id, in order. Raises CheckpointError where two modules claim one id."""
+    """Every rule by id, in order. Raises CheckpointError if two modules define one id."""
     found: dict[str, Rule] = {}
     for rule in (*RULES, *(r for m in discover(*PACKAGES) for r in _rules_of(m))):
         if rule.id in found:
-            raise CheckpointError(f"rule {rule.id} is claimed twice in validators/")
+            raise CheckpointError(f"rule {rule.id} is defined twice in validators/")
         found[rule.id] = rule
     return dict(sorted(found.items()))
 
@@ -197,15 +197,15 @@ def validate_folder(
     follow_links: bool = False,
 ) -> Report:
     """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
-    even be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be is the caller's
-    error and raises CheckpointError."""
+    be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be opened is the
+    caller's error and raises CheckpointError."""
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
     if (out / WORK_DIR).is_dir():
         report.findings.append(
             Finding(
-                "QC002", "error", str(out), f"{WORK_DIR}/ is there: a conversion is unfinished; "
+                "QC002", "error", str(out), f"{WORK_DIR}/ exists: a conversion is unfinished; "
                 "run its command again, or qconvert clean",
             )
         )  # fmt: skip
@@ -226,7 +226,7 @@ def validate_folder(
         return report
     if partner is not None and "amx" not in have:
         raise CheckpointError(
-            f"{out}: --pair goes with the folder of the CPU's experts, and this is none; exchange them"
+            f"{out}: --pair needs the folder of the CPU's experts, and this is not one; exchange the two"
         )
     report.proved.append("headers, index and file sizes agree")
     _run(folder, have, report, progress)
@@ -234,9 +234,9 @@ def validate_folder(
 
 
 def judge_headers(folder: Folder) -> list[Finding]:
-    """What the header rules find in a folder, which may be a planned one; source and partner are looked
-    at where there are any. Nothing is read but headers and configs. Raises CheckpointError where what
-    the rules rest on is broken."""
+    """What the header rules find in a folder, which may be a planned one; source and partner are used
+    if there are any. Only headers and configs are read. Raises CheckpointError if the files that
+    the rules rely on are broken."""
     report = Report()
     _run(folder, _at_hand(folder), report, None)
     return report.findings
@@ -257,7 +257,7 @@ def validate_kernels() -> Report:
 
 
 def _at_hand(folder: Folder) -> set[Need]:
-    """What validators may need and have. Raises CheckpointError where what they rest on is broken."""
+    """What validators may need and have. Raises CheckpointError if the files they rely on are broken."""
     checkpoint, request = folder.checkpoint, folder.request
     manifest, _ = checkpoint.manifest, checkpoint.quantization_configs
     found: dict[Need, bool] = {
@@ -282,7 +282,7 @@ def _at_hand(folder: Folder) -> set[Need]:
 
 @dataclass
 class _Run:
-    """One validator's run: what it found, what it says it proved (None: its own phrase), its tasks,
+    """One validator's run: what it found, what it proved (None: its own phrase), its tasks,
     and why it stopped."""
 
     validator: Validator
@@ -317,7 +317,7 @@ def _gather(call: Callable[[], Iterator[Yield]], run: _Run, report: Report) -> N
 
 
 def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
-    """All validators, then all their tasks; findings stand in the order of the validators."""
+    """All validators, then all their tasks; findings are in the order of the validators."""
     ran: list[_Run] = []
     for validator in validators():
         lacking = sorted(validator.needs - have)
@@ -346,19 +346,19 @@ def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | N
 
 
 def _conclude(ran: Sequence[_Run], report: Report, level: Level = "headers") -> None:
-    """What was proved: what found no error, and looked at something."""
+    """What was proved: every validator that found no error and checked something."""
     for run in ran:
         proves = run.validator.proves
         report.findings += run.findings
         reads = "data" in run.validator.needs
         if run.stopped:
             report.not_checked.append(f"{proves} ({run.stopped})")
-        elif run.findings:  # a warning too says that something is not as it should be
+        elif run.findings:  # a warning also says that something is wrong
             continue
         elif reads and not run.tasks and not run.proved:
-            # A model without a tied head has none to speak of; one without weights to compare does.
+            # A model without a tied head has none to check; one without weights to compare has.
             if run.validator.needs & {"source", "receipt"}:
-                report.not_checked.append(f"{proves} (nothing to look at was found)")
+                report.not_checked.append(f"{proves} (nothing to check was found)")
         else:
             partly = " (in a sample)" if reads and level == "sample" else ""
             report.proved += [f"{text}{partly}" for text in run.proved or [proves]]

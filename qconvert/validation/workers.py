@@ -1,9 +1,9 @@
 """Validators' work on tensor data: cut into tasks, done in the order of the layers by worker
 processes, each with a bounded buffer.
 
-Tasks about one matrix are done together, whatever validators they are of, and a byte is read once for
-all of them: a task that only has to see every byte of a tensor in order (`Watch`) is shown what others
-read, and reads by itself only what nobody did.
+Tasks about one matrix are done together, whichever validators they belong to, and a byte is read once
+for all of them: a task that only has to see every byte of a tensor in order (`Watch`) is shown what
+others read, and reads by itself only what no other task did.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from qconvert.validation.findings import Finding, Measure, OnlyRead
 
 CHUNK = 1 << 20
 
-# What a worker takes beside its task: interpreter, numpy, and buffers for the task itself.
+# Memory of a worker in addition to its task: interpreter, numpy, and buffers.
 _INTERPRETER = 48 << 20
-# Below this much to read, starting processes costs more than they save.
+# Below this many bytes to read, starting processes costs more than it saves.
 _WORTH_A_WORKER = 64 << 20
 # Tasks are sent in batches: there may be 100,000 of them.
 _BATCH_BYTES, _BATCH_TASKS = 64 << 20, 512
@@ -46,7 +46,7 @@ SideName = Literal["output", "source"]
 
 
 class Reads(Protocol):
-    """What fills memory with a tensor's bytes from `start` on, or raises RunError."""
+    """Fills memory with a tensor's bytes from `start` on, or raises RunError."""
 
     def read(self, tensor: Source, start: int, into: memoryview, /) -> None: ...
 
@@ -55,17 +55,17 @@ class Look(Protocol):
     """What a Watch has seen so far."""
 
     def take(self, at: int, data: memoryview) -> None:
-        """The next bytes, from byte `at` of the tensor on; good until the call ends, and not to be
+        """The next bytes, from byte `at` of the tensor on; valid until the call ends, not to be
         written to."""
         ...
 
-    def end(self, room: Room) -> Iterator[Result]:
-        """What there is to say once all was seen."""
+    def end(self, folders: Folders) -> Iterator[Result]:
+        """The findings once all bytes were seen."""
         ...
 
 
 class Side:
-    """One folder's tensors, read for the tasks at hand. Looks are shown what any of them reads."""
+    """One folder's tensors, read for the current tasks. Looks are shown what any of them reads."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -76,7 +76,7 @@ class Side:
         return Reader(self._shards)
 
     def read(self, tensor: Source, start: int, into: memoryview) -> None:
-        """Fill `into` with the tensor's bytes from `start` on. Raises RunError where they cannot be
+        """Fill `into` with the tensor's bytes from `start` on. Raises RunError if they cannot be
         read."""
         self._reader.read(tensor, start, into)
         for looking in self._looking.get(tensor.name, ()):
@@ -86,7 +86,7 @@ class Side:
         self._looking.setdefault(looking.watch.tensor.name, []).append(looking)
 
     def forget(self) -> None:
-        """Whoever was looking is done."""
+        """All current looks are done."""
         self._looking.clear()
 
     def close(self) -> None:
@@ -94,8 +94,8 @@ class Side:
             self._reader.close()
 
 
-class Room:
-    """What a task works with: both folders' tensors."""
+class Folders:
+    """The data a task works with: both folders' tensors."""
 
     def __init__(self, shards: Shards) -> None:
         self.output, self.source = map(Side, shards)
@@ -105,7 +105,7 @@ class Room:
         return self.output if name == "output" else self.source
 
     def finish(self, looking: _Looking) -> None:
-        """Read what a look is still to be shown."""
+        """Read the rest of what a look must be shown."""
         if self._buffer is None:
             self._buffer = memoryview(bytearray(CHUNK))
         watch = looking.watch
@@ -121,7 +121,7 @@ class Room:
 
 class Work(Protocol):
     """A frozen dataclass that can be sent to another process. `where` is the tensor it is about, in
-    either folder; `nbytes` what it goes through; `scratch` bytes it holds at a time."""
+    either folder; `nbytes` how many it processes; `scratch` how many it holds at a time."""
 
     @property
     def where(self) -> str: ...
@@ -134,20 +134,21 @@ class Work(Protocol):
 
 
 class Task(Work, Protocol):
-    """Work that reads for itself; best a tensor's bytes once, in order, so that looks can follow."""
+    """Work that reads for itself; preferably a tensor's bytes once, in order, so that looks can
+    follow."""
 
-    def run(self, room: Room) -> Iterator[Result]: ...
+    def run(self, folders: Folders) -> Iterator[Result]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch(ABC):
     """Work that has to see bytes `spans` (ascending; None: all) of one tensor, once and in order.
-    `beside` is a tensor of the folder whose tasks read it as well, where it has another name."""
+    `grouped_with` is a tensor of the folder whose tasks read it as well, if it has another name."""
 
     tensor: Source
     side: SideName = "output"
     spans: tuple[tuple[int, int], ...] | None = None
-    beside: str = ""
+    grouped_with: str = ""
 
     @property
     def where(self) -> str:
@@ -172,7 +173,7 @@ class Watch(ABC):
 
 
 class _Looking:
-    """How far a look is."""
+    """The progress of a look."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.look = watch, watch.look()
@@ -181,14 +182,14 @@ class _Looking:
 
     @property
     def left(self) -> tuple[int, int] | None:
-        """What it has to be shown next, to the end of its range; None: nothing any more."""
+        """The next bytes to show it, to the end of its range; None: nothing left."""
         while self._ranges and self._at == self._ranges[0][1]:
             self._ranges.popleft()
             self._at = self._ranges[0][0] if self._ranges else 0
         return (self._at, self._ranges[0][1]) if self._ranges else None
 
     def show(self, start: int, data: memoryview) -> None:
-        """Bytes of its tensor from `start` on; what is not next is passed over."""
+        """Bytes of its tensor from `start` on; bytes that are not next are ignored."""
         while (left := self.left) is not None:
             at, stop = left
             if not start <= at < start + data.nbytes:
@@ -203,7 +204,7 @@ Numbered = tuple[int, AnyTask]
 
 
 class Progress(Protocol):
-    """Told how far the tasks are, in bytes."""
+    """Progress of the tasks, in bytes."""
 
     def start(self, total: int, done: int) -> None: ...
 
@@ -240,14 +241,14 @@ def run_tasks(
         progress.start(total, 0)
     batches = list(_batches(groups, total // max(1, 4 * workers)))
     if workers == 1:
-        room = Room(shards)
+        folders = Folders(shards)
         try:
             for batch in batches:
-                yield from _do(batch, room)
+                yield from _do(batch, folders)
                 if progress is not None:
                     progress.wrote(batch.nbytes)
         finally:
-            room.close()
+            folders.close()
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, (shards, os.getpid()))
     running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]] = deque()
@@ -272,13 +273,14 @@ def _groups(tasks: Sequence[Numbered]) -> list[tuple[Numbered, ...]]:
 
 
 def _matrix(task: AnyTask) -> str:
-    """What a task's weights, scales and shapes are part of; one in shards for NUMA nodes is one."""
-    name = task.beside or task.where if isinstance(task, Watch) else task.where
+    """What a task's weights, scales and shapes are part of; shards for NUMA nodes count as one
+    matrix."""
+    name = task.grouped_with or task.where if isinstance(task, Watch) else task.where
     return split_parameter(name)[0].partition(".numa.")[0]
 
 
 def _place(name: str) -> tuple[int, tuple[Any, ...]]:
-    """By layer first: CPU experts (`blk.3.`) and draft layers' names follow other customs."""
+    """By layer first: CPU experts (`blk.3.`) and draft layers' names follow other conventions."""
     layer = parse(name).layer
     return -1 if layer is None else layer, natural_key(name)
 
@@ -294,7 +296,7 @@ def _workers(
     own = _resident()
     if own + work > memory:
         raise RunError(
-            f"{where!r}: looking at it takes {work >> 20} MiB beside the {own >> 20} MiB of "
+            f"{where!r}: checking it takes {work >> 20} MiB in addition to {own >> 20} MiB for "
             f"names and headers, more than granted; give --memory {-(-(own + work) >> 20)}MiB"
         )
     # One worker is this process itself.
@@ -302,7 +304,7 @@ def _workers(
 
 
 def _resident() -> int:
-    """Bytes this process holds now; what it once held (a model, for logits) it can hold again."""
+    """Bytes this process holds now; memory it once held (a model, for logits) it can hold again."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
@@ -335,51 +337,51 @@ def _finished(
         found = future.result()
     except BrokenProcessPool as error:
         raise RunError(
-            f"a worker process died at or soon after {batch.where!r}, most likely for "
-            "want of memory; give fewer --jobs, or --memory"
+            f"a worker process died at or soon after {batch.where!r}, most likely out of "
+            "memory; give fewer --jobs, or --memory"
         ) from error
     yield from found
     if progress is not None:
         progress.wrote(batch.nbytes)
 
 
-def _do(batch: _Batch, room: Room) -> Iterator[tuple[int, Result]]:
+def _do(batch: _Batch, folders: Folders) -> Iterator[tuple[int, Result]]:
     for group in batch.groups:
-        yield from _together(group, room)
+        yield from _together(group, folders)
 
 
-def _together(group: Sequence[Numbered], room: Room) -> Iterator[tuple[int, Result]]:
-    """Tasks that read, which looks follow; then what looks have not been shown."""
+def _together(group: Sequence[Numbered], folders: Folders) -> Iterator[tuple[int, Result]]:
+    """Tasks that read, which looks follow; then what looks have not been shown yet."""
     looks: list[tuple[int, _Looking]] = []
     try:
         for number, task in group:
             if isinstance(task, Watch):
                 looks.append((number, _Looking(task)))
-                room.side(task.side).begin(looks[-1][1])
+                folders.side(task.side).begin(looks[-1][1])
         for number, task in group:
             if not isinstance(task, Watch):
-                for item in task.run(room):
+                for item in task.run(folders):
                     yield number, item
         for number, looking in looks:
-            room.finish(looking)
-            for item in looking.look.end(room):
+            folders.finish(looking)
+            for item in looking.look.end(folders):
                 yield number, item
     finally:
-        room.output.forget()
-        room.source.forget()
+        folders.output.forget()
+        folders.source.forget()
 
 
-_room: Room | None = None
+_folders: Folders | None = None
 
 
 def _enter(shards: Shards, parent: int) -> None:
     """Set a worker up. It ends with the process that started it, however that ends."""
-    global _room
+    global _folders
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    _room = Room(shards)
+    _folders = Folders(shards)
 
 
 def _work(batch: _Batch) -> list[tuple[int, Result]]:
-    assert _room is not None
-    return list(_do(batch, _room))
+    assert _folders is not None
+    return list(_do(batch, _folders))

@@ -1,9 +1,9 @@
 """One check a file, each a `VALIDATOR`: found by file, imported as `qconvert.validators`.
 
-A validator reads a finished output (and, where given, its source) and yields findings. It never
+A validator reads a finished output (and its source, if given) and yields findings. It never
 imports the code that made the output.
 """
 
 if not __name__.startswith("qconvert."):
-    # Imported by its folder name it would be a second module whose classes equal none of ours.
+    # Imported by its folder name it would be a second module whose classes differ from ours.
     raise ImportError("import qconvert.validators, not validators")

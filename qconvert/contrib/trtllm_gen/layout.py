@@ -4,11 +4,11 @@ Sources: flashinfer 0.7.2.post1 (`fused_moe/core.py`, `_maybe_get_cached_w3_w1_p
 `get_w2_permute_indices_with_cache`; `utils.py`, `get_shuffle_matrix_a_row_indices`;
 `quantization/fp4_quantization.py`, `block_scale_interleave`) and sglang 0.5.23
 (`layers/quantization/utils.py`, `prepare_static_weights_for_trtllm_fp4_moe`), which makes this at
-every load. Experimental: the bytes equal theirs, no kernel has run on them.
+every load. Experimental: the bytes equal theirs, but no kernel has run on them.
 
-w1 is gate, w3 up, w2 down; M rows; all maps say which row goes to row n.
+w1 is gate, w3 up, w2 down; M rows; all maps say which source row goes to row n.
   shuffle    within 32 rows, row 8c + r comes from 4r + c (r < 8, c < 4)
-  gated w13  halves in the order [w3; w1], their rows in turn, then the shuffle
+  gated w13  halves in the order [w3; w1], their rows alternating, then the shuffle
   scales     rows as the weights', then tiles of 128 rows and 4 columns, 512 bytes each: byte
              (m % 32) * 16 + m % 128 // 32 * 4 + k % 4 of tile (m // 128, k // 4), row-major
 A tile of 128 rows takes the same rows of w1 and w3 wherever it lies, which is why a rank's slice of a
@@ -43,7 +43,7 @@ GUIDE = "PREPARED.md"
 
 
 def row_step(gated: bool) -> int:
-    """What an intermediate size must be a multiple of, of the model and of each rank's share."""
+    """The intermediate size must be a multiple of this, for the model and for each rank's share."""
     return TILE // 2 if gated else TILE
 
 
@@ -54,13 +54,13 @@ def check_sizes(hidden: int, intermediate: int, gated: bool) -> None:
         kind = "gated" if gated else "plain"
         raise PlanError(
             f"expected an intermediate size in whole {step}s ({kind} experts, tiles of {TILE} rows), "
-            f"found {intermediate}; the runtime pads such a size as it loads, so a file prepared "
-            "ahead fits none: serve the source as it is"
+            f"found {intermediate}; the runtime pads such a size as it loads, so a prepared file "
+            "cannot fit: serve the source unprepared"
         )
     if hidden % TILE:
         raise PlanError(
             f"expected a hidden size in whole {TILE}s (rows of w2), found {hidden}; the kernels have "
-            "no layout for it: serve the source as it is"
+            "no layout for it: serve the source unprepared"
         )
 
 
@@ -116,7 +116,7 @@ class Rows:
     def index(self, columns: int) -> NDArray[np.intp]:
         return row_index(TILE, self.gated)
 
-    def gather(self, halves: Sequence[Tiles], result: Tiles, beside: Tiles) -> None:
+    def gather(self, halves: Sequence[Tiles], result: Tiles, spare: Tiles) -> None:
         """Without the index: 32 rows are 4 times 8 (c, r), and for gated experts c is a pair and which
         of the two, w3 or w1, so all of it is a copy between strided views."""
         import numpy as np
@@ -135,7 +135,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The order of E4M3 block scales: words of 4. Arguments as those of `Rows`."""
+    """The order of E4M3 block scales: words of 4. Arguments as for `Rows`."""
 
     gated: bool
 
@@ -155,13 +155,13 @@ class Scales:
     def index(self, columns: int) -> NDArray[np.intp]:
         return scale_index(TILE, columns, self.gated)
 
-    def gather(self, halves: Sequence[Tiles], result: Tiles, beside: Tiles) -> None:
-        take_tiles(self, halves, result, beside)
+    def gather(self, halves: Sequence[Tiles], result: Tiles, spare: Tiles) -> None:
+        take_tiles(self, halves, result, spare)
 
 
 @dataclass(frozen=True, slots=True)
 class DerivedScalars:
-    """Scales of a layer's experts -> what the kernels are given, in F32: `DERIVED`, in that order.
+    """Scales of a layer's experts -> the scales that the kernels take, in F32: `DERIVED`, in that order.
 
     Arguments: per-tensor scales of w13, F32 [E, 2] (gate, up) or plain [E]; of w2 [E]; and the same two
     of their inputs. One scale serves the inputs of all experts: the largest multiplier, the smallest
@@ -202,7 +202,7 @@ class DerivedScalars:
 
         one = np.float32(1)
         w13, w2, in13, in2 = (array(b.data, np.float32, b.type.shape) for b in ins)
-        with np.errstate(all="ignore"):  # told below
+        with np.errstate(all="ignore"):  # reported below
             if self.inverted:
                 quant1, quant2 = in13.min(), in2.min()
                 w13, w2, a1, a2 = one / w13, one / w2, one / quant1, one / quant2

@@ -1,7 +1,7 @@
-"""prepare: NVFP4 experts in the layout that TensorRT-LLM's MoE kernels read.
+"""prepare (experimental): NVFP4 experts in the layout that TensorRT-LLM's MoE kernels read.
 
-A runtime makes this layout at every load, on the GPU. What it writes cannot be told from what it reads,
-so a prepared folder carries a `quant_method` no runtime knows, and a marker in its files' metadata.
+A runtime makes this layout at every load, on the GPU. Its output cannot be told from its input,
+so a prepared folder carries a `quant_method` that no runtime knows, and a marker in its files' metadata.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _HF_QUANT = "hf_quant_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Every layer of NVFP4 experts as four fused tensors, each expert one node; per-tensor scales fused,
-    and the scalars that follow from them. Raises PlanError where there is no such layer, where an
+    """Experimental. Every layer of NVFP4 experts as four fused tensors, each expert one node; per-tensor
+    scales fused, and the scalars derived from them. Raises PlanError if there is no such layer, if an
     expert, a scale or a layer is missing, and for sizes that the runtime would pad. Layers in other
-    formats stay as they are."""
+    formats stay unchanged."""
 
     name: ClassVar[str] = "prepare"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -47,8 +47,8 @@ class Prepare:
     def __call__(self, plan: Plan) -> Plan:
         if layout_of(plan.config) is not None or FACT in plan.checkpoint.metadata:
             raise PlanError(
-                "the source is prepared already, and a second shuffle would make noise of it; to change "
-                "it, give the experts back first: qconvert unprepare"
+                "the source is already prepared, and a second shuffle would destroy it; to change "
+                "it, restore the experts first: qconvert unprepare"
             )
         if not plan.census.dims.num_experts:
             check_experts(plan, "there is nothing to prepare")
@@ -59,7 +59,7 @@ class Prepare:
         ready = {base: layer for base, layer in layers.items() if base not in left}
         if not ready:
             raise PlanError(
-                "no expert has a matrix of its own in NVFP4 (weight_scale_2 or weight_global_scale); "
+                "no expert has its own matrix in NVFP4 (weight_scale_2 or weight_global_scale); "
                 "quantize the experts first: qconvert nvfp4"
             )
         form = _one_form(plan, ready)
@@ -98,7 +98,7 @@ class Prepare:
 
 
 def _layout(form: Form) -> dict[str, Any]:
-    """The marker: what a loader must know."""
+    """The marker: the facts that a loader needs."""
     return {
         "dialect": form.dialect.name,
         "gated": form.gated,
@@ -113,7 +113,7 @@ def _layout(form: Form) -> dict[str, Any]:
 
 
 def _one_form(plan: Plan, layers: Mapping[str, Layer]) -> Form:
-    """What all layers are alike."""
+    """The form that all layers share."""
     first: Form | None = None
     for base, layer in layers.items():
         form = form_of(base, layer, plan.census.dims.num_experts)
@@ -123,7 +123,7 @@ def _one_form(plan: Plan, layers: Mapping[str, Layer]) -> Form:
             raise PlanError(f"{base}: {error}") from error
         if first is not None and form != first:
             raise PlanError(
-                f"{base}: expected experts as in the other layers, {first}, found {form}"
+                f"{base}: expected experts in the form of the other layers, {first}, found {form}"
             )
         first = form
     assert first is not None
@@ -131,7 +131,7 @@ def _one_form(plan: Plan, layers: Mapping[str, Layer]) -> Form:
 
 
 def _expected_layers(plan: Plan, layers: Mapping[str, Layer]) -> int | None:
-    """How many layers have experts, where the family says so; draft layers count where they are."""
+    """How many layers have experts, if the family says so; draft layers count if they are present."""
     if plan.family.name == "generic":
         return None
     dims = plan.census.dims
@@ -140,8 +140,8 @@ def _expected_layers(plan: Plan, layers: Mapping[str, Layer]) -> int | None:
 
 
 def _check_limit(plan: Plan, form: Form, layers: Mapping[str, Layer]) -> None:
-    """A clamped activation has the runtime bring gate and up to one scale after loading, by halves of
-    the block scales, which lie mixed once prepared. Raises PlanError where they differ."""
+    """For a clamped activation the runtime brings gate and up to one scale after loading, by halves of
+    the block scales, which are mixed once prepared. Raises PlanError if they differ."""
     text = text_config(plan.config)
     if not form.gated or not text.get("swiglu_limit"):
         return
@@ -155,14 +155,14 @@ def _check_limit(plan: Plan, form: Form, layers: Mapping[str, Layer]) -> None:
                 raise PlanError(
                     f"'{base}.{expert}': expected one {form.dialect.tensor} of gate and up, found two; "
                     "the config states a swiglu_limit, for which the runtime rescales block scales "
-                    "after loading: serve the source as it is"
+                    "after loading: serve the source unprepared"
                 )
 
 
 def _number(plan: Plan, module: str, output: Output) -> bytes:
     origin = output.pieces[0].origin
     if not isinstance(origin, Source) or origin.type.numel != 1:
-        raise PlanError(f"{module}: its scale is computed in this run; prepare in a run of its own")
+        raise PlanError(f"{module}: its scale is computed in this run; prepare in a separate run")
     try:
         return plan.checkpoint.read_scalar(origin)
     except CheckpointError as error:
@@ -170,7 +170,7 @@ def _number(plan: Plan, module: str, output: Output) -> bytes:
 
 
 def _prepared(base: str, layer: Layer, form: Form) -> Iterator[tuple[str, Output]]:
-    """The tensors of a layer: weights, block scales, per-tensor scales, and what follows from those."""
+    """The tensors of a layer: weights, block scales, per-tensor scales, and those derived from them."""
     dialect, experts = form.dialect, range(form.experts)
     *first, down = form.projections
     orders: dict[str, Callable[[bool], Order]] = {dialect.weight: Rows, dialect.block: Scales}
@@ -196,7 +196,7 @@ def _prepared(base: str, layer: Layer, form: Form) -> Iterator[tuple[str, Output
 
 def _marked_config(plan: Plan, form: Form) -> dict[str, Any]:
     """config.json with the marker in place of every quantization block; the marker keeps those, and the
-    text of the file that may stand for them."""
+    text of the file that may replace them."""
     files = {}
     if _HF_QUANT in plan.side_files:
         files[_HF_QUANT] = (plan.checkpoint.read(_HF_QUANT) or b"").decode("utf-8")

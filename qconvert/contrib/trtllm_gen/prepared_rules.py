@@ -1,12 +1,12 @@
-"""Folders prepared for TensorRT-LLM's MoE kernels: marker, sizes, scalars, and the bytes' order.
+"""Experimental: folders prepared for TensorRT-LLM's MoE kernels: marker, sizes, scalars, byte order.
 
-QC105 tensors are prepared, and the config names a method that stock runtimes take.
+QC105 tensors are prepared, but the config names a method that stock runtimes take.
 QC106 the marker in config.json, the shards' metadata and the tensors disagree.
-QC107 sizes that the layout's tiles do not hold.
-QC108 a scalar does not follow from the scales it is made of.
-QC109 a prepared tensor is not the source's under the layout's order.
+QC107 sizes that the layout's tiles cannot hold.
+QC108 a scalar does not follow from the scales it is derived from.
+QC109 a prepared tensor is not the source's in the layout's order.
 
-A shuffled matrix has the shape of one that is not, so only the source's bytes can prove the order: at
+A shuffled matrix has the shape of an unshuffled one, so only the source's bytes can prove the order: at
 level full, against the NVFP4 folder that was prepared.
 """
 
@@ -38,34 +38,34 @@ if TYPE_CHECKING:
 RULES = (
     Rule(
         "QC105",
-        "experts are prepared, and the config names a method that stock runtimes take",
+        "experts are prepared (experimental), but the config names a method that stock runtimes take",
         "The quantization block of the source was copied back. A runtime prepares weights at load, and "
-        "would shuffle them a second time, in silence.",
-        "Restore the prepared folder's config.json, or go back with `qconvert unprepare`.",
+        "would silently shuffle them a second time.",
+        "Restore the prepared folder's config.json, or convert back with `qconvert unprepare`.",
     ),
     Rule(
         "QC106",
-        "what a prepared folder says of its layout disagrees with itself or with the tensors",
+        "a prepared folder (experimental) contradicts itself or the tensors about its layout",
         "Shards, config.json or qconvert.json are of another conversion, or tensors were lost.",
         "Prepare again from the NVFP4 source.",
     ),
     Rule(
         "QC107",
-        "prepared tensors have sizes that the layout's tiles do not hold",
+        "prepared tensors (experimental) have sizes that the layout's tiles cannot hold",
         "Rows of w13 and w2 come in tiles of 128, columns of scales in fours. A tool cut or padded "
-        "what was prepared.",
+        "prepared tensors.",
         "Prepare again from the NVFP4 source; sizes that do not fit have no prepared form.",
     ),
     Rule(
         "QC108",
-        "a prepared scalar does not follow from the scales it is made of",
+        "a prepared scalar (experimental) does not follow from the scales it is derived from",
         "Scales were edited or recalibrated after preparing, or scalars are of another layer.",
         "Prepare again from the NVFP4 source.",
     ),
     Rule(
         "QC109",
-        "a prepared tensor is not the source's under the layout's order",
-        "Shuffled twice or not at all, gate and up exchanged, experts or layers of another place, or "
+        "a prepared tensor (experimental) is not the source's in the layout's order",
+        "Shuffled twice or not at all, gate and up exchanged, experts or layers in the wrong place, or "
         "another source.",
         "Prepare again from this source.",
     ),
@@ -74,7 +74,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's prepared tensors by their short names (`w13_weight`), as far as they are there."""
+    """One layer's prepared tensors by their short names (`w13_weight`), as far as they are present."""
 
     base: str
     dialect: Dialect
@@ -82,7 +82,7 @@ class Layer:
 
     @property
     def gated(self) -> bool:
-        own = self.tensors.get(f"w13_{self.dialect.own}")
+        own = self.tensors.get(f"w13_{self.dialect.global_scale}")
         return own is not None and len(own.type.shape) == 2
 
     @property
@@ -97,7 +97,9 @@ class Prepared:
     """Headers, then scalars, then at level full every byte against the source's."""
 
     name: str = "prepared"
-    proves: str = "prepared experts are what their marker says, in sizes that their tiles hold"
+    proves: str = (
+        "prepared experts (experimental) match their marker, in sizes that their tiles hold"
+    )
     needs: frozenset[Need] = frozenset({"model", "prepared"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
@@ -123,7 +125,7 @@ def _layers(checkpoint: Checkpoint) -> Iterator[Layer]:
 
 
 def _parts(dialect: Dialect) -> tuple[str, str, str, str]:
-    return dialect.weight, "weight_scale", dialect.own, dialect.input
+    return dialect.weight, "weight_scale", dialect.global_scale, dialect.input
 
 
 # --- Headers -------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
     config = marker(checkpoint)
     if config is None:
         found = [c.method for c in checkpoint.quantization_configs]
-        message = f"expected quant_method {METHOD!r} beside prepared tensors, found {found}"
+        message = f"expected quant_method {METHOD!r} for prepared tensors, found {found}"
         yield Finding("QC105", "error", f"{layers[0].base}.w13_{layers[0].dialect.weight}", message)
         return
     layout = config.block.get("layout")
@@ -152,7 +154,8 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
         and not _has_others(checkpoint)
     ):
         message = (
-            f"the config leads to {count(len(moe), 'layer')} of experts, {len(layers)} are prepared"
+            f"expected {count(len(moe), 'layer')} of experts by the config, but {len(layers)} are "
+            "prepared"
         )
         yield Finding("QC106", "error", config.where, message)
     for layer in layers:
@@ -160,7 +163,7 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
 
 
 def _has_others(checkpoint: Checkpoint) -> bool:
-    """Whether some experts stand apart: layers in other formats stay as they are."""
+    """Whether some experts are separate matrices: layers in other formats stay unchanged."""
     return any(".experts.0." in name for name in checkpoint)
 
 
@@ -168,7 +171,7 @@ def _unlike(where: str, layout: Mapping[str, Any], other: str, said: Any) -> Ite
     if said is None:
         if other != "qconvert.json":
             yield Finding(
-                "QC106", "error", where, f"{other} have no {FACT}, which this block states"
+                "QC106", "error", where, f"{other} have no {FACT}, but this block states one"
             )
         return
     if not isinstance(said, Mapping):
@@ -178,10 +181,10 @@ def _unlike(where: str, layout: Mapping[str, Any], other: str, said: Any) -> Ite
     wrong = [key for key in sorted(shared) if layout[key] != said[key]]
     lacking = sorted({"dialect", "gated", "num_experts"} - shared)
     for key in wrong:
-        message = f"its layout says {key} {layout[key]!r}, {other} {said[key]!r}"
+        message = f"its layout says {key} {layout[key]!r}, but {other} {said[key]!r}"
         yield Finding("QC106", "error", where, message)
     if lacking:
-        message = f"{', '.join(lacking)} of the layout: not stated both here and in {other}"
+        message = f"{', '.join(lacking)} of the layout: stated only here or only in {other}"
         yield Finding("QC106", "error", where, message)
 
 
@@ -189,7 +192,7 @@ def _layer_faults(layer: Layer, layout: Mapping[str, Any]) -> Iterator[Finding]:
     dialect, base = layer.dialect, layer.base
     weight = layer.tensors[f"w13_{dialect.weight}"]
     if layout.get("dialect") != dialect.name:
-        message = f"named as {dialect.name} has it, and the marker says {layout.get('dialect')!r}"
+        message = f"has a name of {dialect.name}, but the marker says {layout.get('dialect')!r}"
         yield Finding("QC106", "error", weight.name, message)
         return
     if len(weight.type.shape) != 3:
@@ -210,7 +213,7 @@ def _layer_faults(layer: Layer, layout: Mapping[str, Any]) -> Iterator[Finding]:
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
     for key, size in sizes.items():
         if layout.get(key) != size:
-            message = f"leads to {key} {size}, and the marker says {layout.get(key)!r}"
+            message = f"gives {key} {size}, but the marker says {layout.get(key)!r}"
             yield Finding("QC106", "error", weight.name, message)
             return
     inputs = layout.get("derived_scalars") is True
@@ -218,10 +221,12 @@ def _layer_faults(layer: Layer, layout: Mapping[str, Any]) -> Iterator[Finding]:
         given = layer.tensors.get(name)
         needed = inputs or not (name in SCALARS or name.endswith(dialect.input))
         if given is None and needed:
-            message = f"is missing; the marker says derived_scalars {inputs}"
+            message = f"is missing, but the marker says derived_scalars {inputs}"
             yield Finding("QC106", "error", f"{base}.{name}", message)
         elif given is not None and not needed:
-            yield Finding("QC106", "error", given.name, "is there; the marker says no input scales")
+            yield Finding(
+                "QC106", "error", given.name, "is present, but the marker says no input scales"
+            )
         elif given is not None and given.type.shape not in wanted:
             shapes = " or ".join(str(list(shape)) for shape in wanted)
             yield Finding("QC107", "error", given.name, f"expected {shapes}, found {given.type}")
@@ -240,8 +245,8 @@ def _shapes(
         f"w2_{dialect.weight}": ((experts, hidden, intermediate // 2),),
         "w13_weight_scale": ((experts, rows, hidden // BLOCK),),
         "w2_weight_scale": ((experts, hidden, intermediate // BLOCK),),
-        **dict.fromkeys((f"w13_{dialect.own}", f"w13_{dialect.input}"), (pair,)),
-        **dict.fromkeys((f"w2_{dialect.own}", f"w2_{dialect.input}"), (each,)),
+        **dict.fromkeys((f"w13_{dialect.global_scale}", f"w13_{dialect.input}"), (pair,)),
+        **dict.fromkeys((f"w2_{dialect.global_scale}", f"w2_{dialect.input}"), (each,)),
         **dict.fromkeys(SCALARS[:3], (each,)),
         **dict.fromkeys(SCALARS[3:], one),
     }
@@ -267,7 +272,7 @@ def _round_trip(folder: Folder, layers: list[Layer]) -> Iterator[Yield]:
                 for part in _parts(layer.dialect)
                 if (found := source.get(f"{layer.base}.{expert}.{p}.{part}")) is not None
             }
-            if not any(part == layer.dialect.own for _, part in parts):
+            if not any(part == layer.dialect.global_scale for _, part in parts):
                 yield Skipped(
                     "the order of prepared bytes (the source's experts are not NVFP4 apart)"
                 )
@@ -279,7 +284,7 @@ def _round_trip(folder: Folder, layers: list[Layer]) -> Iterator[Yield]:
             else:
                 yield Finding("QC109", "error", *fault)
     yield from tasks
-    yield Proved("prepared bytes are the NVFP4 source's, in the layout's order")
+    yield Proved("prepared bytes (experimental) are the NVFP4 source's, in the layout's order")
 
 
 VALIDATOR = Prepared()

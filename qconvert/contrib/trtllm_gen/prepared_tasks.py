@@ -1,5 +1,5 @@
-"""Work on prepared experts: scalars against the scales they follow from, bytes against the source's. Not
-a validator itself: it has no `VALIDATOR`, so discovery passes it by."""
+"""Work on prepared experts (experimental): scalars against the scales they are derived from, bytes
+against the source's. Not a validator itself: it has no `VALIDATOR`, so discovery skips it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
-from qconvert.validation.workers import Reads, Room
+from qconvert.validation.workers import Folders, Reads
 from qconvert.validators.reading.nvfp4 import Dialect
 from qconvert.validators.reading.prepared import SCALARS, scale_places, source_rows
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 Tensors = Mapping[str, Source]
-_ROUNDED = 2.0**-20  # three roundings to float32, and some
+_ROUNDED = 2.0**-20  # three roundings to float32, with a margin
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Scalars:
 
     @property
     def where(self) -> str:
-        return f"{self.base}.w13_{self.dialect.own}"
+        return f"{self.base}.w13_{self.dialect.global_scale}"
 
     @property
     def nbytes(self) -> int:
@@ -48,12 +48,14 @@ class Scalars:
     @property
     def _names(self) -> tuple[str, ...]:
         d = self.dialect
-        return *(f"{w}_{part}" for part in (d.own, d.input) for w in ("w13", "w2")), *SCALARS
+        return *(
+            f"{w}_{part}" for part in (d.global_scale, d.input) for w in ("w13", "w2")
+        ), *SCALARS
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         import numpy as np
 
-        read = {name: _floats(room.output, self.tensors[name]) for name in self._names}
+        read = {name: _floats(folders.output, self.tensors[name]) for name in self._names}
         own13, own2, in13, in2 = (read[name] for name in self._names[:4])
         with np.errstate(all="ignore"):
             if self.dialect.divisor:
@@ -69,7 +71,7 @@ class Scalars:
                 if not fits.all():
                     at = int(np.argmin(fits))
                     message = (
-                        f"expert {at}: expected {wide[at]:.9g} of the layer's scales, found "
+                        f"expert {at}: expected {wide[at]:.9g} by the layer's scales, found "
                         f"{found[at]:.9g}"
                     )
                     yield Finding("QC108", "error", self.tensors[name].name, message)
@@ -120,7 +122,7 @@ class Matrices:
         return part, self.projections[:-1] if which == "w13" else self.projections[-1:]
 
     def misfit(self) -> tuple[str, str] | None:
-        """The first tensor whose source is missing or holds another number of bytes."""
+        """The first tensor whose source is missing or has another number of bytes."""
         for name, tensor in self.tensors.items():
             if name in SCALARS:
                 continue
@@ -135,7 +137,7 @@ class Matrices:
                 return tensor.name, message
         return None
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         import numpy as np
 
         for name, tensor in self.tensors.items():
@@ -144,12 +146,12 @@ class Matrices:
             part, members = self._members(name)
             size = self._size(name)
             made = np.empty(size, np.uint8)
-            room.output.read(tensor, self.expert * size, made.data)
+            folders.output.read(tensor, self.expert * size, made.data)
             parts = []
             for member in members:
                 source = self.source[member, part]
                 data = np.empty(source.type.nbytes, np.uint8)
-                room.source.read(source, 0, data.data)
+                folders.source.read(source, 0, data.data)
                 parts.append(data)
             given = np.concatenate(parts)
             wanted = self._ordered(given, tensor, part, gated=len(members) == 2)
@@ -164,7 +166,7 @@ class Matrices:
                 yield Finding("QC109", "error", tensor.name, message)
 
     def _ordered(self, given: Array, tensor: Source, part: str, *, gated: bool) -> Array:
-        """The source's bytes as they should lie."""
+        """The source's bytes in the expected order."""
         import numpy as np
 
         if part not in (self.dialect.weight, "weight_scale"):
@@ -181,4 +183,4 @@ class Matrices:
 def _hint(made: Array, given: Array) -> str:
     import numpy as np
 
-    return "; they lie as in the source, unprepared" if np.array_equal(made, given) else ""
+    return "; they are in the source's order, unprepared" if np.array_equal(made, given) else ""

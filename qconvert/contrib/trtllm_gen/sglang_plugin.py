@@ -8,8 +8,8 @@ against a tree of modules with the same structure; no Blackwell server has run i
   prepare   nothing: `prepare_static_weights_for_trtllm_fp4_moe`, and the swap of halves that one of its
             callers does before, return their arguments while a prepared model is post-processed.
 
-All of it or nothing is put in place: without it a stock server refuses the folder. Other models are
-loaded as ever. Imports the standard library, and torch and sglang inside functions.
+Either all of it is installed or nothing: without it a stock server refuses the folder. Other models are
+loaded as before. Imports the standard library, and torch and sglang inside functions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARAMETERS = (
     "input_scale", "input_global_scale",
 )  # fmt: skip
 _LOADED = frozenset(f"{w}_{parameter}" for w in ("w13", "w2") for parameter in _PARAMETERS)
-# sglang computes these itself, from the scales beside them.
+# sglang computes these itself, from the scales next to them.
 _DERIVED = frozenset(
     ("g1_alphas", "g2_alphas", "g1_scale_c", "w13_input_scale_quant", "w2_input_scale_quant")
 )
@@ -52,8 +52,8 @@ Loaded = dict[str, dict[str, tuple[int, ...]]]
 
 
 class _State:
-    """Of this process: whether a marked config was opened, the shapes of the prepared parameters that
-    are being post-processed (None outside of that), and how many layers have been."""
+    """State of this process: whether a marked config was opened, the shapes of the prepared parameters
+    that are being post-processed (None outside of that), and how many layers have been."""
 
     marked = False
     shapes: set[tuple[int, ...]] | None = None
@@ -61,8 +61,8 @@ class _State:
 
 
 def install() -> None:
-    """Put the plug-in in place; again does nothing. Raises ImportError or AttributeError where sglang
-    is not as it was in 0.5.23: nothing is changed then."""
+    """Install the plug-in; a second call does nothing. Raises ImportError or AttributeError if sglang
+    differs from 0.5.23: nothing is changed then."""
     utils, config = import_module(_UTILS), import_module(_CONFIG)
     loader = import_module(_LOADER).DefaultModelLoader
     if getattr(utils, _SHUFFLE).__module__ == __name__:
@@ -71,7 +71,7 @@ def install() -> None:
     if found != _SHUFFLE_ARGS:
         raise AttributeError(
             f"{_UTILS}.{_SHUFFLE}: expected arguments {_SHUFFLE_ARGS}, found {found}; this plug-in "
-            "was written for sglang 0.5.23"
+            "was written for sglang 0.5.23 (experimental)"
         )
     functions = (
         (config, "get_config", _reading),
@@ -88,7 +88,7 @@ def install() -> None:
 
 
 def _replace(module: Any, name: str, original: Any, new: Any) -> None:
-    """In the module that defines it, and in every one that has imported it by name."""
+    """In the module that defines it, and in every module that has imported it by name."""
     setattr(module, name, new)
     for loaded in list(sys.modules.values()):
         if getattr(loaded, "__name__", "").startswith("sglang."):
@@ -98,7 +98,7 @@ def _replace(module: Any, name: str, original: Any, new: Any) -> None:
 
 
 def _ours(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As functools.wraps, but known by its module as the plug-in's."""
+    """As functools.wraps, but marked as the plug-in's by its module."""
 
     def mark(new: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = wraps(original)(new)
@@ -124,7 +124,7 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(config: Any, block: Mapping[str, Any]) -> None:
-    """The source's quantization blocks, where the marker says they stood."""
+    """The source's quantization blocks, in the places that the marker states."""
     import json
 
     del config.quantization_config
@@ -155,10 +155,12 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         loaded: Loaded = {}
         result = original(model, _without_prepared(weights, modules, loaded), target_device)
         for base, found in loaded.items():
-            # modelopt's class fills input scales where a folder has none.
+            # modelopt's class fills input scales if a folder has none.
             wanted = {name for name in _LOADED if hasattr(modules[base], name)} - _FILLED
             if wanted - found.keys():
-                raise ValueError(f"{base}: {sorted(wanted - found.keys())} are not in the folder")
+                raise ValueError(
+                    f"{base}: {sorted(wanted - found.keys())} are missing from the folder"
+                )
         if loaded:
             model.qconvert_prepared = loaded
         return result
@@ -169,7 +171,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without_prepared(
     weights: Weights, modules: Mapping[str, Any], loaded: Loaded
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the model loads itself. Layers that this rank does not hold are left to the model too."""
+    """The names the model loads itself. Layers that this rank does not hold are left to the model
+    too."""
     for name, tensor in weights:
         base, _, last = name.rpartition(".")
         layer = modules.get(base)
@@ -178,13 +181,15 @@ def _without_prepared(
         elif last in _LOADED:
             parameter = getattr(layer, last, None)
             if parameter is None:
-                raise ValueError(f"{name}: the layer has no such parameter; its backend is another")
+                raise ValueError(
+                    f"{name}: the layer has no such parameter; its backend is another one"
+                )
             _fill(name, layer, last, parameter, tensor)
             loaded.setdefault(base, {})[last] = tuple(parameter.shape)
 
 
 def _fill(name: str, layer: Any, last: str, parameter: Any, tensor: torch.Tensor) -> None:
-    """Copy a rank's share. Raises ValueError where it has not the parameter's shape or dtype."""
+    """Copy a rank's share. Raises ValueError if it has not the parameter's shape or dtype."""
     target = parameter.data
     if tensor.shape[0] != layer.num_experts:
         raise ValueError(
@@ -206,7 +211,7 @@ def _fill(name: str, layer: Any, last: str, parameter: Any, tensor: torch.Tensor
 def tp_slice(name: str, tensor: Any, rank: int, size: int) -> Any:
     """A tensor-parallel rank's share of a prepared tensor (of torch or numpy), [experts, ...]: rows of
     w13, columns of w2, whole tiles of w2's scales; per-tensor scales are every rank's. Raises
-    ValueError where tiles would be cut."""
+    ValueError if tiles would be cut."""
     if name in ("w13_weight", "w13_weight_packed", "w13_weight_scale"):
         height = tensor.shape[1] // size
         if tensor.shape[1] % (128 * size):

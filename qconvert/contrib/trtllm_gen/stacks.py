@@ -1,9 +1,9 @@
-"""Routed experts stored in NVFP4, a matrix an expert, in the two dialects there are.
+"""Routed experts stored in NVFP4, one matrix per expert, in both dialects (experimental).
 
 modelopt (0.47): `weight` U8 (two E2M1 codes a byte), `weight_scale` E4M3 for 16 columns,
 `weight_scale_2` and `input_scale` F32, multipliers. compressed-tensors (0.19, nvfp4-pack-quantized):
 `weight_packed`, `weight_scale`, `weight_global_scale` and `input_global_scale`, divisors. Input scales
-need a calibration and may be absent from all.
+need a calibration and may be absent everywhere.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from qconvert.core.graph import Output
 
 GROUP = 16  # columns that share a block scale
 _NAME = re.compile(r"(.+\.experts)\.([0-9]{1,9})\.([a-z0-9_]+)\.([a-z0-9_]+)")
-# (w1, w3, w2) as checkpoints call them.
+# (w1, w3, w2) as checkpoints name them.
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a checkpoint calls a matrix's parameters. `inverted`: per-tensor scales are divisors."""
+    """A checkpoint's names of a matrix's parameters. `inverted`: per-tensor scales are divisors."""
 
     name: str
     weight: str
@@ -55,7 +55,7 @@ Layer = dict[tuple[int, str], dict[str, Output]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a layer of experts is: its dialect, projections (w1 and w3 where gated, then w2), count,
+    """The form of a layer of experts: its dialect, projections (w1 and w3 if gated, then w2), count,
     sizes, the shape of a per-tensor scale, and whether inputs have scales."""
 
     dialect: Dialect
@@ -104,7 +104,7 @@ def named(base: str, layer: Layer) -> dict[str, Output]:
 
 
 def dialect_of(layer: Layer) -> Dialect | None:
-    """The dialect of a layer's first NVFP4 matrix, None where there is none."""
+    """The dialect of a layer's first NVFP4 matrix, None if there is none."""
     for matrix in layer.values():
         for dialect in DIALECTS.values():
             if dialect.tensor in matrix:
@@ -113,8 +113,8 @@ def dialect_of(layer: Layer) -> Dialect | None:
 
 
 def form_of(base: str, layer: Layer, experts: int) -> Form:
-    """What an NVFP4 layer is, checked to its last parameter. Raises PlanError naming the first that is
-    missing, has no place here, or is of another type or shape than its layer leads to."""
+    """The form of an NVFP4 layer, checked to its last parameter. Raises PlanError naming the first that
+    is missing, unexpected, or of another type or shape than its layer requires."""
     dialect = dialect_of(layer)
     assert dialect is not None
     projections = _projections(base, layer)
@@ -127,7 +127,9 @@ def form_of(base: str, layer: Layer, experts: int) -> Form:
         for projection in projections:
             found = layer.get((expert, projection), {}).keys()
             for parameter in sorted(wanted ^ found):
-                what = "is missing" if parameter in wanted else "is no parameter of NVFP4 experts"
+                what = (
+                    "is missing" if parameter in wanted else "is not a parameter of NVFP4 experts"
+                )
                 raise PlanError(f"'{base}.{expert}.{projection}.{parameter}' {what}")
     down = layer[0, projections[-1]]
     shape = down[dialect.weight].type.shape
@@ -139,7 +141,7 @@ def form_of(base: str, layer: Layer, experts: int) -> Form:
     scalar = down[dialect.tensor].type.shape
     if down[dialect.tensor].type.numel != 1:
         raise PlanError(
-            f"'{base}.0.{projections[-1]}.{dialect.tensor}': expected one number, found "
+            f"'{base}.0.{projections[-1]}.{dialect.tensor}': expected one element, found "
             f"{down[dialect.tensor].type}"
         )
     form = Form(dialect, projections, experts, shape[0], 2 * shape[1], scalar, activations)

@@ -1,4 +1,4 @@
-"""unprepare: experts prepared for TensorRT-LLM's MoE kernels as the checkpoint had them."""
+"""unprepare (experimental): experts prepared for TensorRT-LLM's MoE kernels, restored."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _RULE = "derived: it follows from the scales that stay"
 
 @dataclass(frozen=True, slots=True)
 class Unprepare:
-    """The inverse of `prepare`: its source's tensors, byte for byte, and quantization blocks. Raises
-    PlanError where the source is not prepared, or a part of it is missing."""
+    """Experimental. The inverse of `prepare`: its source's tensors, byte for byte, and quantization
+    blocks. Raises PlanError if the source is not prepared, or a part of it is missing."""
 
     name: ClassVar[str] = "unprepare"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -61,24 +61,24 @@ class Unprepare:
 
 
 def _why_not(plan: Plan) -> str:
-    """The cause of there being no marker: what made the source instead."""
+    """Why there is no marker: what made the source instead."""
     steps = [step.get("name") for step in (plan.checkpoint.manifest or {}).get("passes", ())]
     last = steps[-1] if steps else None
     wanted = "expected a source that `qconvert prepare` made, whose config.json says so"
     if any(name.endswith((".w13_weight", ".w13_weight_packed")) for name in plan.tensors):
         return (
-            f"{wanted}: its tensors are prepared ones, and config.json is another's; copy the config of "
-            "the prepared folder back"
+            f"{wanted}: its tensors are prepared, but config.json is another one; restore the config of "
+            "the prepared folder"
         )
     if last == "unprepare":
-        return f"{wanted}; this one was given back by unprepare already, there is nothing to do"
+        return f"{wanted}; this one was already restored by unprepare, nothing to do"
     return f"{wanted}; found {'one that ' + str(last) + ' made' if last else 'a plain checkpoint'}"
 
 
 def _unprepared(
     plan: Plan, base: str, layout: Mapping[str, Any], dialect: Dialect
 ) -> tuple[dict[str, Output], list[str]]:
-    """A layer's tensors as they were, and the names of those they are made of."""
+    """A layer's tensors as they were, and the names of those they are made from."""
     gated, scalar = bool(layout["gated"]), tuple(layout["scalar_shape"])
     projections, experts = layout["projections"], layout["num_experts"]
     orders: dict[str, Callable[[bool], Order]] = {dialect.weight: Rows, dialect.block: Scales}
@@ -114,7 +114,7 @@ def _fused(plan: Plan, name: str, experts: int) -> Output:
 
 
 def _restored(config: dict[str, Any], replaced: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The config with the source's quantization blocks where they stood."""
+    """The config with the source's quantization blocks in their places."""
     for entry in replaced:
         inner = config
         for key in entry["at"][:-1]:

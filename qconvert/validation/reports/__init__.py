@@ -1,7 +1,7 @@
-"""Reports of a validation: one `qconvert.validation.runner.Report`, written for whom it is for.
+"""Reports of a validation: one `qconvert.validation.runner.Report`, written for its readers.
 
-One file a format, each with `render(report, rules)`, which is pure but for `places` (that looks which
-text files the folder has). No format drops a finding, a claim or a gap without saying how many.
+One file per format, each with `render(report, rules)`, which is pure except for `places` (which checks
+which text files the folder has). A format that drops a finding, a claim or a gap says how many.
 """
 
 from __future__ import annotations
@@ -40,27 +40,25 @@ FORMATS = tuple(_RENDER)
 
 def render(report: Report, format: str, *, terminal: bool = False) -> str:
     """The report in one of FORMATS, without a newline at its end. Text has colours and keeps to the
-    terminal's width where it is for a `terminal`. Raises UsageError for any other format."""
+    terminal's width if it is for a `terminal`. Raises UsageError for any other format."""
     if format not in _RENDER:
-        raise UsageError(f"{format!r} is not a format of reports; known: {', '.join(FORMATS)}")
+        raise UsageError(f"unknown report format {format!r}; known: {', '.join(FORMATS)}")
     if format == "text":
         return as_text.render(report, rules(), terminal=terminal)
     return _RENDER[format](report, rules())
 
 
 def suffix_format(path: str | Path) -> str:
-    """The format that a report file's name asks for. Raises UsageError for a suffix that names none."""
+    """The format that a report file's suffix asks for. Raises UsageError for an unknown suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIX:
         known = ", ".join(f"{end} ({name})" for end, name in _SUFFIX.items())
-        raise UsageError(
-            f"{path}: its suffix {suffix!r} names no format of reports; give it one of {known}"
-        )
+        raise UsageError(f"{path}: unknown report suffix {suffix!r}; known: {known}")
     return _SUFFIX[suffix]
 
 
 def append_step_summary(report: Report) -> None:
-    """Add the report to the summary page of a GitHub Actions job, where this runs in one: the file
+    """Add the report to the summary page of a GitHub Actions job, if this runs in one: the file
     that GITHUB_STEP_SUMMARY names, which earlier steps may have written to."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if path:

@@ -1,7 +1,7 @@
 """For the log of a GitHub Actions job: workflow commands, which become annotations.
 
-Of each level GitHub shows ten a step, so the first finding of every rule comes before the second of
-any. After them stands what was proved, as in the text report.
+GitHub shows ten of each level per step, so the first finding of every rule comes before the second of
+any. What was proved follows, as in the text report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 20
 
 
 def render(report: Report, rules: Mapping[str, Rule]) -> str:
-    """Of one rule at most 20 findings, then how many more."""
+    """At most 20 findings of one rule, then how many more."""
     of = Counter(finding.rule for finding in report.findings)
     shown: Counter[str] = Counter()
     turns: list[list[str]] = [[] for _ in range(_MOST)]
@@ -29,10 +29,10 @@ def render(report: Report, rules: Mapping[str, Rule]) -> str:
         shown[finding.rule] += 1
         if turn < _MOST:
             file, rule = place(finding.where).file, rules.get(finding.rule)
-            cure = f"\nWhat to do: {rule.cure}" if rule and rule.cure else ""
+            fix = f"\nWhat to do: {rule.fix}" if rule and rule.fix else ""
             turns[turn].append(
                 f"::{finding.severity} file={_property(file)},title={_property(finding.rule)}::"
-                + _data(f"{finding.where}: {finding.message}{cure}")
+                + _data(f"{finding.where}: {finding.message}{fix}")
             )
     lines = [line for turn in turns for line in turn]
     for rule_id, number in of.items():
@@ -44,7 +44,7 @@ def render(report: Report, rules: Mapping[str, Rule]) -> str:
 
 
 def _data(text: str) -> str:
-    """As @actions/core 1.11 escapes a command's data; other control characters are written out."""
+    """As @actions/core 1.11 escapes a command's data; other control characters are escaped too."""
     text = printable(text, "\r\n").replace("%", "%25")
     return text.replace("\r", "%0D").replace("\n", "%0A")
 

@@ -1,7 +1,7 @@
 """For people: one page with plots, that needs no network and loads nothing.
 
-Its style and script are `page.css` and `page.js`, whose hashes the page's policy names, so a name out
-of the folder cannot run as a script even where it got past the escaping.
+Its style and script are `page.css` and `page.js`, whose hashes are in the page's policy, so a name from
+the folder cannot run as a script even if it gets past the escaping.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from qconvert.validation.reports.plots import EXACT, UNKNOWN, plot_data
 from qconvert.validation.reports.words import by_rule, claims, is_figure, verdict
 from qconvert.validation.runner import Report
 
-# Of one rule, and rows of one table: the page is to stay small enough to be mailed.
+# For one rule, and rows of one table: the page must stay small enough to be mailed.
 _MOST = 100
 _MOST_ROWS = 500
 _LONGEST = 2000
 _TOLD = {
     "proved": ("Proved", "shown from the folder's content"),
-    "only read": ("Only read", "what the folder says of itself, and nothing here bears out"),
-    "not checked": ("Not checked", "not looked at, and why"),
+    "only read": ("Only read", "stated by the folder itself, and not proved here"),
+    "not checked": ("Not checked", "not checked, and why"),
 }
 _WORST_COLUMNS = (
     ("tensor", "tensor", ""), ("role", "role", ""), ("layer", "layer", "figure"),
@@ -42,7 +42,7 @@ _WORST_COLUMNS = (
 
 
 def render(report: Report, rules: Mapping[str, Rule]) -> str:
-    """Verdict, findings by rule with cause and cure, claims, tables, and, where something was
+    """Verdict, findings by rule with cause and fix, claims, tables, and, if something was
     measured, figures, heat map, histogram, errors by layer and the worst 500 matrices."""
     style, script = (
         Path(__file__).with_name(name).read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def _top(report: Report) -> Iterator[str]:
 
 
 def _findings(report: Report, rules: Mapping[str, Rule]) -> Iterator[str]:
-    """Rules with errors stand before those with warnings alone."""
+    """Rules with errors come before those with only warnings."""
     told = by_rule(report.findings, rules)
     told.sort(key=lambda one: all(finding.severity == "warning" for finding in one[1]))
     if told:
@@ -114,7 +114,7 @@ def _rule(rule: Rule, found: Sequence[Finding]) -> str:
         f'<summary><span class="badge">{severity}</span> {name} '
         f'<span class="quiet">{len(found):,}</span></summary>'
     )
-    told = (("Cause", rule.cause), ("What to do", rule.cure))
+    told = (("Cause", rule.cause), ("What to do", rule.fix))
     parts = [opening, *(f"<p><b>{label}.</b> {_text(text)}</p>" for label, text in told if text)]
     rows = "".join(
         f"<tr><td>{f.severity}</td><td><code>{_text(f.where)}</code></td>"
@@ -172,7 +172,7 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
         f'Against the source <span class="quiet">{count(len(measures), "matrix", "matrices")}</span>',
         '<p class="quiet">SQNR is signal to quantization noise: the norm of the source\'s weights over '
         "the norm of the difference, in dB. Higher is closer; 20 dB more is a tenth of the error; "
-        "<b>exact</b> is equal to the last bit, <b>unknown</b> a source that is all zero.</p>",
+        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero.</p>",
         _table(Table("", COLUMNS, rows)),
     )
     kinds = {
@@ -214,7 +214,7 @@ def _worst(measures: Sequence[Measure]) -> str:
     rows = "".join(_row(measure) for measure in furthest)
     return _section(
         f'The worst matrices <span class="quiet">{len(furthest):,} of {len(measures):,}</span>',
-        '<p class="quiet">A click on a column\'s name sorts by it, a second one turns it round.</p>',
+        '<p class="quiet">Click a column name to sort by it, click again to reverse the order.</p>',
         '<div class="wide tall"><table id="worst" data-sorted="sqnr:ascending">'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>",
         id="worst-section",
@@ -222,7 +222,7 @@ def _worst(measures: Sequence[Measure]) -> str:
 
 
 def _row(measure: Measure) -> str:
-    """Figures carry what they sort by; one without (nan, or in no layer) sorts last. An unknown SQNR
+    """Figures carry their sort key; one without (nan, or in no layer) sorts last. An unknown SQNR
     is worse than any other, as in `worst`."""
     m = measure
 

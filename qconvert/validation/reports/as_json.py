@@ -1,5 +1,5 @@
-"""For programs: everything, as strict JSON. What JSON has no number for is a string that Python's
-`float` takes back: "inf", "-inf", "nan"."""
+"""For programs: everything, as strict JSON. Values that JSON has no number for are strings that Python's
+`float` accepts: "inf", "-inf", "nan"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_json(report: Report, rules: Mapping[str, Rule]) -> dict[str, Any]:
         "about": report.about,
         "findings": [asdict(finding) for finding in report.findings],
         "rules": {
-            rule.id: {"title": rule.title, "cause": rule.cause, "cure": rule.cure}
+            rule.id: {"title": rule.title, "cause": rule.cause, "fix": rule.fix}
             for rule, _ in by_rule(report.findings, rules)
         },
         "proved": report.proved,
@@ -38,7 +38,7 @@ def to_json(report: Report, rules: Mapping[str, Rule]) -> dict[str, Any]:
 
 
 def render(report: Report, rules: Mapping[str, Rule]) -> str:
-    """Measures stand one a line: there may be 50,000 of them."""
+    """One measure per line: there may be 50,000 of them."""
     body = to_json(report, rules)
     lines = [json.dumps(measure, allow_nan=False) for measure in body.pop("measures")]
     rest = json.dumps(body, indent=2, allow_nan=False).removesuffix("\n}")

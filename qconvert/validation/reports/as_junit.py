@@ -1,6 +1,6 @@
 """For CI servers: JUnit's XML as Jenkins, GitLab and others take it (schema junit-10 of Jenkins'
 xUnit plugin). A claim is a test case: proved passes, only read and not checked are skipped. A broken
-rule is a failing one; a rule of which there are warnings alone passes and has them as its output."""
+rule is a failing one; a rule with only warnings passes and has them as its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUITE = "qconvert validate"
 
 
 def render(report: Report, rules: Mapping[str, Rule]) -> str:
-    """A file of one suite. What XML cannot hold is written out (`\\x00`)."""
+    """A file of one suite. Characters that XML cannot hold are escaped (`\\x00`)."""
     suite = ET.Element("testsuite", name=_SUITE)
     if report.about:
         properties = ET.SubElement(suite, "properties")
@@ -63,7 +63,7 @@ def _broken(suite: ET.Element, rule: Rule, found: Sequence[Finding]) -> None:
         first = f"{errors[0].where}: {errors[0].message}"
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         failure = ET.SubElement(case, "failure", type=rule.id, message=printable(first) + more)
-        told = (("Cause", rule.cause), ("What to do", rule.cure))
+        told = (("Cause", rule.cause), ("What to do", rule.fix))
         failure.text = "\n".join([_lines(errors), *(f"{k}: {v}" for k, v in told if v)])
     if warnings:
         ET.SubElement(case, "system-out").text = _lines(warnings)

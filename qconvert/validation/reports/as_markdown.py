@@ -32,9 +32,9 @@ def _blocks(report: Report, rules: Mapping[str, Rule]) -> Iterator[str]:
     if report.findings:
         yield _findings(report)
         told = by_rule(report.findings, rules)
-        cures = [f"- **{rule.id}** {_told(rule)}" for rule, _ in told if rule.title]
-        if cures:
-            yield "\n".join(["### What to do", "", *cures])
+        fixes = [f"- **{rule.id}** {_told(rule)}" for rule, _ in told if rule.title]
+        if fixes:
+            yield "\n".join(["### What to do", "", *fixes])
     for label, texts in claims(report):
         if texts:
             yield "\n".join([f"### {_LABELS[label]}", "", *(f"- {escape(t)}" for t in texts)])
@@ -62,7 +62,7 @@ def _findings(report: Report) -> str:
 
 
 def _told(rule: Rule) -> str:
-    return f"{escape(rule.title)}. {escape(rule.cause)} {escape(rule.cure)}"
+    return f"{escape(rule.title)}. {escape(rule.cause)} {escape(rule.fix)}"
 
 
 def _table(table: Table) -> str:
@@ -79,13 +79,13 @@ def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that shows as it is, also in a table's cell; newlines become spaces."""
+    """Text that is shown literally, also in a table's cell; newlines become spaces."""
     return _PUNCTUATION.sub(r"\\\1", printable(_short(text)))
 
 
 def code(text: str) -> str:
-    """A name as a code span; one that has a backtick or backslash as escaped text, since in a span
-    nothing can be escaped but a table's pipe."""
+    """A name as a code span; one that has a backtick or backslash as escaped text, because a span
+    can escape only a table's pipe."""
     plain = printable(_short(text))
     if not plain.strip() or "`" in plain or "\\" in plain:
         return escape(text)

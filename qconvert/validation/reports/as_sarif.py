@@ -72,8 +72,8 @@ def _rule(rule: Rule) -> dict[str, Any]:
         "shortDescription": {"text": rule.title},
         "fullDescription": {"text": rule.cause or rule.title},
         "help": {
-            "text": f"Cause: {rule.cause}\nWhat to do: {rule.cure}",
-            "markdown": f"**Cause.** {rule.cause}\n\n**What to do.** {rule.cure}",
+            "text": f"Cause: {rule.cause}\nWhat to do: {rule.fix}",
+            "markdown": f"**Cause.** {rule.cause}\n\n**What to do.** {rule.fix}",
         },
     }
 
@@ -84,8 +84,8 @@ def _result(
     place: Callable[[str], Place],
     seen: Counter[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Its message may change with the figures in it, so a fingerprint is made of the rule and place,
-    and of the how manyth there it is."""
+    """Its message may change with the figures in it, so a fingerprint is made of the rule, the place,
+    and its number among findings with the same rule and place."""
     key = finding.rule, finding.where
     seen[key] += 1
     digest = sha256("\0".join(key).encode("utf-8", "backslashreplace")).hexdigest()[:16]

@@ -71,12 +71,12 @@ def _findings(console: Console, report: Report, rules: Mapping[str, Rule]) -> No
             more = of[finding.rule] - _MOST
             _line(console, (f"... and {more} more of {finding.rule} (--format json lists all)", ""))
     for rule, _ in by_rule(report.findings, rules):
-        if rule.cure:
-            _line(console, (f"        {rule.id} ", "bold"), (f"what to do: {rule.cure}", "italic"))
+        if rule.fix:
+            _line(console, (f"        {rule.id} ", "bold"), (f"what to do: {rule.fix}", "italic"))
 
 
 def _measures(console: Console, report: Report) -> None:
-    """A row for each role; those of which all matrices are exact are one line together."""
+    """One row per role; roles of which all matrices are exact share one line."""
     found = groups(report.measures)
     exact = [group for group in found if group.exact == group.matrices]
     rows = tuple(cells(group) for group in found if group not in exact)

@@ -1,4 +1,4 @@
-"""Measures in few figures: a line for each format and role, and the worst matrices."""
+"""Measures in few figures: one line per format and role, and the worst matrices."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _group(format: str, role: str, members: Sequence[Measure]) -> Group:
 
 
 def worst(measures: Sequence[Measure], most: int) -> list[Measure]:
-    """Those furthest from the source, worst first; one of which nothing can be said (its source is all
-    zero, and it is not) stands before all others. Equal ones are not among them."""
+    """Those furthest from the source, worst first; one without a figure (its source is all
+    zero, and it is not) comes first. Matrices equal to the source are not among them."""
     unequal = [measure for measure in measures if measure.sqnr != inf]
     return sorted(unequal, key=lambda m: -inf if isnan(m.sqnr) else m.sqnr)[:most]
 

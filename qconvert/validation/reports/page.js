@@ -233,7 +233,7 @@
       const [equal, unsaid] = [exact, unknown].map((kind) => values.filter((v) => v === kind).length);
       box.replaceChildren();
       const aside = [[equal, "exact"], [unsaid, "unknown"]].filter(([n]) => n).map(([n, t]) => many(n) + " " + t);
-      const beside = aside.length ? "Beside them: " + aside.join(", ") + "." : "";
+      const beside = aside.length ? "In addition: " + aside.join(", ") + "." : "";
       byId("histogram-note").textContent = (finite.length ? "" : "None has an SQNR in dB. ") + beside;
       if (!finite.length) { box.dataset.drawn = 0; return; }
       const width = 1170, height = 250, left = 58, bottom = 42, top = 22, right = 12;

@@ -1,4 +1,4 @@
-"""Where in a repository a finding points: weights are no text, so their findings stand at the file
+"""Where in a repository a finding points: weights are not text, so their findings point to the file
 that lists them."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TEXT = (".json", ".jsonl", ".md", ".txt", ".jinja", ".yaml", ".yml", ".py")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`file` is a text file, relative to the current folder where the validated one lies in it, else
+    """`file` is a text file, relative to the current folder if the validated one is in it, else
     to the validated one; `inside` the tensor, shard or key that is meant (empty: the file itself)."""
 
     file: str
@@ -24,8 +24,8 @@ class Place:
 
 
 def places(report: Report) -> Callable[[str], Place]:
-    """Where each finding's `where` is. Tensors stand in the index, or in the config of a folder that
-    has no index; so does what is no file of the folder."""
+    """Where each finding's `where` is. Tensors point to the index, or to the config of a folder that
+    has no index; so does a `where` that is not a file of the folder."""
     folder = Path(report.about.get("folder", "."))
     try:
         prefix = folder.resolve().relative_to(Path.cwd().resolve())

@@ -10,7 +10,7 @@ from qconvert.core.names import natural_key
 from qconvert.core.shown import printable
 from qconvert.validation.findings import Measure
 
-# SQNR in tenths of a dB; these two are no level that a format can have.
+# SQNR in tenths of a dB; no format can reach these two levels.
 EXACT, UNKNOWN = 99999, -99999
 
 Key = tuple[int | None, int | None]
@@ -18,9 +18,9 @@ Key = tuple[int | None, int | None]
 
 def plot_data(measures: Sequence[Measure]) -> list[dict[str, Any]]:
     """A dict for each role and format of a kind: `grid` (SQNR by layer and expert), `series` (by
-    layer) or `alone` (neither). `layers` and `experts` are what rows and columns stand for; `values`
-    go row by row, null where nothing was measured. Of two matrices in one place (halves that stand
-    apart) the worse is kept, and `matrices` counts both."""
+    layer) or `alone` (neither). `layers` and `experts` are the rows and columns; `values`
+    go row by row, null if nothing was measured. Of two matrices in one place (stored halves)
+    the worse is kept, and `matrices` counts both."""
     members: dict[tuple[str, str, str], list[Measure]] = {}
     for measure in measures:
         members.setdefault((measure.role, measure.format, _kind(measure)), []).append(measure)

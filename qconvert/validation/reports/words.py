@@ -30,7 +30,7 @@ def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
 def by_rule(
     findings: Sequence[Finding], rules: Mapping[str, Rule]
 ) -> list[tuple[Rule, list[Finding]]]:
-    """Findings of each rule, rules in the order of their ids. An id that no module documents keeps
+    """Findings of each rule, rules in the order of their ids. An undocumented id keeps
     its findings and has a rule without texts."""
     ordered = sorted(findings, key=lambda finding: finding.rule)
     return [
@@ -40,7 +40,7 @@ def by_rule(
 
 
 def split_reason(text: str) -> tuple[str, str]:
-    """`claim (reason)` in two; a text that does not end in parentheses is both."""
+    """`claim (reason)` as two texts; a text that does not end in parentheses is both."""
     depth = 0
     for at in range(len(text) - 1, 0, -1):
         depth += {")": 1, "(": -1}.get(text[at], 0)
@@ -52,5 +52,5 @@ def split_reason(text: str) -> tuple[str, str]:
 
 
 def is_figure(cell: str) -> bool:
-    """Whether a table's cell is a figure, with or without a unit: its column then stands right."""
+    """Whether a table's cell is a figure, with or without a unit: its column is then right-aligned."""
     return cell.lstrip("+-<>~")[:1].isdigit() or cell in ("", "exact", "unknown", "nan", "inf")

@@ -1,11 +1,11 @@
-"""Experts for KTransformers' CPU kernels: its own client must load them and compute what they mean.
+"""Experts for KTransformers' CPU kernels: its own client must load them and compute the right result.
 
-The first and the last layer that kt-kernel serves are looked at, with a few tokens that reach up to 64
+The first and the last layer that kt-kernel serves are checked, with a few tokens that reach up to 64
 experts. Two references: from the weights as this folder's codes and scales give them, and from the
-source's. In float32, but for what the client rounds by design: a token's activations to int8 before
+source's. In float32, except for what the client rounds by design: a token's activations to int8 before
 each matrix, and results to bf16. Without that, its result would be 0.02 to 0.03 of its norm from the
 first for any weights at all; with it, 0.002 to 0.005. From the second it is 0.02 to 0.05 for int8 and
-0.2 to 0.6 for int4, after the weights' tails, so that one is held to what its own steps lead to.
+0.2 to 0.6 for int4, depending on the weights' tails, so that bound follows from the folder's own steps.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ if TYPE_CHECKING:
 RULES = (
     Rule(
         "QC045",
-        "kt-kernel does not load a layer, or computes something else",
-        "The files were made for another NUMA count or method, or their order of bytes is not what "
-        "this version of kt-kernel reads.",
+        "kt-kernel does not load a layer, or computes a wrong result",
+        "The files were made for another NUMA count or method, or their byte order is not the one "
+        "that this version of kt-kernel reads.",
         "Convert again for the NUMA count and method you serve with; if they are the same, this "
-        "kt-kernel reads another order of bytes than 0.7.2: report it.",
+        "kt-kernel reads another byte order than 0.7.2: report it.",
     ),
 )
 
 MOST = 0.01
-# Other weights make other activations, which round otherwise: so far from the source at any rate, and
-# further by this much of the error that rounding to the folder's steps leads to on average.
+# Other weights give other activations, which round differently: so far from the source in any case, and
+# further by this share of the average error of rounding to the folder's steps.
 _BY_ACTIVATIONS, _MARGIN = 0.03, 1.5
-# Calibrated codes are further off for tokens like these, which nothing was calibrated with: weights by
-# up to 4 times even rounding (heavy-tailed int4, measured). Other weights altogether are off by 1.4.
+# Calibrated codes are further off for tokens like these, which were not in the calibration: weights by
+# up to 4 times even rounding (heavy-tailed int4, measured). Unrelated weights are off by 1.4.
 _CALIBRATED_MARGIN, _UNRELATED = 6.0, 0.9
 _TOKENS, _CHOICES = 8, 8
 # A layer of the largest models is some 20 GB to read.
 _PATIENCE_S = 1800.0
 # torch and kt-kernel in a process of their own, numpy and torch in this one: measured, 460 MiB.
 _BESIDE = 512 << 20
-_TAIL = 200  # characters of what a dead process said last
+_TAIL = 200  # last characters of a dead process's output
 
 
 class ClientError(Exception):
@@ -92,7 +92,7 @@ class AmxClient:
             except ClientError as error:
                 yield Finding("QC045", "error", where, f"layer {layer}: {error}")
             except PlanError as error:
-                what = f"layer {layer}: kt-kernel loads it, and it is not what the manifest says"
+                what = f"layer {layer}: kt-kernel loads it, but it does not match the manifest"
                 yield Finding("QC045", "error", where, f"{what}: {error}")
             else:
                 if not errors.fit:
@@ -102,7 +102,7 @@ class AmxClient:
 @dataclass(frozen=True, slots=True)
 class Errors:
     """How far the client's result is from the references, norm of the difference over norm; and how
-    far rounding to the folder's steps takes a result on average."""
+    far rounding to the folder's steps moves a result on average."""
 
     ours: float
     source: float
@@ -128,8 +128,8 @@ class Errors:
 
 
 def _prepare(folder: Folder) -> tuple[Block, Sources, list[int]]:
-    """The block, the source's matrices and the layers to look at. Tensors that are not the manifest's
-    (QC040) do not keep the client from being asked: what it does with them is what a user meets."""
+    """The block, the source's matrices and the layers to check. Tensors that are not the manifest's
+    (QC040) do not prevent the client's run: what it does with them is what a user sees."""
     assert folder.source is not None
     try:
         block = read_block(folder.checkpoint)
@@ -143,8 +143,8 @@ def _prepare(folder: Folder) -> tuple[Block, Sources, list[int]]:
 
 
 def _check_memory(folder: Folder, block: Block) -> None:
-    """Raises NotChecked where a layer takes more than is granted. kt-kernel reads its files while it
-    holds what it made of them."""
+    """Raises NotChecked if a layer takes more memory than granted. kt-kernel reads its files while it
+    holds the converted weights."""
     memory = folder.request.memory
     layer = sum(kind.nbytes for _, kind in block.tensors()) // len(block.layers)
     need = _BESIDE + layer * 3 // 2
@@ -156,8 +156,8 @@ def _check_memory(folder: Folder, block: Block) -> None:
 
 
 def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) -> Errors:
-    """Both errors of a layer. Raises ClientError where the client does not compute, NotChecked where
-    it cannot on this machine, PlanError where there is nothing to compare with."""
+    """Both errors of a layer. Raises ClientError if the client does not compute, NotChecked if
+    it cannot on this machine, PlanError if there is nothing to compare with."""
     import numpy as np
 
     assert folder.source is not None
@@ -186,7 +186,7 @@ def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) ->
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Hidden states [T, H] as bf16 bits, and for each token k experts and their shares."""
+    """Hidden states [T, H] as bf16 bits, and for each token k experts and their weights."""
 
     hidden: np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -204,7 +204,7 @@ class _Inputs:
         g, u = _to_bf16(x @ gate.T), _to_bf16(x @ up.T)
         inner = _to_bf16(torch.nn.functional.silu(g) * u)
         made = torch.zeros(len(tokens), down.shape[0])
-        # Each NUMA node has columns of down, and rounds what it multiplies them with by itself.
+        # Each NUMA node has columns of down, and rounds its own part of the activations.
         for part, columns in zip(inner.chunk(numa, 1), down.chunk(numa, 1), strict=True):
             made += _to_bf16(_to_int8(part) @ columns.T)
         result[tokens] += self.shares[tokens, choices][:, None] * made.numpy()
@@ -221,7 +221,7 @@ def _to_int8(values: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(block: Block, layer: int) -> _Inputs:
-    """Tokens that are the same on every run, and experts spread over all there are."""
+    """Tokens that are equal in every run, and experts spread over all there are."""
     import numpy as np
 
     random = np.random.default_rng(layer)
@@ -240,9 +240,9 @@ def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats
     import numpy as np
 
     with tempfile.TemporaryDirectory(prefix="qconvert-kt-") as where:
-        room = Path(where)
+        work_dir = Path(where)
         np.savez(
-            room / "inputs.npz", allow_pickle=False, hidden=inputs.hidden, ids=inputs.ids,
+            work_dir / "inputs.npz", allow_pickle=False, hidden=inputs.hidden, ids=inputs.ids,
             shares=inputs.shares,
         )  # fmt: skip
         job = Job(
@@ -254,16 +254,16 @@ def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats
             numa=block.numa,
             method=block.runtime_name,
             threads=max(block.numa, len(os.sched_getaffinity(0))),
-            inputs=str(room / "inputs.npz"),
-            output=str(room / "output.npy"),
-            reason=str(room / "reason"),
+            inputs=str(work_dir / "inputs.npz"),
+            output=str(work_dir / "output.npy"),
+            reason=str(work_dir / "reason"),
         )
-        job.write(room / "job.json")
-        # -P: the current folder is not a place to import from.
+        job.write(work_dir / "job.json")
+        # -P: do not import from the current folder.
         command = [sys.executable, "-P", "-m", "qconvert.validators.amx.kt_forward"]
         try:
             done = subprocess.run(
-                [*command, str(room / "job.json")],
+                [*command, str(work_dir / "job.json")],
                 stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
@@ -286,7 +286,7 @@ def _exit(code: int) -> str:
 
 
 def _distance(found: Floats, expected: Floats) -> float:
-    """NaN where anything is not finite, which fits nowhere."""
+    """NaN if anything is not finite, which no bound accepts."""
     import numpy as np
 
     with np.errstate(all="ignore"):

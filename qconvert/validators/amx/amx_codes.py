@@ -1,4 +1,4 @@
-"""Experts for KTransformers' CPU kernels: codes and scales must be such as the format has."""
+"""Experts for KTransformers' CPU kernels: codes and scales must be valid for the format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.amx.reading import sound_block
 from qconvert.validators.reading.amx import Method
 
@@ -23,8 +23,8 @@ RULES = (
         "QC041",
         "codes or scales that the AMX formats do not have",
         "int4 -8 and int8 -128 are never written, and a scale is finite and not negative: these bytes "
-        "are damaged, or are of another format (int8 files named as int4, say).",
-        "Convert again; if the folder came from elsewhere, compare its method with qconvert.json.",
+        "are damaged, or of another format (int8 files named int4, for example).",
+        "Convert again; if the folder was downloaded, compare its method with qconvert.json.",
     ),
 )
 
@@ -36,7 +36,7 @@ class AmxCodes:
     """Reads every tensor once, a chunk at a time."""
 
     name: str = "amx_codes"
-    proves: str = "every code is in the format's range, every scale a finite number of 0 or more"
+    proves: str = "every code is in the format's range, every scale is finite and 0 or more"
     needs: frozenset[Need] = frozenset({"amx", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[CodesTask]:
@@ -67,7 +67,7 @@ class _Looking:
             found = _scale_fault(at, data) if method is None else _code_fault(at, data, method)
             self._fault = found or ""
 
-    def end(self, room: Room) -> Iterator[Finding]:
+    def end(self, folders: Folders) -> Iterator[Finding]:
         if self._fault:
             yield Finding("QC041", "error", self._task.where, self._fault)
 
@@ -97,7 +97,7 @@ def _code_fault(start: int, data: memoryview, method: Method) -> str | None:
 
 
 def _out_of_range(data: Bytes, method: Method) -> Bools:
-    """Which bytes hold the code that two's complement has and the format has not."""
+    """Which bytes hold the code that two's complement has but the format does not."""
     int4 = method == "int4"
     wrong: Bools = ((data & 0x0F == 0x08) | (data & 0xF0 == 0x80)) if int4 else data == 0x80
     return wrong

@@ -1,4 +1,4 @@
-"""Experts for KTransformers' CPU kernels: the tensors must be those that the manifest leads to."""
+"""Experts for KTransformers' CPU kernels: the tensors must be those that the manifest implies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qconvert.validators.amx.reading import faults, read_block
 RULES = (
     Rule(
         "QC040",
-        "the experts' tensors are not those that qconvert.json leads to",
-        "A tensor that its method, NUMA count, sizes, experts and layers lead to is missing or of "
-        "another type, one they do not lead to is there, or they cannot be meant. kt-kernel checks "
-        "nothing: such files load and give garbage, or crash it.",
+        "the experts' tensors do not match qconvert.json",
+        "A tensor that its method, NUMA count, sizes, experts and layers imply is missing or of "
+        "another type, there is an unexpected one, or they are invalid. kt-kernel checks "
+        "nothing: such files load and generate garbage, or crash it.",
         "Serve with the method and NUMA count the files were made for, or convert again for yours.",
     ),
 )
@@ -29,7 +29,7 @@ class AmxHeaders:
     """Headers against the manifest."""
 
     name: str = "amx_headers"
-    proves: str = "the experts' tensors are those that method, NUMA count and sizes lead to"
+    proves: str = "the experts' tensors are those that method, NUMA count and sizes imply"
     needs: frozenset[Need] = frozenset({"amx"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:

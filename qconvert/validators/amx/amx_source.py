@@ -1,4 +1,4 @@
-"""Experts for KTransformers' CPU kernels: the source must be one they can have been made from."""
+"""Experts for KTransformers' CPU kernels: it must be possible that they were made from the source."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Experts for KTransformers' CPU kernels: the weights they give must be the source's, rounded.
+"""Experts for KTransformers' CPU kernels: their weights must be the source's, rounded.
 
-At level sample up to four experts of each layer are looked at, evenly spread, all their matrices and
-NUMA shards whole. What is judged is rounding, so every element has to fit; which codes are best is not
-asked.
+At level sample up to four experts of each layer are checked, evenly spaced, all their matrices and
+NUMA shards completely. Only rounding is judged, so every element has to fit; whether the codes are the
+best ones is not checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding, Measure, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import Room, Task
+from qconvert.validation.workers import Folders, Task
 from qconvert.validators.amx.reading import (
     Block,
     matching_source,
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 RULES = (
     Rule(
         "QC042",
-        "an expert's weight is further from the source's than the format's rounding can bring it",
-        "The experts are another's, in another order, cut for another NUMA count, or were quantized "
+        "an expert's weight is further from the source's than the format's rounding allows",
+        "The experts are another expert's, in another order, cut for another NUMA count, or quantized "
         "with wrong scales; or the source is not the one they were made from.",
         "Compare with the source they were made from; if it is that one, convert again.",
     ),
 )
 
 _SAMPLE = 4
-# Of the step that a row's largest weight leads to, the least that calibration tries.
+# The smallest part of the step from a row's largest weight that calibration tries.
 _LEAST_CLIP = 0.25
-# Half a step where codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
-# what that made a half of is rounded up.
+# Half a step if codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
+# a half that this produced is rounded up.
 _BOUND = {("int4", "peer"): 8.5 / 16}
-# In steps: multiplying by the inverse of a step and back is exact to some 2^-22 of the largest code.
+# In steps: multiplying by the inverse of a step and back is exact to about 2^-22 of the largest code.
 _SLACK = 2.0**-12
 # float32 roundings of the largest weight times the inverse of the largest code.
 _STEP_SLACK = 2.0**-20
@@ -79,7 +79,7 @@ class AmxWeights:
 
 
 def sampled(experts: int) -> list[int]:
-    """Up to four experts, evenly spread, the first and the last among them."""
+    """Up to four experts, evenly spaced, including the first and the last."""
     count = min(_SAMPLE, experts)
     return sorted({i * (experts - 1) // max(1, count - 1) for i in range(count)})
 
@@ -106,25 +106,25 @@ class MatrixTask:
 
     @property
     def scratch(self) -> int:
-        """A stretch of rows in float32 from both sides, its difference, and what it takes to judge
-        it, beside what was read: some twelve times float32."""
+        """A range of rows in float32 from both sides, its difference, and the memory for judging
+        it, in addition to what was read: about twelve times float32."""
         return 48 * self._height * self.source.form.columns
 
     @property
     def _height(self) -> int:
-        """Rows looked at in one go: those that lie together here. Of a stack [E, inputs, outputs] rows
-        lie apart in the source, and all are read for any."""
+        """Rows checked at a time: those that are adjacent here. In a stack [E, inputs, outputs] rows
+        are scattered in the source, and all are read for any."""
         form = self.source.form
-        whole = form.turned and form.codes is None
+        whole = form.transposed and form.codes is None
         return self.source.rows if whole else STEP[self.block.method]
 
-    def run(self, room: Room) -> Iterator[Finding | Measure]:
+    def run(self, folders: Folders) -> Iterator[Finding | Measure]:
         sums = Sums()
         for top in range(0, self.source.rows, self._height):
-            expected = bf16_rows(room.source, self.source, top, top + self._height)
+            expected = bf16_rows(folders.source, self.source, top, top + self._height)
             for base, rows, columns, start in self._shards(top):
                 found, step = shard_weights(
-                    self.block, self.tensors, room.output, base, self.kind, start,
+                    self.block, self.tensors, folders.output, base, self.kind, start,
                     start + rows.stop - rows.start,
                 )  # fmt: skip
                 wanted = expected[rows, columns]
@@ -147,8 +147,8 @@ class MatrixTask:
                     largest = float(abs(wanted[odd]).max())
                     yield self._finding(
                         base,
-                        f"row {top + rows.start + odd}: a step of {step[odd]:g} is not what its "
-                        f"largest weight, {largest:g}, leads to: expected about "
+                        f"row {top + rows.start + odd}: a step of {step[odd]:g} does not match its "
+                        f"largest weight, {largest:g}: expected about "
                         f"{largest / LARGEST[self.block.method]:g}",
                     )
                     return
@@ -160,8 +160,8 @@ class MatrixTask:
         return Finding("QC042", "error", f"{base}.weight", f"expert {self.expert}, {text}")
 
     def _shards(self, top: int) -> Iterator[tuple[str, slice, slice, int]]:
-        """Shards that hold a part of the stretch from row `top` on: name, which rows and columns of
-        the stretch, and the row of the shard these begin at."""
+        """Shards that hold a part of the range from row `top` on: name, which rows and columns of
+        the range, and the row of the shard these begin at."""
         rows, columns = self.block.shard_shape(self.kind)
         for shard in range(self.block.numa):
             base = shard_name(self.layer, self.kind, self.expert, shard)
@@ -175,11 +175,11 @@ class MatrixTask:
 
 
 def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tuple[int, int] | None:
-    """Row and column of the first weight that is too far off. Where steps are searched for, the
-    largest code stands for all that lies beyond it too."""
+    """Row and column of the first weight that is too far off. If steps were searched for, the
+    largest code stands for everything beyond it too."""
     import numpy as np
 
-    if block.rounding == "gptq":  # one weight's error is made up for by others: see _lost_row
+    if block.rounding == "gptq":  # one weight's error is compensated by others: see _lost_row
         return None
     bound = _BOUND.get((block.method, block.rounding), 0.5)
     with np.errstate(all="ignore"):
@@ -198,8 +198,8 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
 def _lost_row(
     block: Block, expected: Floats, found: Floats, step: Floats
 ) -> tuple[int, str] | None:
-    """Of codes that calibration found: the first row of them that has too little to do with the
-    source's weights, and how little."""
+    """For codes that calibration found: the first row that is hardly correlated with the
+    source's weights, and its correlation."""
     import numpy as np
 
     if block.rounding != "gptq":
@@ -211,9 +211,9 @@ def _lost_row(
 
 
 def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> int | None:
-    """The first row whose step is not the one its largest weight leads to; or, where steps are searched
-    for, is so large that the largest code goes unused, or leaves a larger error than that one could;
-    or, where calibration chose it, is none of the parts of that one which it tries."""
+    """The first row whose step is not the one of its largest weight; or, if steps were searched
+    for, is so large that the largest code is unused, or leaves a larger error than that one could;
+    or, if calibration chose it, is none of the fractions of that one which it tries."""
     import numpy as np
 
     top = LARGEST[block.method]
@@ -221,8 +221,8 @@ def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> in
         largest = np.abs(expected).max(axis=1)
         plain = largest / np.float32(top)
         if block.rounding == "search":
-            # A row's error is what a search makes least, so it is below that of the plain step: half
-            # of it for each weight, or 8.5 / 16 where kt-kernel rounds twice.
+            # A search minimizes a row's error, so it is below that of the plain step: half
+            # of it for each weight, or 8.5 / 16 if kt-kernel rounds twice.
             half = np.float32(_BOUND.get((block.method, "peer"), 0.5) + _SLACK)
             off = (expected - found) / plain[:, None]
             wrong = (step > plain * (top / (top - 0.5) + _SLACK)) | (

@@ -1,10 +1,10 @@
-"""One layer through kt-kernel's own client, as a process: its import turns flush-to-zero on for good,
+"""One layer through kt-kernel's own client, as a process: its import turns on flush-to-zero for good,
 its errors end a process without an exception, and its threads stay.
 
     python -m qconvert.validators.amx.kt_forward JOB.json
 
 JOB.json is a `Job` (kt-kernel 0.7.2, `kt_kernel/experts.py`, KTMoEWrapper). Not a validator itself: it
-has no `VALIDATOR`, so discovery passes it by.
+has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Exit code where kt-kernel cannot run on this machine, whatever the folder; `Job.reason` says why.
+# Exit code if kt-kernel cannot run on this machine, whatever the folder; `Job.reason` says why.
 UNABLE = 75
 
 
@@ -42,7 +42,7 @@ class Job:
 
 
 def forward(job: Job) -> None:
-    """Load the layer and compute. Leaves the process with UNABLE where there is nothing to do it."""
+    """Load the layer and compute. Exits with UNABLE if this machine cannot."""
     import numpy as np
     import torch
 
@@ -67,7 +67,10 @@ def forward(job: Job) -> None:
             cpu_save=False,
             method=job.method,
         )
-    except (ImportError, RuntimeError) as error:  # another CPU, or what its Python part imports
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # another CPU, or a missing import of its Python part
         Path(job.reason).write_text(" ".join(str(error).split()), encoding="utf-8")
         sys.exit(UNABLE)
     wrapper.load_weights(torch.arange(job.experts, dtype=torch.int64))
@@ -93,5 +96,5 @@ if __name__ == "__main__":
     # There is no stream of a GPU to wait for.
     os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
     forward(Job(**json.loads(Path(sys.argv[1]).read_bytes())))
-    # What counts is written; how its threads end says nothing of the folder.
+    # The result is written; how its threads end says nothing about the folder.
     os._exit(0)

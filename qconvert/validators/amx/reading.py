@@ -1,7 +1,7 @@
 """A folder of experts for KTransformers' CPU kernels, as its validators see it: what its manifest
-leads to, its weights as the consumer computes them, and those of its source.
+implies, its weights as the consumer computes them, and those of its source.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Bytes, Floats
 
 _METHODS: Mapping[Any, Method] = {name: method for method, name in RUNTIME_NAME.items()}
-# How a folder's codes were found: as kt-kernel's converter rounds, with steps searched for, or by
+# How a folder's codes were found: rounded as kt-kernel's converter does, with steps searched for, or by
 # calibration.
 FoundBy = Literal["peer", "search", "gptq"]
 _ROUNDINGS: tuple[FoundBy, ...] = get_args(FoundBy)
@@ -40,7 +40,7 @@ _COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the manifest's `amx` says."""
+    """The manifest's `amx` block."""
 
     method: Method
     rounding: FoundBy
@@ -60,7 +60,7 @@ class Block:
         return (self.hidden, part) if kind == "down" else (part, self.hidden)
 
     def tensors(self) -> Iterator[tuple[str, TensorType]]:
-        """Every tensor that should be there."""
+        """Every expected tensor."""
         for layer in self.layers:
             for kind in KINDS:
                 rows, columns = self.shard_shape(kind)
@@ -74,12 +74,12 @@ class Block:
 
 
 def shard_name(layer: int, kind: Kind, expert: int, shard: int) -> str:
-    """What a matrix's weight and scale are called, without their last part."""
+    """The name of a matrix's weight and scale, without their last component."""
     return f"blk.{layer}.ffn_{kind}_exps.{expert}.numa.{shard}"
 
 
 def read_block(checkpoint: Checkpoint) -> Block:
-    """The manifest's block. Raises PlanError where it cannot be meant: a key missing or of another
+    """The manifest's block. Raises PlanError if it is invalid: a key missing or of another
     type, sizes that the kernels cannot hold."""
     found = (checkpoint.manifest or {}).get("amx")
     if not isinstance(found, dict):
@@ -106,38 +106,38 @@ def read_block(checkpoint: Checkpoint) -> Block:
 
 
 def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Tensors that are not what the manifest leads to, and what is wrong with each."""
+    """Tensors that do not match the manifest, and what is wrong with each."""
     wanted = dict(block.tensors())
     for name, kind in wanted.items():
         if name not in checkpoint:
-            yield name, f"missing: the manifest leads to it, as {kind}"
+            yield name, f"missing: expected {kind} by the manifest"
         elif checkpoint[name].type != kind:
             yield name, f"expected {kind}, found {checkpoint[name].type}"
     for name, source in checkpoint.items():
         if name not in wanted:
-            yield name, f"superfluous: the manifest does not lead to it; found {source.type}"
+            yield name, f"unexpected tensor: not in the manifest; found {source.type}"
 
 
 def sound_block(checkpoint: Checkpoint) -> Block:
-    """The block of a folder whose tensors are those it leads to. Raises NotChecked for others."""
+    """The block of a folder whose tensors match it. Raises NotChecked for others."""
     try:
         block = read_block(checkpoint)
     except PlanError as error:
         raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
     if any(True for _ in faults(block, checkpoint)):
-        raise NotChecked("QC040: its tensors are not those the manifest leads to")
+        raise NotChecked("QC040: its tensors do not match the manifest")
     return block
 
 
 def source_experts(folder: Folder) -> Routed:
-    """The source's routed experts. Raises PlanError where it has none that can be read."""
+    """The source's routed experts. Raises PlanError if it has none that can be read."""
     assert folder.source is not None
     return routed_experts(folder.source)
 
 
 def mismatches(block: Block, folder: Folder, experts: Routed) -> list[str]:
-    """What the manifest says and the source does not bear out. Draft layers are there all or not at
-    all."""
+    """Where manifest and source differ. Draft layers are either all present or all
+    absent."""
     assert folder.source is not None
     dims = folder.source.census.dims
     found = [
@@ -164,7 +164,7 @@ Sources = Mapping[tuple[int, Kind, int], Matrix]
 
 
 def matching_source(block: Block, folder: Folder) -> Sources:
-    """The source's matrix of each layer, kind and expert. Raises NotChecked where the folder cannot
+    """The source's matrix of each layer, kind and expert. Raises NotChecked if the folder cannot
     have been made from it."""
     try:
         experts = source_experts(folder)
@@ -182,7 +182,7 @@ def shard_weights(
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """Rows [start, stop) of one NUMA shard (all): the weights [rows, columns] that the consumer
     computes with, and the step [rows] between two codes. `start` and `stop` are multiples of
-    STEP[method], rows that lie together. Raises PlanError where its tensors do not fit the
+    STEP[method], rows that are stored together. Raises PlanError if its tensors do not match the
     manifest."""
     import numpy as np
 
@@ -202,7 +202,7 @@ def shard_weights(
 def weights(
     block: Block, tensors: Mapping[str, Source], reader: Reads, layer: int, kind: Kind, expert: int
 ) -> tuple[Floats, float]:
-    """A matrix put together over its NUMA shards, and what rounding evenly to its steps adds up to:
+    """A matrix assembled from its NUMA shards, and the error of even rounding to its steps:
     the expected sum of squared errors, a twelfth of a squared step for each weight."""
     import numpy as np
 

@@ -1,1 +1,1 @@
-"""Rules that read headers and small files."""
+"""Rules that read only headers and small files."""

@@ -1,12 +1,12 @@
-"""config.json must state what the source's does: a conversion changes weights, not the model.
+"""config.json must state what the source's states: a conversion changes weights, not the model.
 
-QC083 a setting of config.json is not the source's.
-QC084 FP8 weights are the source's, and what the quantization block says of them is not.
+QC083 a setting of config.json differs from the source's.
+QC084 FP8 weights are the source's, but the quantization block describes them differently.
 
-Settings are compared key by key, in every nested block. Of another class of the same model (Qwen3.5's
-text model as Qwen3-Next, and back) the settings of the text model are, all in one: what one of the
-classes does not state is what that class always does. A rope is the same wherever its numbers stand:
-transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters.
+Settings are compared key by key, in every nested block. For another class of the same model (Qwen3.5's
+text model as Qwen3-Next, and back) the settings of the text model are compared, flattened: a setting
+that one class does not state is what that class always does. A rope is the same wherever its numbers are
+stored: transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ CONFIG = "config.json"
 RULES = (
     Rule(
         "QC083",
-        "a setting of config.json is not the source's",
-        "config.json is another release's, was edited, or was written anew by a tool that knows fewer "
-        "keys. A rope, a top-k or a head count that is off loads everywhere and answers wrongly. An "
-        "error where a setting that the source states is changed or missing; a warning for settings "
-        "that are new here (the source leaves them to its class, and what that does is not known), and "
-        "for those of training alone. Not compared: quantization blocks, dtype, the names of saver and "
-        "version, what only one of two classes states, an MTP count of 0 where no draft layer is left, "
-        "and an untied head that is stored.",
-        "Copy config.json from the source, or set the named key as it is there; a quantization block "
-        "of the folder's own stays.",
+        "a setting of config.json differs from the source's",
+        "config.json belongs to another release, was edited, or was rewritten by a tool that knows "
+        "fewer keys. A wrong rope, top-k or head count loads everywhere and gives wrong answers. An "
+        "error if a setting that the source states is changed or missing; a warning for settings "
+        "that are new here (the source leaves them to its class, whose default is unknown), and "
+        "for settings that only concern training. Not compared: quantization blocks, dtype, names of "
+        "the saving class and version, settings that only one of two classes states, an MTP count of 0 "
+        "if no draft layer is left, and an untied head that is stored.",
+        "Copy config.json from the source, or set the named key to the source's value; keep the "
+        "folder's own quantization block.",
     ),
     Rule(
         "QC084",
-        "the block on kept FP8 weights is not the source's",
-        "The quantization block was written from a template. How activations are quantized, how scales "
-        "are rounded and how large blocks are is read from it, and no tensor gives it away.",
-        "Set the named key of the block as the source has it, or take it out where the source has none.",
+        "the quantization block of unchanged FP8 weights differs from the source's",
+        "The quantization block was written from a template. It states how activations are quantized, "
+        "how scales are rounded and how large blocks are; tensors do not show it.",
+        "Set the named key of the block to the source's value, or remove it if the source has none.",
     ),
 )
 
-# Who saved a config and as what: no setting of the model.
+# Which class saved a config: not a setting of the model.
 _NOT_COMPARED = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 )
-# Of training, and of what a call returns: no output depends on them.
+# For training, and for what a call returns: no output depends on them.
 _OF_TRAINING = frozenset(
     {
         "attention_dropout", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "hidden_dropout",
@@ -62,7 +62,7 @@ _OF_TRAINING = frozenset(
 )  # fmt: skip
 _TIED = "tie_word_embeddings"
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# What is of a class, or of a multi-modal config's root, and not of the text model.
+# Of a class, or of a multi-modal config's root, not of the text model.
 _OF_CLASS = frozenset(
     {
         "architectures", "model_type", "text_config", "vision_config", "image_token_id",
@@ -74,7 +74,7 @@ _SAME_MODEL = frozenset({"qwen3_5", "qwen3_next"})
 _ROPE = ("rope_parameters", "rope_scaling")
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 _LANGUAGE, _PLAIN = "model.language_model.", "model."
-# Of FP8 blocks: the keys, and what runtimes take where one is not stated.
+# Of FP8 blocks: the keys, and the runtimes' default if one is not stated.
 _FP8_KEYS = {
     "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": None, "weight_block_size": None,
 }  # fmt: skip
@@ -89,7 +89,7 @@ class ConfigKept:
     """The folder's config.json against the source's."""
 
     name: str = "config_kept"
-    proves: str = "config.json states every setting of the source's as it is there"
+    proves: str = "config.json has every setting of the source unchanged"
     needs: frozenset[Need] = frozenset({"source"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ class ConfigKept:
         assert source is not None
         identity = (here.manifest or {}).get("identity", {})
         if folder.receipt is not None and identity.get("source") != source.header_digest:
-            raise NotChecked("QC031: the source given is not what the folder was made from")
+            raise NotChecked("QC031: the folder was not made from the given source")
         kind, theirs = here.config.get("model_type"), source.config.get("model_type")
         families = {here.family.name, source.family.name}
         if kind == theirs:
@@ -111,20 +111,20 @@ class ConfigKept:
         found = [*_tied(here, source), *_differences(here, source, ours, wanted)]
         yield from found[:_MOST]
         if len(found) > _MOST:
-            message = f"{len(found) - _MOST} more settings are not the source's"
+            message = f"{len(found) - _MOST} more settings differ from the source's"
             yield Finding("QC083", "error", CONFIG, message)
         yield from _fp8(here, source)
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Every setting by its dotted path, quantization blocks apart. A rope is left in one
-    spelling: `rope_theta`, `partial_rotary_factor`, `rope_parameters.*`; what contradicts it stays."""
+    """Every setting by its dotted path, without quantization blocks. A rope is kept in one
+    spelling: `rope_theta`, `partial_rotary_factor`, `rope_parameters.*`; contradicting keys are kept."""
     return _flat(without_quantization(config), "")
 
 
 def _flat(block: Mapping[str, Any], at: str) -> Settings:
     found: Settings = {}
-    for key in _ROPE:  # the newer one first: it counts where both are there
+    for key in _ROPE:  # the newer one first: it counts if both are present
         rope = block.get(key)
         for inner, value in _flat(rope, "").items() if isinstance(rope, Mapping) else ():
             inner = "rope_type" if inner == "type" else inner
@@ -144,7 +144,7 @@ def _flat(block: Mapping[str, Any], at: str) -> Settings:
 
 
 def _plain_names(value: Any) -> Any:
-    """Modules go by one name, whether a text-only class has renamed them or not."""
+    """Modules have one name, whether or not a text-only class has renamed them."""
     if isinstance(value, list):
         return [_plain_names(inner) for inner in value]
     if isinstance(value, str) and value.startswith(_LANGUAGE):
@@ -153,8 +153,8 @@ def _plain_names(value: Any) -> Any:
 
 
 def _of_text(checkpoint: Checkpoint) -> Settings:
-    """The text model's settings, with what the classes of Qwen3.5 always do. Its Qwen3-Next twin states
-    it: top-k weights normalized, experts in all layers or in none."""
+    """The text model's settings, with what the classes of Qwen3.5 always do. Its Qwen3-Next counterpart
+    states it: top-k weights normalized, experts in all layers or in none."""
     text = {k: v for k, v in text_config(checkpoint.config).items() if k not in _OF_CLASS}
     found = {k: v for k, v in settings(text).items() if k not in _OF_IMAGES}
     if checkpoint.family.name not in _SAME_MODEL:
@@ -195,7 +195,7 @@ def _differences(
     ]
     if new:
         more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""
-        message = f"states what the source's does not: {', '.join(new[:_MOST])}{more}"
+        message = f"states settings that the source does not: {', '.join(new[:_MOST])}{more}"
         yield Finding("QC083", "warning", CONFIG, message)
 
 
@@ -204,18 +204,18 @@ def _has_drafts(here: Checkpoint, source: Checkpoint) -> bool:
 
 
 def _tied(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
-    """A stage has a head of its own instead of the embeddings; a head of the source's own must stay."""
+    """A stage has a separate head instead of the embeddings; a separate head of the source must stay."""
     known = source.census.dims.tied or _states_tied(source)
     if _states_tied(here) and not known:
-        message = f"{_TIED} is true, the source has a head of its own"
+        message = f"{_TIED} is true, but the source has a separate head"
         yield Finding("QC083", "error", CONFIG, message)
     if source.census.dims.tied and not here.census.dims.tied and not _may_be_untied(here):
-        message = f"{_TIED} is not true as the source's is, and no head is stored"
+        message = f"{_TIED} is not true as in the source, and no head is stored"
         yield Finding("QC083", "error", CONFIG, message)
 
 
 def _states_tied(checkpoint: Checkpoint) -> bool:
-    """Whether any block does: loaders do not agree on which one counts."""
+    """Whether any block states it: loaders do not agree on which one applies."""
     blocks = [checkpoint.config, checkpoint.config.get("text_config")]
     return any(isinstance(block, Mapping) and block.get(_TIED) is True for block in blocks)
 
@@ -229,7 +229,7 @@ def _may_be_untied(here: Checkpoint) -> bool:
 
 
 def _fp8(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
-    """Where weights and scales are of the types the source has them in, as when they were only moved."""
+    """Tensors whose weights and scales have the source's types, so that they were only moved."""
     kinds = _fp8_types(here)
     if not kinds or not kinds <= _fp8_types(source):
         return
@@ -258,7 +258,7 @@ def _block(
 
 
 def _fp8_types(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
-    """The types of FP8 weights, each with those of its scales."""
+    """The types of FP8 weights, each with the types of its scales."""
     return {
         (
             tensor.type.dtype,

@@ -1,10 +1,10 @@
-"""Nothing of the source may be lost without a rule that says so.
+"""Nothing of the source may be lost without a rule that names it.
 
-QC030 a source tensor is neither in the output, nor in what an output was made of, nor dropped.
+QC030 a source tensor is neither in the output, nor used for an output, nor dropped.
 QC031 the source is not the one this folder was made from.
 QC032 a side file of the source is missing.
 
-Of a pipeline stage's folder only what it holds a part of is looked at: the other stages hold the rest.
+For a pipeline stage's folder only the tensors it holds are checked: the other stages hold the rest.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from qconvert.validation.runner import Folder, Need
 RULES = (
     Rule(
         "QC030",
-        "a part of the source reached no output and no rule dropped it",
-        "Tensors were lost on the way (draft layers above all), or the receipt was edited.",
-        "Convert again; what shall be left out needs a `drop` with a reason.",
+        "part of the source reached no output, and no rule dropped it",
+        "Tensors were lost during conversion (draft layers above all), or the receipt was edited.",
+        "Convert again; to leave tensors out, add a `drop` with a reason.",
     ),
     Rule(
         "QC031",
-        "the source given is not what the folder was made from",
-        "Another release or fine-tune of the same model, or its files changed since.",
+        "the folder was not made from the given source",
+        "The source is another release or fine-tune of the same model, or its files changed since.",
         "Give the source that the conversion read, or convert again from this one. A joined folder was "
-        "made from its stages, so name the folder of those; where they are gone, --level full compares "
-        "every byte with the source they came from all the same (QC033, QC060), and this finding alone "
-        "remains. What was made from a converted folder has that one as its source, not the one "
-        "further back.",
+        "made from its stages, so name the folder of those; if they no longer exist, --level full still "
+        "compares every byte with the source they came from (QC033, QC060), and only this finding "
+        "remains. The source of a folder that was made from a converted folder is that folder, not the "
+        "original.",
     ),
     Rule(
         "QC032",
         "a side file of the source is missing",
-        "Tokenizer, processor or code files were deleted, or not copied on.",
+        "Tokenizer, processor or code files were deleted or not copied.",
         "Copy the named file from the source.",
     ),
 )
 
 
 _OTHER_FILES = (
-    ", and it holds tensors of the same names and sizes as were read. Where they are the same, in other "
-    "files (pipeline stages, another shard size): a joined folder was read from its stages, give "
-    "--against the folder they stand in; QC033 at --level full tells whether any byte is another"
+    ", but it holds tensors of the same names and sizes as were read. If they are the same tensors in "
+    "other files (pipeline stages, another shard size): a joined folder was read from its stages, so "
+    "give --against the folder that holds them; QC033 at --level full tells whether any byte differs"
 )
 
 
@@ -67,7 +67,7 @@ class Conservation:
         ):
             if identity.get(key) != here:
                 where = str(source.root)
-                message = f"is not what this folder was made from: its {what} are others"
+                message = f"the folder was not made from it: its {what} differ"
                 if what == "headers" and _has_all_read(folder):
                     message += _OTHER_FILES
                 yield Finding("QC031", "error", where, message)
@@ -87,13 +87,13 @@ class Conservation:
             if at < tensor.type.nbytes:
                 yield Finding(
                     "QC030", "error", name,
-                    f"bytes from {at} of {tensor.type.nbytes} reached no output and no rule "
+                    f"bytes from {at} of {tensor.type.nbytes} reached no output, and no rule "
                     "drops them",
                 )  # fmt: skip
         gone = manifest.get("dropped_files", {})
         for file in source.side_files:
             if file not in gone and not (folder.checkpoint.root / file).is_file():
-                yield Finding("QC032", "error", file, "a side file of the source is missing here")
+                yield Finding("QC032", "error", file, "a side file of the source is missing")
 
 
 def _used(folder: Folder) -> dict[str, list[tuple[int, int]]]:

@@ -1,10 +1,10 @@
-"""What qconvert.json says of how weights were quantized, against what lies beside it.
+"""What qconvert.json states about the quantization of weights, checked against tensors and config.
 
-QC092 it says that the result loads at a tensor-parallel size at which no rank gets whole groups.
-QC093 weights were calibrated on made-up tokens.
-QC094 what it says of a calibration cannot be meant, or is not borne out by what it says of the weights.
+QC092 it states a tensor-parallel size at which no rank gets whole groups.
+QC093 weights were calibrated on synthetic tokens.
+QC094 its calibration entry is invalid, or contradicts what it states about the weights.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by; manifest_claims asks.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it; manifest_claims uses it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from qconvert.validators.reading.matrices import matrices
 RULES = (
     Rule(
         "QC092",
-        "qconvert.json says it loads at a tensor-parallel size, and its groups do not divide so",
-        "Config or tensors were changed after the conversion. Some kernels refuse, and some round the "
-        "number of groups down in silence and use each scale for its neighbour's columns.",
-        "Convert again with --tp, which refuses what would not load, or with --group-size 32.",
+        "qconvert.json states a tensor-parallel size that its groups cannot be divided for",
+        "Config or tensors were changed after the conversion. Some kernels refuse it; some round the "
+        "number of groups down silently and use each scale for the wrong columns.",
+        "Convert again with --tp, which refuses sizes that would not load, or with --group-size 32.",
     ),
     Rule(
         "QC093",
-        "weights were calibrated on made-up tokens",
-        "--synthetic is for trying things out: experts that real text uses hardly ever were weighed as "
-        "much as others, and what each of them sees was noise.",
+        "weights were calibrated on synthetic tokens",
+        "--synthetic is for trials only: experts that real text hardly ever uses got as much weight as "
+        "others, and their inputs were noise.",
         "Calibrate again with --data, or round with --rtn.",
     ),
     Rule(
         "QC094",
         "qconvert.json contradicts itself on how weights were calibrated",
-        "It was edited, or is another folder's.",
+        "It was edited, or belongs to another folder.",
         "Convert again; never copy a qconvert.json.",
     ),
 )
@@ -61,7 +61,7 @@ def _calibration(manifest: Mapping[str, Any]) -> Iterator[Finding]:
     if FACT not in manifest:
         if rounding == "gptq":
             message = (
-                f"says that AMX codes were calibrated, and has no `{FACT}` that says with what"
+                f"says that AMX codes were calibrated, but has no `{FACT}`, which states the data"
             )
             yield Finding("QC094", "error", MANIFEST, message)
         return
@@ -71,15 +71,17 @@ def _calibration(manifest: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("QC094", "error", MANIFEST, f"`{FACT}`: {wrong}")
         return
     if rounding is not None and rounding != "gptq":
-        message = f"`{FACT}` is there, and `amx` says that codes were rounded ({rounding})"
+        message = f"`{FACT}` exists, but `amx` says that codes were rounded ({rounding})"
         yield Finding("QC094", "error", MANIFEST, message)
     if found["synthetic"]:
-        message = f"calibrated on made-up tokens ({found['samples']} samples of {found['length']})"
+        message = (
+            f"calibrated on synthetic tokens ({found['samples']} samples of {found['length']})"
+        )
         yield Finding("QC093", "warning", MANIFEST, message)
 
 
 def _fault(found: Any) -> str:
-    """Why it cannot be meant."""
+    """What is invalid about it."""
     if not isinstance(found, dict):
         return f"expected an object, found {found!r}"
     data = found.get("data")
@@ -97,7 +99,7 @@ def _fault(found: Any) -> str:
 
 
 def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """Of each kind of packed matrix the first that does not divide."""
+    """For each kind of packed matrix the first that cannot be divided."""
     sizes = [
         int(number)
         for step in manifest["passes"]
@@ -114,7 +116,7 @@ def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[F
         cut = checkpoint.census.kind(matrix.tensor).cut
         if cut is Cut.WHOLE:
             continue
-        packed_rows = form.turned or not form.codes.symmetric
+        packed_rows = form.transposed or not form.codes.symmetric
         size, step = form.rows, form.codes.word if packed_rows else 1
         what = "rows"
         if cut is Cut.COLUMNS:
@@ -127,7 +129,7 @@ def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[F
         if tp > 1 and size % (tp * step):
             seen.add(matrix.role)
             message = (
-                f"{MANIFEST} says it loads at tensor parallel {tp}: expected {what} in {tp} equal parts "
+                f"{MANIFEST} states tensor parallel {tp}: expected {what} in {tp} equal parts "
                 f"of whole {step}s, found {size}"
             )
             yield Finding("QC092", "error", matrix.tensor, message)

@@ -1,10 +1,10 @@
-"""Layers, experts, draft layers and the vision tower: what is there must be what the config counts.
+"""Layers, experts, draft layers and the vision tower must match the config's counts.
 
-QC019 a tensor stands in a layer, or belongs to an expert, that the config does not count.
-QC023 the config counts draft (MTP) layers, and they are not there, or in part.
+QC019 a tensor is in a layer, or belongs to an expert, that the config does not count.
+QC023 draft (MTP) layers that the config counts are missing, as a whole or in part.
 QC024 a vision tower without its config, or the other way round.
 
-What the config counts and is missing of the model itself is QC013's.
+Missing tensors of the model itself are QC013's.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ RULES = (
         "QC019",
         "a tensor is in a layer or an expert that the config does not count",
         "config.json is another model's or was edited, or layers of another checkpoint were copied in. "
-        "Loaders skip such tensors and run a shorter model, or end in an error.",
-        "Take config.json and shards from one repo; of a cut-down model, set the counts to what is "
+        "Loaders skip such tensors and run a shorter model, or fail.",
+        "Take config.json and shards from one repo; for a cut-down model, set the counts to what is "
         "there.",
     ),
     Rule(
         "QC023",
         "draft (MTP) layers that the config counts are missing, as a whole or in part",
         "Tools that do not know draft layers leave them out and keep their count (transformers does on "
-        "saving). As a whole the model itself still runs, without drafts; half of them draft noise.",
+        "saving). Without all of them the model still runs, without drafts; half of them draft noise.",
         "Convert again from the source; to leave them out, drop them by a rule and set "
         "num_nextn_predict_layers or mtp_num_hidden_layers to 0.",
     ),
     Rule(
         "QC024",
-        "the vision tower and its config are not both there",
+        "only one of the vision tower and its config is present",
         "A text-only copy kept vision_config, so loaders make a tower of random weights; or the config "
-        "became text-only and the tower's tensors stayed, which only takes room.",
+        "became text-only and the tower's tensors were kept, which only takes space.",
         "Drop the tower's tensors and vision_config together, or keep both.",
     ),
 )
@@ -55,39 +55,37 @@ class Counts:
     """Tensors against the config's numbers."""
 
     name: str = "counts"
-    proves: str = "layers, their parts, drafts and vision tower are those the config counts"
+    proves: str = "layers, their parts, draft layers and vision tower match the config's counts"
     needs: frozenset[Need] = frozenset({"model"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         checkpoint = folder.checkpoint
         vision = vision_config(checkpoint.config)
-        yield from _superfluous(checkpoint)
+        yield from _uncounted(checkpoint)
         yield from _vision(checkpoint, vision)
         try:
             stage = stage_of(checkpoint)
         except PlanError:
-            return  # QC054: which layers this stage must have cannot be said
+            return  # QC054: the layers of this stage are unknown
         if stage is None or stage.last:
             yield from _drafts(checkpoint)
         known_family(checkpoint)
 
 
-def _superfluous(checkpoint: Checkpoint) -> Iterator[Finding]:
+def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
     census = checkpoint.census
     experts = census.dims.num_experts
     if census.family.name == "generic":
         return  # configs count experts by many keys, some without those that have no weights
     for name, place in census.places.items():
         if place.expert is not None and place.expert >= experts:
-            message = f"expert {place.expert}, and the config counts {experts}"
+            message = f"belongs to expert {place.expert}, but the config counts {experts}"
             yield Finding("QC019", "error", name, message)
     for name in census.unknown:
         roles, layer, _, _ = census.family.candidates(name)
         groups = sorted({role.layers for role in roles if role.layers not in ("", "*")})
         if groups and not _is_vision(name):
-            message = (
-                f"layer {layer} of {'/'.join(groups)} layers, and the config counts no such one"
-            )
+            message = f"is in layer {layer} of {'/'.join(groups)} layers, but the config has none"
             yield Finding("QC019", "error", name, message)
 
 
@@ -98,14 +96,14 @@ def _is_vision(name: str) -> bool:
 def _vision(checkpoint: Checkpoint, config: Config) -> Iterator[Finding]:
     census = checkpoint.census
     if not any(role.name.startswith("vision.") for role in census.family.roles):
-        return  # a family without a tower, or one nobody has described
+        return  # a family without a tower, or an undescribed one
     tower = next((n for n, p in census.places.items() if p.role.name.startswith("vision.")), None)
     tower = tower or next((name for name in census.unknown if _is_vision(name)), None)
     if tower is not None and not config:
-        message = "belongs to a vision tower, and config.json has no vision_config"
+        message = "belongs to a vision tower, but config.json has no vision_config"
         yield Finding("QC024", "warning", tower, message)
     if tower is None and config and not any(map(_is_vision, _dropped(checkpoint))):
-        message = "there is a vision_config, and no tensor of a vision tower"
+        message = "has a vision_config, but the folder has no tensor of a vision tower"
         yield Finding("QC024", "error", "config.json", message)
 
 
@@ -124,20 +122,22 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
         text = text_config(checkpoint.config)
         stated = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
         if stated:
-            message = f"counts {stated} draft (MTP) layers, none is there and no rule dropped them"
+            message = (
+                f"counts {stated} draft (MTP) layers, but none is present and no rule dropped them"
+            )
             yield Finding("QC023", "warning", "config.json", message)
         return
     for role in roles:
         layers = dims.groups.get(role.layers, ()) if role.layers else (0,)
         if layers and role.name not in census.present and _needed(role, census):
             name = role.module.replace("{L}", str(layers[0]))
-            message = "is not there, and other tensors of the draft (MTP) layers are"
+            message = "is missing, but other tensors of the draft (MTP) layers are present"
             yield Finding("QC023", "error", f"{name}.weight", message)
 
 
 def _needed(role: Role, census: Census) -> bool:
-    """Whether draft layers without this role are half. Of what they share with the model's own layers
-    they have what those have; which form experts have is for QC018 to say."""
+    """Whether draft layers without this role are incomplete. Parts they share with the model's own
+    layers must be the same in both; QC018 checks the form of experts."""
     member = member_of(role.module)
     if role.name in _SHARED or (member is not None and member.forms is EXPERTS):
         return False

@@ -1,10 +1,10 @@
-"""Files beside the weights must be the source's.
+"""Side files must be the source's.
 
-QC085 a side file is not the source's.
+QC085 a side file differs from the source's.
 
-Compared byte by byte, and JSON by what it says: tools write it anew. What the source has and the folder
-lacks is QC032: asked here of folders without a receipt, as a warning, for another tool may have had its
-reasons. Files that conversions make themselves are left out.
+Compared byte by byte, and JSON by content, because tools rewrite it. A file that only the source has is
+QC032: checked here for folders without a receipt, as a warning, because another tool may have left it
+out on purpose. Files that conversions make themselves are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from qconvert.validation.runner import Folder, Need
 RULES = (
     Rule(
         "QC085",
-        "a side file is not the source's",
-        "A tokenizer, chat template or processor of another release lies beside these weights, or it "
-        "was edited. Token ids that mean something else load everywhere. An error for tokenizers, "
+        "a side file differs from the source's",
+        "A tokenizer, chat template or processor belongs to another release, or was edited. Token ids "
+        "with another meaning load everywhere. An error for tokenizers, "
         "templates, processors and code; a warning for generation_config.json and all others.",
-        "Copy the named file from the source, unless the change is meant.",
+        "Copy the named file from the source, unless the change is intended.",
     ),
 )
 
@@ -48,7 +48,7 @@ class FilesKept:
     """Reads what both folders have, and names what only the source has."""
 
     name: str = "files_kept"
-    proves: str = "side files that both have are the source's"
+    proves: str = "side files in both folders are equal"
     needs: frozenset[Need] = frozenset({"files", "source"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -77,23 +77,23 @@ def _missing(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[
     gone = [f for f in gone if f not in rules and not (no_tower and f in _OF_IMAGES)]
     loaded = [file for file in gone if is_loaded(file) or file == _GENERATION]
     for file in loaded:
-        yield Finding("QC032", "warning", file, "a side file of the source is missing here")
+        yield Finding("QC032", "warning", file, "a side file of the source is missing")
     others = [file for file in gone if file not in loaded]
     if others:
         more = f" and {len(others) - _A_FEW} more" if len(others) > _A_FEW else ""
-        message = f"side files of the source are missing here: {', '.join(others[:_A_FEW])}{more}"
+        message = f"side files of the source are missing: {', '.join(others[:_A_FEW])}{more}"
         yield Finding("QC032", "warning", others[0], message)
 
 
 def _difference(here: Checkpoint, source: Checkpoint, name: str) -> str:
-    """What to say of two files, "" where they say the same."""
+    """How two files differ, "" if they are equal."""
     try:
         same = _same_bytes(here, source, name) or (
             name.endswith(".json") and _same_json(here, source, name)
         )
-    except CheckpointError as error:  # a link to nothing, above all
+    except CheckpointError as error:  # a dangling link, above all
         return f"cannot be compared with the source's: {error}"
-    return "" if same else "is not the source's file of this name"
+    return "" if same else "differs from the source's file of this name"
 
 
 def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
@@ -107,7 +107,7 @@ def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
 
 
 def _same_json(here: Checkpoint, source: Checkpoint, name: str) -> bool:
-    """Whether both say the same. Broken JSON says nothing, so its bytes alone count."""
+    """Whether both have the same content. Broken JSON is compared as bytes."""
     ours, theirs = (of.read(name, _MOST_JSON) or b"" for of in (here, source))
     try:
         return bool(parse_json(ours, name) == parse_json(theirs, name))

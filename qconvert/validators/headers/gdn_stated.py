@@ -1,5 +1,5 @@
-"""What a folder says of the order of its fused linear attention, where nothing bears it out: headers
-cannot, for every order has the same shape."""
+"""What a folder states about the order of its fused linear attention, if nothing proves it: headers
+cannot, because every order has the same shape."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qconvert.validators.reading.matrices import FUSED, GROUPS_FACT, gdn_groups
 
 @dataclass(frozen=True)
 class GdnStated:
-    """The one thing it can prove is that there is a statement."""
+    """It can only prove that an order is stated."""
 
     name: str = "gdn_stated"
-    proves: str = "how linear attention's rows are fused is stated, or they are split"
+    proves: str = "the order of fused linear-attention rows is stated, or they are split"
     needs: frozenset[Need] = frozenset({"gdn"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
@@ -27,7 +27,7 @@ class GdnStated:
         groups = gdn_groups(checkpoint)
         if groups is None:
             raise NotChecked(
-                f"no sound {GROUPS_FACT} in {MANIFEST}, and the family has no convention"
+                f"no valid {GROUPS_FACT} in {MANIFEST}, and the family has no convention"
             )
         if folder.source is not None and folder.request.level != "headers":
             return

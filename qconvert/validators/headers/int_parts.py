@@ -1,15 +1,15 @@
-"""Packed integers against what the config says of them, by headers alone.
+"""Packed integers against what the config states about them, by headers alone.
 
-QC088 zero points or groups of columns (g_idx) are there and not stated, or stated and not there.
-QC089 what is stored of packed integers has a type or shape that bits and group size do not lead to.
-QC091 routed experts of one layer are stored in more than one way.
+QC088 zero points or group indices (g_idx) are present and not stated, or stated and not present.
+QC089 a part of packed integers has a type or shape that bits and group size do not give.
+QC091 routed experts of one layer are stored in more than one format.
 QC087 (see zero_points) asymmetric weights are stated in GPTQ's first version.
 
 compressed-tensors 0.19 (`compressors/pack_quantized/`): weight_zero_point I32 [ceil(N / word), groups],
 weight_g_idx I32 [K]. GPTQ (AutoGPTQ 0.7, GPTQModel; read by sglang 0.5.23 and vLLM 0.33): qweight I32
 [K / word, N], qzeros I32 [groups, N / word], scales [groups, N], g_idx I32 [K].
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by; shapes asks.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it; shapes uses it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from qconvert.validators.reading.quantization import PackedInts, gptq_block, gpt
 RULES = (
     Rule(
         "QC088",
-        "zero points or groups of columns (g_idx) are not what the config says there are",
+        "zero points or group indices (g_idx) are not those that the config states",
         "symmetric, actorder or desc_act in config.json are of another conversion, or tensors were left "
-        "out or brought along. Runtimes go by the config: they take every zero point for the middle of "
-        "the range, or groups for columns side by side.",
-        "State symmetric: false (GPTQ: sym) where there are zero points, actorder: group (GPTQ: "
-        "desc_act) where there is a g_idx that has an order; or convert again from the source.",
+        "out or added. Runtimes follow the config: they take every zero point for the middle of "
+        "the range, or groups for adjacent columns.",
+        "State symmetric: false (GPTQ: sym) if there are zero points, actorder: group (GPTQ: "
+        "desc_act) if there is a g_idx with an order; or convert again from the source.",
     ),
     Rule(
         "QC089",
-        "packed integers of a type or shape that the config's bits and group size do not lead to",
-        "bits or group_size in config.json are another conversion's, or a tool cast, cut or turned a "
-        "tensor. Loaders that reshape take it, and use scales for columns of their neighbours.",
+        "packed integers have a type or shape that the config's bits and group size do not give",
+        "bits or group_size in config.json are another conversion's, or a tool cast, cut or transposed "
+        "a tensor. Loaders that reshape accept it, and use scales for the wrong columns.",
         "Convert again from the source, or state the bits and group size that the tensors have.",
     ),
     Rule(
         "QC091",
-        "routed experts of one layer are stored in more than one way",
+        "routed experts of one layer are stored in more than one format",
         "Some experts were left out of a quantization, or shards are of two conversions. Runtimes stack "
         "a layer's experts and take the scheme of the first for all.",
-        "Convert again, all experts of a layer alike.",
+        "Convert again, with all experts of a layer in one format.",
     ),
 )
 
@@ -92,10 +92,10 @@ def _parts(
         name = f"{module}.{part}"
         found = checkpoint.get(name)
         if asked and found is None:
-            message = f"has no {part}, and the config's {says} asks for one"
+            message = f"has no {part}, but the config's {says} requires one"
             yield Finding("QC088", "error", f"{module}.weight_packed", message)
         elif found is not None and not asked:
-            message = f"is there, and the config's {says} says there is none"
+            message = f"exists, but the config's {says} says that there is none"
             yield Finding("QC088", "error", name, message)
         elif found is not None:
             dtypes = ("I32",) if part == "weight_zero_point" else ("I32", "I64")
@@ -137,9 +137,9 @@ def _gptq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Findi
             yield Finding("QC089", "error", name, f"expected I32 [K / word, N], found {kind}")
             continue
         if shape is not None and len(shape) == 2 and min(shape) > 0:
-            turned = (shape[1] * stated.bits // 32, shape[0])
-            if kind.shape != turned:
-                yield from _unlike(name, kind, ("I32",), turned, stated)
+            transposed = (shape[1] * stated.bits // 32, shape[0])
+            if kind.shape != transposed:
+                yield from _unlike(name, kind, ("I32",), transposed, stated)
                 continue
         yield from _gptq_parts(checkpoint, module, kind, stated)
 
@@ -161,7 +161,7 @@ def _gptq_parts(
         if found is not None:
             yield from _unlike(name, found.type, dtypes, shape, stated)
         elif part != "g_idx" or stated.ordered:
-            message = f"has no {part} beside it, which every loader asks for"
+            message = f"has no {part}, which every loader requires"
             yield Finding("QC088", "error", f"{module}.qweight", message)
 
 
@@ -189,7 +189,8 @@ _MATRICES = ("weight", "weight_packed", "qweight")
 
 
 def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Of layers with any packed expert: how each matrix is stored, and in which scheme by the config."""
+    """For layers with any packed expert: how each matrix is stored, and in which scheme by the
+    config."""
     layers: dict[tuple[bool, int | None], dict[tuple[object, ...], str]] = {}
     for name, place in checkpoint.census.places.items():
         role = place.role.name
@@ -208,6 +209,6 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
             continue
         which = f"{'draft layer' if draft else 'layer'} {layer}"
         first, *others = forms.values()
-        message = f"{which}: its experts are stored in {len(forms)} ways; {first} is in another"
+        message = f"{which}: its experts are stored in {len(forms)} formats; {first} is in another"
         for name in others:
             yield Finding("QC091", "error", name, message)

@@ -1,12 +1,12 @@
-"""qconvert.json against the tensors and config beside it: what it says must be so.
+"""qconvert.json against tensors and config: its claims must be true.
 
 QC051 it says that linear attention is fused (or split) in an order that the tensors cannot be in.
-QC053 it says something else of the model than tensors or config do.
-QC054 what it says of a pipeline stage is not what lies in the folder.
-QC055 a tensor that it says was dropped is there.
-QC092, QC093, QC094: see _quantizing.
+QC053 it contradicts tensors or config.
+QC054 what it says about a pipeline stage does not match the folder.
+QC055 a tensor that it lists as dropped is present.
+QC092, QC093, QC094: see conversions.
 
-Whether the model's class takes the form and order that is stated is QC052's, in projections.
+QC052, in projections, checks whether the model's class takes the stated form and order.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from qconvert.validators.reading.model import (
 )
 
 FACT = "gdn_groups"
-_ELSEWHERE = "elsewhere:"  # how rules begin that leave a tensor to another folder
+_ELSEWHERE = "elsewhere:"  # prefix of rules that leave a tensor to another folder
 
 RULES = (
     Rule(
         "QC051",
         "qconvert.json and the tensors disagree on whether linear attention is fused",
         "Shards or manifest are of another conversion, or another tool fused or split the projections "
-        "afterwards. What is made from this folder next would take rows for others.",
+        "afterwards. A conversion of this folder would mix up rows.",
         "Convert again from the source; never copy a qconvert.json.",
     ),
     Rule(
         "QC053",
-        "qconvert.json says something that tensors or config contradict",
+        "qconvert.json contradicts tensors or config",
         "Tensors or config.json were changed after the conversion, or the manifest is another "
         "folder's.",
-        "Convert again, or delete qconvert.json and its receipt where the folder is no longer ours.",
+        "Convert again, or delete qconvert.json and its receipt if the folder is no longer qconvert's.",
     ),
     Rule(
         "QC054",
-        "a pipeline stage is not what qconvert.json says",
-        "Stages were renamed or mixed, or config.json's layer count changed. A runtime told another "
-        "partition looks for layers that another stage has.",
+        "a pipeline stage does not match qconvert.json",
+        "Stages were renamed or mixed, or config.json's layer count changed. A runtime that is told "
+        "another partition looks for layers that another stage has.",
         "Split again from the source, and set the variable that qconvert.json names.",
     ),
     Rule(
         "QC055",
-        "a tensor that qconvert.json lists as dropped is there",
-        "Shards of the source lie beside or in place of converted ones.",
+        "a tensor that qconvert.json lists as dropped is present",
+        "Shards of the source were copied next to converted ones, or replaced them.",
         "Convert again, into an empty folder.",
     ),
 )
@@ -69,7 +69,7 @@ class ManifestClaims:
     """Each claim on its own."""
 
     name: str = "manifest_claims"
-    proves: str = "qconvert.json says what tensors and config say"
+    proves: str = "qconvert.json agrees with tensors and config"
     needs: frozenset[Need] = frozenset()
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -99,14 +99,14 @@ def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[F
     if groups is None or gdn is None:
         return
     if type(groups) is not int or groups < 0 or (groups and (gdn[0] % groups or gdn[1] % groups)):
-        message = f"{FACT} is {groups!r}, which cuts {gdn[0]} key heads into no equal groups"
+        message = f"{FACT} is {groups!r}, which does not divide {gdn[0]} key heads"
         yield Finding("QC051", "error", MANIFEST, message)
         return
     if groups and split is not None and fused is None:
-        message = f"is split, and {MANIFEST} says fused in {groups} groups"
+        message = f"is split, but {MANIFEST} says fused in {groups} groups"
         yield Finding("QC051", "error", split, message)
     elif not groups and fused is not None and split is None:
-        yield Finding("QC051", "error", fused, f"is fused, and {MANIFEST} says split")
+        yield Finding("QC051", "error", fused, f"is fused, but {MANIFEST} says split")
 
 
 # --- Stages --------------------------------------------------------------------------------------
@@ -123,20 +123,20 @@ def _stage(checkpoint: Checkpoint) -> Iterator[Finding]:
     dims = checkpoint.census.dims
     if sum(stage.partition) != dims.num_layers:
         message = (
-            f"the partition {list(stage.partition)} adds up to {sum(stage.partition)} layers, "
+            f"the partition {list(stage.partition)} adds up to {sum(stage.partition)} layers, but "
             f"config.json counts {dims.num_layers}"
         )
         yield Finding("QC054", "error", MANIFEST, message)
     wanted = ",".join(map(str, stage.partition))
     for variable, value in stage.environment.items():
         if value != wanted:
-            message = f"{variable} is said to be {value!r}, the partition is {wanted}"
+            message = f"{variable} is said to be {value!r}, but the partition is {wanted}"
             yield Finding("QC054", "error", MANIFEST, message)
-    yield from _strangers(checkpoint, stage)
+    yield from _of_other_stages(checkpoint, stage)
 
 
-def _strangers(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
-    """Layers of the model that another stage owns. What has no layer may be in several stages."""
+def _of_other_stages(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
+    """Layers of the model that another stage owns. Modules without a layer may be in several stages."""
     census = checkpoint.census
     for name, place in census.places.items():
         role = place.role
@@ -155,10 +155,10 @@ def _strangers(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
 def _dropped(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
     for rule, names in manifest["dropped"].items():
         if rule.startswith(_ELSEWHERE):
-            continue  # a tensor of the same name was made anew
+            continue  # a tensor of the same name was made again
         for name in names:
             if isinstance(name, str) and name in checkpoint:
-                message = f"is there, and {MANIFEST} says it was dropped ({rule})"
+                message = f"is present, but {MANIFEST} says it was dropped ({rule})"
                 yield Finding("QC055", "error", name, message)
 
 
@@ -166,12 +166,12 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
     dims = checkpoint.census.dims
     layers = manifest.get("layers")
     if type(layers) is int and layers != dims.num_layers:
-        message = f"config.json counts {dims.num_layers} layers, {MANIFEST} {layers}"
+        message = f"config.json counts {dims.num_layers} layers, but {MANIFEST} {layers}"
         yield Finding("QC053", "error", "config.json", message)
     if any(step.get("name") == "dequant" for step in manifest["passes"]):
         for name, source in checkpoint.items():
             if source.type.dtype in FP8 and not weight_candidates(name):
-                message = f"is {source.type}, and {MANIFEST} says it was dequantized"
+                message = f"is {source.type}, but {MANIFEST} says it was dequantized"
                 yield Finding("QC053", "error", name, message)
     yield from _draft_count(checkpoint, manifest)
     pair = manifest.get("pair")
@@ -180,7 +180,7 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
 
 
 def _draft_count(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
-    """Draft layers that were all dropped are not to be counted: runtimes would look for them. Another
+    """Draft layers that were all dropped must not be counted: runtimes would look for them. Another
     folder may hold those of a stage or of a pair."""
     dims, family = checkpoint.census.dims, checkpoint.family
     if "stage" in manifest or "amx" in manifest or not dims.mtp_layers:
@@ -194,7 +194,7 @@ def _draft_count(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[F
     ]
     if gone and not any(family.is_mtp(name, dims) for name in checkpoint):
         message = (
-            f"counts {dims.mtp_layers} draft layers, and {MANIFEST} says they were dropped, "
+            f"counts {dims.mtp_layers} draft layers, but {MANIFEST} says they were dropped, "
             f"{gone[0]!r} among them"
         )
         yield Finding("QC053", "error", "config.json", message)
@@ -206,12 +206,12 @@ def _pair(checkpoint: Checkpoint, manifest: dict[str, Any], pair: Any) -> Iterat
         message = f"expected `pair` to say which side this is, cpu or gpu, found {pair!r}"
         yield Finding("QC053", "error", MANIFEST, message)
     elif (side == "cpu") != ("amx" in manifest):
-        message = f"says this is the {side} side, and the folder is the other"
+        message = f"says this is the {side} side, but the folder is the other one"
         yield Finding("QC053", "error", MANIFEST, message)
     elif side == "gpu" and not any(
         name.endswith((".weight_packed", ".qweight")) for name in checkpoint
     ):
-        message = "says this is the gpu side, and no expert is packed"
+        message = "says this is the gpu side, but no expert is packed"
         yield Finding("QC053", "error", MANIFEST, message)
 
 

@@ -1,14 +1,14 @@
-"""What no runtime loads quantized, against what is stored so.
+"""Modules that no runtime loads quantized, but that are stored so.
 
 QC095 an embedding, a norm, a router, the head, a convolution or a table of positions is quantized.
 
-Of a family that is known here its roles say which modules those are; of another one the names that
-transformers' classes (5.17) and older releases give them. A name is taken for what it says only where no
-linear layer that runtimes load quantized is called so: `gate` beside `experts` is a router, `gate_proj`
+For a family that is known here its roles say which modules those are; for others the names that
+transformers' classes (5.17) and older releases give them. A name decides only if no linear layer that
+runtimes load quantized has it: `gate` next to `experts` is a router, `gate_proj`
 and `gate_up_proj` never are; `embed_tokens` is an embedding, `embedding_projection` may be a linear.
 
-A head that the config says is quantized (`lm_head` in GPTQ's block, or a target that names it) is what
-some runtimes load. This file knows nothing of the passes, nor of their rules.
+Some runtimes load a quantized head if the config says so (`lm_head` in GPTQ's block, or a target that
+names it). This file knows nothing of the passes, nor of their rules.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ RULES = (
     Rule(
         "QC095",
         "an embedding, a norm, a router, the head, a convolution or a table of positions is quantized",
-        "A tool took every matrix for a linear layer. Runtimes build these modules without a "
-        "quantization config: they read codes as numbers, or have no place for scales and fail; where "
+        "A tool treated every matrix as a linear layer. Runtimes build these modules without a "
+        "quantization config: they read codes as numbers, or have no parameter for scales and fail; if "
         "they load, the model generates garbage.",
-        "Convert again from the source, with targets that are linear layers alone.",
+        "Convert again from the source, with targets that are only linear layers.",
     ),
 )
 
@@ -40,10 +40,10 @@ _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4")
 _PACKED = ("weight_packed", "qweight")
 _WHAT = {
     Kind.EMBEDDING: "an embedding", Kind.POSITION: "a table of positions", Kind.HEAD: "the head",
-    Kind.NORM: "a norm", Kind.BUFFER: "no matrix", Kind.CONV: "a convolution",
+    Kind.NORM: "a norm", Kind.BUFFER: "not a matrix", Kind.CONV: "a convolution",
     Kind.ROUTER: "a router", Kind.SHARED_WEIGHT: "the gate of a shared expert",
 }  # fmt: skip
-# Of the last component of a module's name. (`layer_norm1`, `q_norm`, `final_layernorm`, `ln_f`.)
+# By the last component of a module's name. (`layer_norm1`, `q_norm`, `final_layernorm`, `ln_f`.)
 _NORM = re.compile(r"(.*(norm|layernorm|rmsnorm)\d*|ln_(\d+|f))$")
 _CONV = re.compile(r"((.*_)?conv([123]d)?)$")
 _POSITION = re.compile(
@@ -82,7 +82,8 @@ class NeverQuantized:
 
 
 def _quantized_module(checkpoint: Checkpoint, name: str) -> str | None:
-    """The module of a tensor of codes, None for a tensor of numbers and for what goes with codes."""
+    """The module of a tensor of codes, None for a tensor of numbers and for parts of a quantized
+    weight."""
     module, parameter = split_parameter(name)
     if parameter in _PACKED:
         return module
@@ -100,8 +101,8 @@ def _kind(checkpoint: Checkpoint, name: str, module: str, holders: frozenset[str
 
 
 def _named(module: str, holders: frozenset[str]) -> Kind:
-    """What a module's name says, UNKNOWN where it says nothing. Its last component counts, numbers left
-    out."""
+    """What a module's name says, UNKNOWN if it says nothing. Its last component counts, without
+    numbers."""
     parts = [p for p in parse(module).template.split(".") if not p.startswith("{")]
     last = parts[-1] if parts else ""
     before = parts[-2] if len(parts) > 1 else ""
@@ -131,7 +132,7 @@ def _holders_of_experts(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _said(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether the config says itself that this head is quantized."""
+    """Whether the config states that this head is quantized."""
     for config in checkpoint.quantization_configs:
         if config.block.get("lm_head") is True:
             return True

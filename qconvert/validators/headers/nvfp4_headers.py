@@ -1,10 +1,10 @@
-"""NVFP4 weights against the block that speaks of them, by their headers.
+"""NVFP4 weights against the block that describes them, by their headers.
 
-QC101 the config says that activations are quantized, and input scales are missing.
-QC102 the config says weights only, and there are input scales.
+QC101 the config says that activations are quantized, but input scales are missing.
+QC102 the config says weights only, but there are input scales.
 QC103 the config states no NVFP4, or another dialect than the tensors' (by names; by numbers in
       nvfp4_scales).
-QC104 an NVFP4 matrix lacks a part, or one has another type or shape than its codes lead to.
+QC104 an NVFP4 matrix lacks a part, or a part has another type or shape than its codes require.
 
 Dialects as sglang 0.5.23 (`modelopt_quant.py`) and compressed-tensors 0.19 (`nvfp4-pack-quantized`)
 have them.
@@ -30,31 +30,31 @@ from qconvert.validators.reading.quantization import judged
 RULES = (
     Rule(
         "QC101",
-        "NVFP4 is said to quantize activations, and input scales are missing",
-        "Weights were quantized without a calibration, and the block of a calibrated model was written "
-        "beside them. Runtimes make a parameter for each input scale and never fill it.",
-        "Say weights only (quant_algo W4A16_NVFP4; in compressed-tensors no input_activations), or "
+        "NVFP4 is stated to quantize activations, but input scales are missing",
+        "Weights were quantized without a calibration, and the block of a calibrated model was copied. "
+        "Runtimes create a parameter for each input scale and never fill it.",
+        "State weights only (quant_algo W4A16_NVFP4; in compressed-tensors no input_activations), or "
         "quantize again with a calibration's statistics (--stats).",
     ),
     Rule(
         "QC102",
-        "NVFP4 is said to be of weights only, and there are input scales",
-        "The block was written for weights alone, or replaced by such a one. Loaders drop the scales "
-        "or fail on tensors that they have no place for.",
+        "NVFP4 is stated to be weights only, but there are input scales",
+        "The block was written for weights alone. Loaders drop the scales, "
+        "or fail on tensors that they have no parameter for.",
         "State that activations are quantized, or convert again with --weight-only.",
     ),
     Rule(
         "QC103",
-        "NVFP4 tensors are of another dialect than the config says, or it states none",
-        "modelopt's own scale multiplies (weight_scale_2), compressed-tensors' divides "
-        "(weight_global_scale). A tool renamed tensors, or copied the scale and did not invert it: "
-        "weights are off by its square.",
+        "NVFP4 tensors are of another dialect than the config states, or it states none",
+        "modelopt's global scale multiplies (weight_scale_2), compressed-tensors' divides "
+        "(weight_global_scale). A tool renamed tensors, or copied the scale without inverting it: "
+        "weights are wrong by its square.",
         "Convert again with the dialect that the runtime's config names; never rename tensors.",
     ),
     Rule(
         "QC104",
-        "an NVFP4 matrix lacks a part, or a part has another type or shape than its codes lead to",
-        "Codes U8 [N, K / 2] go with block scales E4M3 [N, K / 16] and one own scale in F32. A tool "
+        "an NVFP4 matrix lacks a part, or a part has another type or shape than its codes require",
+        "Codes U8 [N, K / 2] need block scales E4M3 [N, K / 16] and one global scale in F32. A tool "
         "padded or cut one of them, cast scales, or lost a tensor.",
         "Convert again from the source.",
     ),
@@ -66,7 +66,7 @@ class Nvfp4Headers:
     """Names, types and shapes; no numbers."""
 
     name: str = "nvfp4_headers"
-    proves: str = "NVFP4 matrices are whole, of the config's dialect, with the scales it speaks of"
+    proves: str = "NVFP4 matrices are complete, in the config's dialect, with the scales it states"
     needs: frozenset[Need] = frozenset({"model", "nvfp4"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ class Nvfp4Headers:
         block = judged(folder.checkpoint.quantization_configs)
         if block is not None and found and not speaks_of_nvfp4(block):
             message = (
-                f"{len(found)} matrices are NVFP4, and {block.where} states none: expected a quant_algo "
+                f"{len(found)} matrices are NVFP4, but {block.where} states none: expected a quant_algo "
                 "of NVFP4, or in compressed-tensors a group of 4-bit floats with strategy tensor_group"
             )
             yield Finding("QC103", "error", found[0].weight.name, message)
@@ -89,9 +89,9 @@ class Nvfp4Headers:
         if others:
             first = others[0]
             message = (
-                f"{said.where} is of {said.dialect.name}, whose codes are *.{said.dialect.weight} with "
-                f"*.{said.dialect.own}; found those of {first.dialect.name} in {len(others)} of "
-                f"{len(found)} matrices"
+                f"{said.where} states {said.dialect.name}, whose codes are *.{said.dialect.weight} with "
+                f"*.{said.dialect.global_scale}; found those of {first.dialect.name} in {len(others)} "
+                f"of {len(found)} matrices"
             )
             yield Finding("QC103", "error", first.weight.name, message)
             return
@@ -99,7 +99,7 @@ class Nvfp4Headers:
 
 
 def _inputs(said: Stated, found: Sequence[Parts]) -> Iterator[Finding]:
-    """A finding for all matrices: what is wrong is the block."""
+    """One finding for all matrices: the block is wrong."""
     end = said.dialect.input
     if said.inputs:
         lacking = [parts for parts in found if parts.input is None]

@@ -1,8 +1,8 @@
-"""The CPU folder and its GPU side must belong together: experts of one model beside layers of another
-load and babble.
+"""The CPU folder and its GPU side must belong together: experts of one model with layers of another
+load without error and generate garbage.
 
-QC050 the two were not made as a pair, nor is the GPU side the repo the CPU folder was made from, nor
-was it made from that.
+QC050 the two were not made as a pair, and the GPU side is neither the repo the CPU folder was made from
+nor made from that repo.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ RULES = (
         "QC050",
         "this folder and its GPU side do not belong together",
         "Halves of two conversions were combined, or the GPU side is another release. Experts of one "
-        "model beside layers of another load and babble.",
-        "Serve the folder with the half made with it, with its source, or with what was made of that.",
+        "model with layers of another load without error and generate garbage.",
+        "Serve the folder with the half made with it, with its source, or with a folder made from that.",
     ),
 )
 

@@ -1,12 +1,12 @@
-"""Matrices that have two forms, fused and split: one of them, whole, and the same in every layer.
+"""Matrices that have two forms, fused and split: one of them, complete, and the same in every layer.
 
-QC016 both forms of one layer's matrices are there.
+QC016 both forms of one layer's matrices are present.
 QC017 one layer has them fused and another split.
-QC018 a layer has half a set: a gate without an up, experts in no form at all.
+QC018 a layer has an incomplete set: a gate without an up, experts in no form at all.
 QC052 linear attention is in a form or order that the model's class does not take.
 
-Orders have the same shape, so what qconvert.json states is all that headers tell of them: a wrong one
-loads in silence. Which order the rows really are in is told from the source, by content.
+All orders have the same shape, so headers only show what qconvert.json states: a wrong order
+loads silently. The actual order of the rows is found from the source, by content.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from qconvert.validators.reading.prepared import prepared_tensors
 RULES = (
     Rule(
         "QC016",
-        "fused and split forms of the same matrices stand side by side",
-        "A conversion wrote the fused tensor and kept its parts, or shards of two conversions lie in "
-        "one folder. Loaders take whichever they read last, without a word.",
+        "fused and split forms of the same matrices are both present",
+        "A conversion wrote the fused tensor and kept its parts, or shards of two conversions are in "
+        "one folder. Loaders silently use whichever they read last.",
         "Convert again from the source, into an empty folder.",
     ),
     Rule(
         "QC017",
         "the layers disagree on whether a projection is fused",
-        "A conversion matched a part of the layers, or was resumed with other options. No loader takes "
-        "both forms: the layers of the other form keep the weights they were made with.",
-        "Convert again from the source; of each projection all layers have the same form.",
+        "A conversion matched only some of the layers, or was resumed with other options. No loader "
+        "takes both forms: the layers of the other form keep their initial weights.",
+        "Convert again from the source, so that all layers have the same form of each projection.",
     ),
     Rule(
         "QC018",
-        "half a set of matrices: a gate without an up, or a layer without experts",
+        "an incomplete set of matrices: a gate without an up, or a layer without experts",
         "A pattern dropped or renamed one kind of matrix in every layer, so no layer stands out.",
-        "Convert again from the source, and look at what the plan says it drops.",
+        "Convert again from the source, and check what the plan says it drops.",
     ),
     Rule(
         "QC052",
         "linear attention is in a form or order that the model's class does not take",
         "The rows were fused for one class (interleaved for Qwen3-Next, contiguous for sglang's "
-        "Qwen3.5) and the config names the other; shapes are equal, so every loader takes it and the "
-        "model babbles. Or they were split and the config still names Qwen3-Next, whose loaders find "
-        "no such name (`unfuse` alone leaves such a folder: it is a step, not an end).",
+        "Qwen3.5) but the config names the other; shapes are equal, so every loader takes it without "
+        "error and the model generates garbage. Or they were split but the config still names "
+        "Qwen3-Next, whose loaders find no such name (`unfuse` alone leaves such a folder: it is an "
+        "intermediate step).",
         "Convert again with `fuse: {consumer: ...}` for the runtime in use; or `unfuse`, and for "
         "Qwen3-Next `as_class: {to: qwen3_5_text}` in the same run.",
     ),
@@ -73,11 +74,11 @@ RULES = (
 
 @dataclass(frozen=True)
 class Projections:
-    """One form, whole, in all layers."""
+    """One form, complete, in all layers."""
 
     name: str = "projections"
     proves: str = (
-        "projections are fused or split, not mixed, each set whole, as the class takes them"
+        "projections are fused or split, not mixed, complete, and in the form that the class takes"
     )
     needs: frozenset[Need] = frozenset({"model"})
 
@@ -92,8 +93,8 @@ class Projections:
 
 
 def _own(forms: TwoForms, side: Side) -> frozenset[str]:
-    """Members that a form shares with none: `down_proj` alone tells nothing of experts, whose names
-    differ in their number only."""
+    """Members that only this form has: `down_proj` alone does not identify the form of experts, whose
+    names differ only in their number."""
     return forms.members(side) if forms is not EXPERTS else forms.members(side) - {"down_proj"}
 
 
@@ -105,14 +106,14 @@ def _side_by_side(found: dict[Where, Present]) -> Iterator[Finding]:
     for where, present in found.items():
         if present.fused and present.split:
             fused, split = (next(iter(side.values())) for side in (present.fused, present.split))
-            message = f"stands beside {split!r}: {where.forms.what} both fused and split"
+            message = f"exists together with {split!r}: {where.forms.what} both fused and split"
             yield Finding("QC016", "error", fused, message)
 
 
 def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Iterator[Finding]:
-    """Of one projection in all layers; a layer with both forms is QC016's. Where no family says which
-    layers are alike (models with two kinds of attention have two forms by design), those are that have
-    the same modules beside the projection."""
+    """For one projection in all layers; a layer with both forms is QC016's. If no family says which
+    layers are alike (models with two kinds of attention have two forms by design), layers with
+    the same modules next to the projection are compared."""
     forms: dict[tuple[TwoForms, bool, str], dict[Side, list[str]]] = {}
     for where, present in found.items():
         if present.fused and present.split:
@@ -135,20 +136,20 @@ def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Ite
 
 
 def _beside(checkpoint: Checkpoint, form: TwoForms, name: str) -> set[str]:
-    """What else stands under the module of a projection, but for the projection's own members."""
+    """The other members of the module that has the projection."""
     parent = split_parameter(name)[0].rpartition(".")[0] + "."
     below = {split_parameter(n.removeprefix(parent))[0] for n in checkpoint if n.startswith(parent)}
     return below - form.fused - form.split
 
 
 def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Roles of one form that no layer has, while layers must have it and have not the other form. A
+    """Roles of one form that no layer has, although layers must have it and have not the other form. A
     role that some layers have is QC013's."""
     census = checkpoint.census
     try:
         stage = stage_of(checkpoint)
     except PlanError:
-        return  # QC054: which layers this stage must have cannot be said
+        return  # QC054: the layers of this stage are unknown
     sets: dict[tuple[TwoForms, str], dict[Side, dict[str, Role]]] = {}
     for role in census.family.roles:
         member = member_of(role.module)
@@ -174,13 +175,13 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         where = sides[side][lacking[0]].module.removeprefix("@").replace("{L}", str(layers_of[0]))
         message = f"{forms.what}: {', '.join(lacking)} in none of {count(len(layers_of), 'layer')}"
         have = ", ".join(sorted(there[side]))
-        yield Finding("QC018", "error", where, f"{message}, beside {have}" if have else message)
+        yield Finding("QC018", "error", where, f"{message}, but {have}" if have else message)
 
 
 def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Finding]:
     """Loaders of sglang 0.5.23, vLLM 0.33, transformers 5.17: Qwen3-Next's take tensors fused and
     interleaved by key head, Qwen3.5's split ones, and sglang's also those that are fused in one group.
-    What has both forms is QC016's."""
+    A layer with both forms is QC016's."""
     checkpoint = folder.checkpoint
     family, gdn = checkpoint.family.name, checkpoint.census.dims.gdn
     here = [present for where, present in found.items() if where.forms is LINEAR_ATTENTION]
@@ -188,8 +189,8 @@ def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Find
     split = [next(iter(one.split.values())) for one in here if one.split and not one.fused]
     if family == "qwen3_next" and split and not fused:
         message = (
-            f"is split, as in {count(len(split), 'layer')}, and no loader of qwen3_next takes it: their "
-            "projections are in_proj_qkvz and in_proj_ba, interleaved by key head"
+            f"is split, as in {count(len(split), 'layer')}, but no loader of qwen3_next takes it: the "
+            "projections must be in_proj_qkvz and in_proj_ba, interleaved by key head"
         )
         yield Finding("QC052", "error", split[0], message)
     if family not in ("qwen3_5", "qwen3_next") or not fused:
@@ -199,8 +200,8 @@ def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Find
         # With tensor data of the source, rows are compared. A mixture of forms is QC017's.
         if not split and (folder.source is None or folder.request.level == "headers"):
             message = (
-                f"is fused, and no {MANIFEST} states in which order: good for sglang's qwen3_5 "
-                "alone, and if contiguous; vLLM and transformers take split ones"
+                f"is fused, but no {MANIFEST} states the order: only sglang's qwen3_5 takes it, "
+                "and only if contiguous; vLLM and transformers take split ones"
             )
             yield Finding("QC052", "warning", fused[0], message)
     elif groups is not None and gdn is not None:
@@ -213,7 +214,7 @@ def _order_of_class(fused: str, groups: int, heads: int, family: str) -> Iterato
         return
     names = {1: "contiguous", heads: f"interleaved by {heads} key heads"}
     message = (
-        f"is fused in {groups} groups ({names.get(groups, 'an order of one rank size only')}), and "
+        f"is fused in {groups} groups ({names.get(groups, 'an order of one rank size only')}), but "
         f"the {family} class takes {wanted} ({names[wanted]})"
     )
     # Other orders are for files of single ranks, which are made on purpose.

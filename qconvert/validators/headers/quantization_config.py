@@ -1,13 +1,13 @@
-"""Every quantization block against the actual tensors, in the names runtimes look for.
+"""Every quantization block against the actual tensors, under the names runtimes look for.
 
 QC034 a quantized module is listed as left out, or no target names it, or runtimes never build it
       quantized; or an entry cannot be read.
-QC035 an unquantized linear layer is not listed as left out, under a name that its runtime asks for.
-QC036 unquantized draft layers are listed by patterns that do not fit the draft model's names.
+QC035 an unquantized linear layer is not listed as left out, under a name that its runtime looks up.
+QC036 unquantized draft layers are listed by patterns that do not match the draft model's names.
 QC037 quantization blocks contradict each other.
-QC039 one block has two lists of modules left out, and they differ.
+QC039 one block has two different lists of modules left out.
 
-What is asked of names: a list must hold the module's own name (or a run of its dotted segments, or a
+A list must contain the module's own name (or a run of its dotted segments, or a
 pattern, as the method has it). Qwen3.5's linear attention is fused by some runtimes on loading and not
 by others, so its sets need the names of all parts and of the fused whole.
 """
@@ -39,49 +39,49 @@ RULES = (
         "QC034",
         "a quantized module is one that the config, or every runtime, leaves out; or an entry cannot be "
         "read",
-        "The ignore list is another release's, or entries are shorter than meant and name more "
-        "modules. Runtimes make the layer unquantized and read codes as weights; of an entry behind "
-        "`re:` that is no regular expression, they fail.",
-        "Take the module's name out of the list (or let a target name it); correct the expression; "
+        "The ignore list is another release's, or entries are shorter than intended and match more "
+        "modules. Runtimes make the layer unquantized and read codes as weights; an entry after "
+        "`re:` that is not a valid regular expression makes them fail.",
+        "Remove the module's name from the list (or add a target that names it); fix the expression; "
         "convert again without routers and gates.",
     ),
     Rule(
         "QC035",
-        "an unquantized linear layer is one that the config calls quantized",
+        "the config states that an unquantized linear layer is quantized",
         "The ignore list has other names than the runtime uses (fused instead of split, or the other "
-        "way round), or was not updated with the weights. Nothing fails, and answers are garbage: "
-        "sglang#35797 fell from 95 to 27 on GSM8K.",
+        "way round), or was not updated with the weights. Nothing fails, but the model generates "
+        "garbage: sglang#35797 fell from 95 to 27 on GSM8K.",
         "List the module under all names of its set: in_proj_b, in_proj_a and in_proj_ba together.",
     ),
     Rule(
         "QC036",
-        "unquantized draft layers are listed by patterns that do not fit the draft model's names",
-        "sglang's draft model goes by model.decoder.*, and puts that in place of model.layers.61 where "
-        "an entry spells it so: in a plain name, not in a pattern whose dots are escaped.",
-        r"List the modules' plain names and re:model\.decoder\..* beside them.",
+        "unquantized draft layers are listed by patterns that do not match the draft model's names",
+        "sglang's draft model uses model.decoder.*, and substitutes that for model.layers.61 if an "
+        "entry spells it literally: in a plain name, but not in a pattern with escaped dots.",
+        r"List the modules' plain names and also re:model\.decoder\..*.",
     ),
     Rule(
         "QC037",
         "quantization blocks contradict each other",
         "A conversion changed one block and left another: nested in text_config (it overrides the "
         "root's in some runtimes), or hf_quant_config.json of an earlier quantization.",
-        "Remove the stale block; the weights' own must be the only one.",
+        "Remove the stale block; only the weights' own block may be present.",
     ),
     Rule(
         "QC039",
         "a block has two different lists of modules left out",
-        "Two tools each wrote the key they know. sglang reads ignored_layers and never looks at "
-        "modules_to_not_convert beside it; others read the other.",
+        "Two tools each wrote the key they know. sglang reads ignored_layers and then ignores "
+        "modules_to_not_convert; others read the other.",
         "Keep one key, modules_to_not_convert, with all names.",
     ),
 )
 
-# Sets that one runtime fuses and another does not.
+# Sets that some runtimes fuse and others do not.
 _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
 )
-# Read in float by every runtime, whatever the config says.
+# Read as floats by every runtime, whatever the config says.
 _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
 
@@ -100,24 +100,24 @@ class QuantizationConfig:
         quantized = _quantized(checkpoint)
         readable_quantization(checkpoint)
         if not quantized:
-            return  # QC012: a block that no tensor has
+            return  # QC012: a block without quantized tensors
         contradictions = list(_contradictions(checkpoint))
         yield from contradictions
         for config in configs:
             yield from _two_lists(config)
         taken = judged(configs) or gptq_block(configs)
         if any(found.severity == "error" for found in contradictions):
-            return  # which block is meant cannot be said
+            return  # unknown which block is meant
         if taken is None and configs:
             where, method = configs[0].where, configs[0].method
-            raise NotChecked(f"{where}: lists of quant_method {method!r} are not read here")
+            raise NotChecked(f"{where}: lists of quant_method {method!r} are not supported")
         if taken is None:
             return  # QC012
         listed = ignored(taken)
         yield from _broken(taken, listed)
         yield from _left_out(taken, listed, quantized)
         if checkpoint.census.family.name == "generic":
-            return  # which of its modules are linear layers is not known
+            return  # unknown which of its modules are linear layers
         yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
         plain = [m for m in _plain_linears(checkpoint) if m not in quantized]
@@ -157,7 +157,7 @@ def _all_linear(config: QuantConfig) -> bool:
 
 def _broken(config: QuantConfig, listed: Listed) -> Iterator[Finding]:
     for entry, why in (listed.broken | named_targets(config).broken).items():
-        message = f"expected a regular expression behind `re:`, found {entry!r}: {why}"
+        message = f"expected a regular expression after `re:`, found {entry!r}: {why}"
         yield Finding("QC034", "error", config.where, message)
 
 
@@ -166,14 +166,14 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
     linear = _all_linear(config)
     for module, weight in quantized.items():
         if listed.names(module):
-            message = f"is quantized, and {config.where} lists {module!r} as left out"
+            message = f"is quantized, but {config.where} lists {module!r} as left out"
             yield Finding("QC034", "error", weight, message)
         elif (
             named is not None
             and not (linear and weight.endswith(".weight"))
             and not named.names(module)
         ):
-            message = f"is quantized, and no target of {config.where} names {module!r}"
+            message = f"is quantized, but no target of {config.where} names {module!r}"
             yield Finding("QC034", "error", weight, message)
 
 
@@ -181,7 +181,7 @@ def _never_quantized(checkpoint: Checkpoint, quantized: dict[str, str]) -> Itera
     for weight in quantized.values():
         place = checkpoint.census.places.get(weight)
         if place is not None and place.role.name.rpartition(".")[2] in _NEVER_QUANTIZED:
-            message = "is quantized, and runtimes build it unquantized, whatever the config says"
+            message = "is quantized, but runtimes build it unquantized, whatever the config says"
             yield Finding("QC034", "error", weight, message)
 
 
@@ -202,10 +202,10 @@ def _uncovered(
         ]
         if not lacking:
             continue
-        # Who asks for the parts does not find them in a fused name. A fused name that is not listed
-        # beside its parts is asked for by some runtimes only.
+        # Runtimes that look up the parts do not find them in a fused name. Some runtimes also look up
+        # the fused name, so it must be listed with its parts.
         whole = members[-1:] == (lacking[0].rpartition(".")[2],) and module not in lacking
-        message = "is not quantized, and the config does not list " + ", ".join(lacking)
+        message = "is not quantized, but the config does not list " + ", ".join(lacking)
         yield Finding("QC035", "warning" if whole else "error", f"{module}.weight", message)
 
 
@@ -223,9 +223,9 @@ def _draft_names(
         draft = f"{_DRAFT}.{rest.partition('.')[2]}"
         if named is not None and not named.names(draft):
             continue
-        # QC035 speaks of those that no entry names.
+        # QC035 covers those that no entry names.
         if listed.names(module) and not (listed.literal(module) or listed.names(draft)):
-            message = f"of a draft layer, listed by a pattern that does not fit {draft!r}"
+            message = f"of a draft layer, listed by a pattern that does not match {draft!r}"
             yield Finding("QC036", "warning", f"{module}.weight", message)
 
 
@@ -238,9 +238,9 @@ def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
             set(ignored(first).entries),
         ):
             continue
-        # Runtimes read modelopt's file where config.json has no block.
+        # Runtimes read modelopt's file if config.json has no block.
         stale = config.where == HF_QUANT_CONFIG
-        message = f"says something else than {first.where}: {_brief(config)}, there {_brief(first)}"
+        message = f"contradicts {first.where}: {_brief(config)}, there {_brief(first)}"
         yield Finding("QC037", "warning" if stale else "error", config.where, message)
 
 

@@ -1,7 +1,7 @@
-"""The receipt must describe the folder it lies in.
+"""The receipt must describe its folder.
 
 QC020 a tensor or file of the receipt is not in the folder, or the other way round.
-QC021 the receipt gives a tensor or file another type, place or size than it has.
+QC021 the receipt states another type, place or size for a tensor or file than it has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 
-# Written to after a conversion: the model card by people and `upload`, the other by the Hub.
+# Changed after a conversion: the model card by people and `upload`, the other by the Hub.
 EDITED = frozenset({"README.md", ".gitattributes"})
 
 RULES = (
@@ -22,13 +22,14 @@ RULES = (
         "QC020",
         "receipt and folder hold different tensors or files",
         "Files were added, removed or renamed after the conversion, or two outputs were mixed. "
-        "Runtimes glob for shards, so a stray one is an error; another stray file only a warning.",
-        "Put back what is missing, take away what was added, or convert again.",
+        "Runtimes glob for shards, so an unexpected shard is an error; another unexpected file is a "
+        "warning.",
+        "Restore what is missing, remove what was added, or convert again.",
     ),
     Rule(
         "QC021",
-        "the receipt gives a tensor or file another type, place or size than it has",
-        "A shard or file was rewritten by another tool, cut short, or is from another conversion.",
+        "the receipt states another type, place or size for a tensor or file than it has",
+        "A shard or file was rewritten by another tool, truncated, or is from another conversion.",
         "Copy the named file again from where it was made, or convert again.",
     ),
 )
@@ -66,16 +67,18 @@ class ReceiptHolds:
                 continue
             there = checkpoint.there(line["file"])
             if there is None:
-                yield Finding("QC020", "error", line["file"], f"is in {RECEIPT} and missing here")
+                yield Finding(
+                    "QC020", "error", line["file"], f"is in {RECEIPT}, but not in the folder"
+                )
             elif there.st_size != line["nbytes"]:
                 yield Finding(
                     "QC021", "error", line["file"],
-                    f"has {there.st_size} bytes, the receipt says {line['nbytes']}",
+                    f"has {there.st_size} bytes, but the receipt says {line['nbytes']}",
                 )  # fmt: skip
 
 
 def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
-    """Files nobody has accounted for. Runtimes glob for shards, so a stray one is an error."""
+    """Files not in the receipt. Runtimes glob for shards, so an unexpected shard is an error."""
     for file in (*checkpoint.side_files, *checkpoint.denied_files):
         if file in known or file in EDITED or file == RECEIPT or file.endswith("/"):
             continue

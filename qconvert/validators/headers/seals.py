@@ -1,7 +1,7 @@
-"""Receipt and manifest must be as they were sealed.
+"""Receipt and manifest must match their seals.
 
 The receipt has hashes of everything else, and ends in a hash of itself; so does the manifest, which is
-read without a receipt too. With both, one changed bit anywhere in a folder shows.
+also read without a receipt. With both, one changed bit anywhere in a folder shows.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from qconvert.validation.runner import Folder, Need, NotChecked
 RULES = (
     Rule(
         "QC049",
-        "receipt or manifest is not as it was sealed",
+        "receipt or manifest does not match its seal",
         "A bit changed on a disk or in a transfer, someone edited the file, or its last line was cut "
-        "off. What it says of the folder cannot be relied on.",
+        "off. What it says about the folder is not reliable.",
         "Copy the named file again from where it was made, or run the conversion's command again on the "
-        "folder: it repairs what is not as it was.",
+        "folder: it repairs what has changed.",
     ),
 )
 
 
 @dataclass(frozen=True)
 class Seals:
-    """Each seal against the bytes before it; one without the other is cut off."""
+    """Each seal against the bytes before it; if only one of the two has a seal, the other was
+    truncated."""
 
     name: str = "seals"
-    proves: str = "receipt and manifest are as they were sealed"
+    proves: str = "receipt and manifest match their seals"
     needs: frozenset[Need] = frozenset({"files"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
@@ -48,9 +49,11 @@ class Seals:
             raise NotChecked("made by a version that wrote no seals")
         for name, seal in found.items():
             if seal == "broken":
-                yield Finding("QC049", "error", name, "its bytes are not those that were sealed")
+                yield Finding("QC049", "error", name, "its bytes do not match its seal")
             elif seal == "none":
-                yield Finding("QC049", "error", name, "has no seal, and the file beside it has one")
+                yield Finding(
+                    "QC049", "error", name, "has no seal, but the other of the two has one"
+                )
 
 
 VALIDATOR = Seals()

@@ -1,10 +1,10 @@
-"""Types and shapes: of each role as the config's sizes lead to, and of each format as it is defined.
+"""Types and shapes: of each role by the config's sizes, and of each format by its definition.
 
-QC026 a tensor has another shape than the config leads to.
-QC027 a quantized weight, or what belongs to it, has a type or shape that its format has not.
+QC026 a tensor's shape is not the one that the config gives.
+QC027 a quantized weight, or a part of it, has a type or shape that its format does not allow.
 QC038 packed weights have a scale for another number of columns than the config states.
-QC047 there is linear attention, and the config does not state its sizes.
-QC087, QC088, QC089, QC091: see _int_parts.
+QC047 there is linear attention, but the config does not state its sizes.
+QC087, QC088, QC089, QC091: see int_parts.
 
 Packed INT4 is compressed-tensors' (0.19, `compressors/pack_quantized/base.py`): `weight_packed` I32
 [N, K / 8], `weight_scale` [N, K / group], `weight_shape` [2]. Linear attention: transformers 5.17,
@@ -29,43 +29,43 @@ from qconvert.validators.reading.quantization import packed_ints, states_ue8m0
 RULES = (
     Rule(
         "QC026",
-        "a tensor's shape is not what the config leads to",
+        "a tensor's shape is not the one that the config gives",
         "config.json is another model's, rows were cut or lost, or a stack was written with its axes "
-        "swapped. Where a loader copies what fits, the model babbles.",
+        "swapped. If a loader copies the part that fits, the model generates garbage.",
         "Take config.json and shards from one repo, or convert again from the source.",
     ),
     Rule(
         "QC027",
         "a type or shape that the format does not have",
         "A tool cast or reshaped codes, scales or shapes as if they were weights, or wrote exponents "
-        "(U8) where the config does not say that scales are ue8m0: multiplied as numbers they are "
-        "off by orders of magnitude.",
+        "(U8) but the config does not state ue8m0 scales: multiplied as numbers they are "
+        "wrong by orders of magnitude.",
         "Convert again from the source; for U8 exponents state scale_fmt: ue8m0.",
     ),
     Rule(
         "QC038",
         "the config's group size is not that of the packed weights' scales",
         "Weights were packed in other groups than config.json states, or the block was copied from "
-        "another repo. Each scale is then used for columns of its neighbours.",
+        "another repo. Each scale is then used for the wrong columns.",
         "State the group size that the scales have: columns / scale columns.",
     ),
     Rule(
         "QC047",
-        "there is linear attention, and the config does not state its sizes",
-        "config.json is of another class, or a tool wrote only the keys it knows. Runtimes take their "
-        "class's default, which is one model's; which rows are whose cannot be said, so nothing else "
+        "there is linear attention, but the config does not state its sizes",
+        "config.json is of another class, or a tool wrote only the keys it knows. Runtimes use their "
+        "class's default, which fits one model only; the owner of each row is unknown, so nothing else "
         "of linear attention is checked.",
-        "Take the named linear_* keys from the source's config.json.",
+        "Copy the named linear_* keys from the source's config.json.",
     ),
 )
 
 _GDN_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-# A size that nothing is said about.
+# A size that is not checked.
 _ANY = -1
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-# Types that hold several codes, or are judged by their format's own parameters.
+# Types that hold several codes, or are checked with their format's own parameters.
 _CODES = ("U8", "I8", "I32", "F4")
 Shape = tuple[int, ...]
 Sizes = Callable[..., int]
@@ -76,7 +76,7 @@ class Shapes:
     """Headers against config and formats."""
 
     name: str = "shapes"
-    proves: str = "shapes follow the config's sizes, types and shapes their formats"
+    proves: str = "shapes follow the config's sizes; types and shapes follow their formats"
     needs: frozenset[Need] = frozenset({"model"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ class Shapes:
         readable_quantization(checkpoint)
 
 
-# --- What the config leads to --------------------------------------------------------------------
+# --- Expected by the config ----------------------------------------------------------------------
 
 
 def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     text = text_config(checkpoint.config)
     stated = [f"{key} is {text.get(key)!r}" for key in _GDN_SIZES if not first_int(text, key)]
-    message = f"expected the sizes of linear attention, which is there; {', '.join(stated)}"
+    message = f"expected the sizes of linear attention, found {', '.join(stated)}"
     yield Finding("QC047", "error", "config.json", message)
 
 
@@ -128,7 +128,7 @@ def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
             either and len(shape) == 3 and _fits(kind.shape, (shape[0], shape[2], shape[1]))
         ):
             found = [size if size >= 0 else "any" for size in shape]
-            message = f"the config leads to {found}, found {kind}".replace("'", "")
+            message = f"expected {found} by the config, found {kind}".replace("'", "")
             yield Finding("QC026", "error", name, message)
 
 
@@ -140,7 +140,7 @@ def _fits(found: Shape, wanted: Shape) -> bool:
 
 def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]:
     """The shape of each role's weight, -1 for a size that the config does not state. Roles of draft
-    layers have those of the model's layers, and roles nothing is known of are left out."""
+    layers have those of the model's layers; undescribed roles are left out."""
     text = text_config(config)
 
     def size(*keys: str) -> int:
@@ -181,10 +181,10 @@ def _times(one: int, other: int) -> int:
 
 
 def _gates(text: Config, family: str) -> int:
-    """How many rows of q_proj there are for one of a query: with an output gate beside them two."""
+    """How many rows of q_proj there are per query row: with an output gate, two."""
     if family not in ("qwen3_5", "qwen3_next"):
         return 1
-    # transformers 5.17 has the gate whatever the flag says, other runtimes go by the flag.
+    # transformers 5.17 has the gate whatever the flag says, other runtimes follow the flag.
     return _ANY if text.get("attn_output_gate") is False else 2
 
 
@@ -245,7 +245,7 @@ def _linear_attention(dims: Dims, hidden: int, size: Sizes) -> dict[str, Shape]:
     }
 
 
-# --- What the formats are ------------------------------------------------------------------------
+# --- Expected by the formats ---------------------------------------------------------------------
 
 
 def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -255,7 +255,7 @@ def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
         if kind.dtype not in FP8 or weight_candidates(name):
             continue
         if len(kind.shape) not in (2, 3):
-            message = f"FP8 weights are matrices or stacks of them, found {kind}"
+            message = f"expected an FP8 matrix or a stack of matrices, found {kind}"
             yield Finding("QC027", "error", name, message)
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
@@ -267,14 +267,16 @@ def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _scale_fault(scale: TensorType, *, exponents: bool) -> str | None:
     if scale.dtype not in _SCALE_DTYPES:
-        return f"FP8 scales are one of {', '.join(_SCALE_DTYPES)}, found {scale}"
+        return f"expected FP8 scales in {', '.join(_SCALE_DTYPES)}, found {scale}"
     if scale.dtype == "U8" and not exponents:
-        return f"{scale}: bytes are exponents where scale_fmt is ue8m0, and the config states none"
+        return (
+            f"{scale}: bytes are exponents only if scale_fmt is ue8m0, and the config states none"
+        )
     return None
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """compressed-tensors' packed whole numbers. Other packed formats have other types."""
+    """compressed-tensors' packed integers. Other packed formats have other types."""
     for name, source in checkpoint.items():
         if not name.endswith(".weight_packed") or source.type.dtype != "I32":
             continue

@@ -1,15 +1,15 @@
-"""What lies beside the weights: enough to load and upload the folder, and nothing stale.
+"""Side files: everything needed to load and upload the folder, and nothing stale.
 
 QC028 no tokenizer file.
-QC029 a vision tower, and no processor file.
+QC029 a vision tower, but no processor file.
 QC056 weights that the index does not name: pickles, shards, another index.
 QC057 no shard's metadata says `format: pt`.
-QC058 config.json names code that is not there.
+QC058 config.json names code that is missing.
 QC059 README.md's front matter is broken.
 
-Of a folder with a receipt the first ones are not asked: QC020 and QC032 hold it against what was
-written and what its source has. generation_config.json is optional in every runtime, so only QC032 asks
-for it; a README.md without front matter, or none, is no fault.
+The first ones are not checked in a folder with a receipt: QC020 and QC032 compare it with what was
+written and what its source has. generation_config.json is optional in every runtime, so only QC032
+checks it; a README.md without front matter, or none, is allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _RELATIONS = ("adapter", "merge", "quantized", "finetune")
 _TEXTS = ("library_name", "license", "license_name", "pipeline_tag", "base_model_relation")
 _MOST_README = 1 << 20
-# Front matter may say one thing many times over, by aliases.
+# Front matter may repeat one value many times, by aliases.
 _BRIEF = Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 120
 _BRIEF.maxlevel = 2
@@ -46,41 +46,41 @@ RULES = (
     Rule(
         "QC028",
         "there is no tokenizer",
-        "Weights were saved alone, or the upload left side files out. Nothing can be served from the "
+        "Weights were saved alone, or the upload left out side files. Nothing can be served from the "
         "folder.",
-        "Copy tokenizer.json, tokenizer_config.json and what else the source has beside its weights.",
+        "Copy tokenizer.json, tokenizer_config.json and the other files next to the source's weights.",
     ),
     Rule(
         "QC029",
-        "there is a vision tower and no processor file",
-        "The conversion knew tokenizers and no processors; multi-modal runtimes end in an error.",
+        "there is a vision tower but no processor file",
+        "The conversion knew tokenizers but not processors; multi-modal runtimes fail.",
         "Copy preprocessor_config.json (and video_preprocessor_config.json) from the source.",
     ),
     Rule(
         "QC056",
-        "weights lie beside those that are loaded",
-        "A folder was written into twice, or pickles and an index of the source came along. Some "
-        "runtimes glob for shards, and uploads carry it all.",
-        "Delete the named file, after a look at whether the index should name it.",
+        "there are weights that are not loaded",
+        "A folder was written into twice, or pickles and an index of the source were copied. Some "
+        "runtimes glob for shards, and uploads include all of it.",
+        "Delete the named file, after checking whether the index should name it.",
     ),
     Rule(
         "QC057",
-        "no shard says which framework its tensors are of",
+        "no shard states which framework its tensors are for",
         "A tool wrote safetensors without metadata; transformers 4 refuses such files.",
         'Write shards with __metadata__ {"format": "pt"}; qconvert copy does.',
     ),
     Rule(
         "QC058",
-        "config.json names Python files that are not there",
-        "Remote code was not copied along; loading with trust_remote_code ends in an error.",
-        "Copy the named file from the source, or take auto_map out where runtimes know the class.",
+        "config.json names Python files that are missing",
+        "Remote code was not copied; loading with trust_remote_code fails.",
+        "Copy the named file from the source, or remove auto_map if runtimes know the class.",
     ),
     Rule(
         "QC059",
         "README.md's front matter is broken",
-        "It was written by hand or put together from texts. The Hub refuses YAML it cannot read, and "
+        "It was written by hand or assembled from texts. The Hub refuses YAML it cannot read, and "
         "links a quantized model to its base by base_model alone.",
-        "Front matter is a YAML mapping between two lines of ---; base_model is a repo's id or a list "
+        "Front matter is a YAML mapping between two lines of ---; base_model is a repo id or a list "
         "of ids, base_model_relation one of adapter, merge, quantized, finetune.",
     ),
 )
@@ -91,7 +91,7 @@ class SideFiles:
     """Names of files, config.json's auto_map, and README.md's first lines."""
 
     name: str = "side_files"
-    proves: str = "tokenizer, processor and code are there, and no stale weights"
+    proves: str = "tokenizer, processor and code are present, and no stale weights"
     needs: frozenset[Need] = frozenset({"files"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
@@ -100,9 +100,9 @@ class SideFiles:
             yield from _missing(checkpoint)
             yield from _stale(checkpoint)
         elif any(_missing(checkpoint)):
-            # The source may never have had them: the receipt accounts for all that it had.
+            # The source may not have had them: the receipt lists everything that it had.
             yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
-            yield Proved("shard metadata and README front matter are in order")
+            yield Proved("shard metadata and README front matter are valid")
         if checkpoint.metadata.get("format") is None:
             name = checkpoint.shards[0].path.name
             message = "its metadata, and any other shard's, lacks format: pt"
@@ -117,7 +117,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("QC028", "warning", _TOKENIZERS[0], message)
     tower = any(p.role.name.startswith("vision.") for p in checkpoint.census.places.values())
     if vision_config(checkpoint.config) and tower and files.isdisjoint(_PROCESSORS):
-        message = f"missing, and there is a vision tower (or {_PROCESSORS[1]})"
+        message = f"missing, but there is a vision tower (or {_PROCESSORS[1]})"
         yield Finding("QC029", "warning", _PROCESSORS[0], message)
     for file, key in _code(checkpoint.config):
         if file not in files:
@@ -127,7 +127,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Files of code, each with the key that names it first. `repo--file.Class` lies in another repo."""
+    """Code files, each with the key that names it first. `repo--file.Class` is in another repo."""
     found = config.get("auto_map")
     seen: set[str] = set()
     for key, value in found.items() if isinstance(found, Mapping) else ():
@@ -146,9 +146,9 @@ def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
         if "/" in file:
             continue
         if file.endswith(".safetensors"):
-            message = "a shard that the index does not name; what is in it is not loaded by all"
+            message = "a shard that the index does not name; not every loader loads it"
         elif file.lower().endswith(_PICKLES):
-            message = "a pickle beside safetensors"
+            message = "a pickle next to safetensors"
         elif file.endswith(".index.json"):
             message = "an index of weights that are not loaded"
         else:
@@ -191,21 +191,21 @@ def _front_matter(found: dict[Any, Any], *, quantized: bool) -> Iterator[str]:
     for key in _TEXTS:
         value = found.get(key)
         if value is not None and not (isinstance(value, str) or (key == "license" and value)):
-            yield f"{key} is {_BRIEF.repr(value)}, expected a text"
+            yield f"{key}: expected a string, found {_BRIEF.repr(value)}"
     base = found.get("base_model")
     ids = base if isinstance(base, list) else [] if base is None else [base]
     for one in ids:
         if not isinstance(one, str) or one.count("/") != 1 or " " in one or one.startswith("http"):
-            yield f"base_model names {_BRIEF.repr(one)}, expected a repo's id (OWNER/NAME)"
+            yield f"base_model: expected a repo id (OWNER/NAME), found {_BRIEF.repr(one)}"
     relation = found.get("base_model_relation")
     if relation is None:
         return
     if isinstance(relation, str) and relation not in _RELATIONS:
-        yield f"base_model_relation is {_BRIEF.repr(relation)}, expected one of {', '.join(_RELATIONS)}"
+        yield f"base_model_relation: expected {', '.join(_RELATIONS)}, found {_BRIEF.repr(relation)}"
     if not ids:
-        yield "base_model_relation without base_model: the Hub links it to nothing"
+        yield "base_model_relation without base_model: the Hub links it to no model"
     if relation == "quantized" and not quantized:
-        yield "base_model_relation is quantized, and config.json states no quantization"
+        yield "base_model_relation is quantized, but config.json states no quantization"
 
 
 VALIDATOR = SideFiles()

@@ -1,6 +1,6 @@
-"""All stages of a split as one set: each is validated by itself, then what no stage can know is: that
-the set is complete and of one split (QC120), that tensors lie in the stages a runtime looks for them in,
-and in no others (QC121), and that together they used every tensor of the source (QC122)."""
+"""All stages of a split as one set: each is validated by itself, then what no stage can show alone: that
+the set is complete and of one split (QC120), that tensors are in the stages where a runtime looks for
+them, and in no others (QC121), and that together they used every tensor of the source (QC122)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MOST = 20
 RULES = (
     Rule(
         "QC120",
-        "folders of pipeline stages are not the whole of one split",
-        "A stage's folder was lost, renamed or made anew with another partition, source or recipe, or a "
-        "tensor that several stages hold differs between them.",
-        "Run the command of the split again into an empty folder.",
+        "folders of pipeline stages do not form one complete split",
+        "A stage's folder was lost, renamed or made again with another partition, source or recipe, or "
+        "a tensor that several stages hold differs between them.",
+        "Run the split command again into an empty folder.",
     ),
     Rule(
         "QC121",
-        "a tensor lies in other pipeline stages than runtimes look for it in",
+        "a tensor is in other pipeline stages than those where runtimes look for it",
         "A stage's folder was edited after the split. Embeddings, the vision tower and a tied head may "
         "be held more than once; a layer is held by the stage that owns it.",
-        "Run the command of the split again into an empty folder.",
+        "Run the split command again into an empty folder.",
     ),
     Rule(
         "QC122",
         "a tensor of the source is in no pipeline stage and dropped by no rule",
         "A stage's folder was edited after the split, or the source is another one.",
-        "Give the source that the split read, or run its command again into an empty folder.",
+        "Give the source that the split read, or run the split command again into an empty folder.",
     ),
 )
 
@@ -52,8 +52,8 @@ def validate_set(
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Report:
-    """Validate every stage folder in `parent`, and the set. Where a finding or claim is of one stage,
-    its text names that stage. Raises as `validate_folder` does."""
+    """Validate every stage folder in `parent`, and the set. A finding or claim about one stage
+    names that stage in its text. Raises as `validate_folder` does."""
     folders = stage_folders(parent)
     parts = [
         validate_folder(
@@ -66,8 +66,8 @@ def validate_set(
     findings = list(_set_findings(parent, folders, against, follow_links=follow_links))
     report.findings += findings
     if not findings:
-        report.proved.append("the stages are one whole split: every layer once, no tensor in two but "
-                             "those that runtimes want in several")  # fmt: skip
+        report.proved.append("the stages are one complete split: every layer once, no tensor in two but "
+                             "those that runtimes expect in several")  # fmt: skip
     return report
 
 
@@ -85,13 +85,13 @@ def _merged(parent: Path, names: Sequence[str], parts: Sequence[Report]) -> Repo
 
 
 def _where(finding: Finding, parent: Path, name: str) -> str:
-    """A tensor or file as one of its stage."""
+    """A tensor or file, named with its stage."""
     where = finding.where.removeprefix(f"{parent}/").removeprefix(name).lstrip("/")
     return f"{name}: {where}" if where else name
 
 
 def _claims(names: Sequence[str], texts: Sequence[Sequence[str]]) -> Iterator[str]:
-    """What holds of all stages once, and what holds of some with their names."""
+    """What holds for all stages once, and what holds for some with their names."""
     known = Counter(text for each in texts for text in dict.fromkeys(each))
     for text, number in known.items():
         if number == len(names):
@@ -119,7 +119,7 @@ def _set_findings(
 def _misplaced(
     folders: Sequence[Path], opened: Sequence[Checkpoint], whole: Checkpoint
 ) -> Iterator[Finding]:
-    """The runtime is not written down, so the one whose rules fit best is asked for the rest."""
+    """The runtime is not recorded, so the one whose rules fit best is used for the rest."""
     facts = (opened[0].manifest or {})["stage"]
     held: dict[str, set[int]] = {}
     for checkpoint in opened:

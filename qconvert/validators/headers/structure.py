@@ -1,14 +1,14 @@
-"""Names, dtypes and config must agree: what a header alone can tell.
+"""Names, dtypes and config must agree: what headers alone can show.
 
 QC010 the index states another total_size than the tensors add up to.
-QC011 a scale without its weight, an FP8 or packed weight without what belongs to it.
-QC012 a quantization block is stated and no tensor is quantized (or FP8 and no block is).
+QC011 a scale without its weight, an FP8 or packed weight without its other parts.
+QC012 a quantization block is stated but no tensor is quantized (or the other way round).
 QC013 a tensor that the family requires is missing.
-QC014 embeddings are tied by the config and differ in type.
+QC014 embeddings are tied by the config but differ in type.
 QC015 a block-scale grid is not ceil(shape / block).
-QC044 config.json says of embeddings that they are tied, and that they are not.
-QC046 the model's tensors go by two prefixes.
-QC048 a text-only class's tensors go by the names of the multi-modal one.
+QC044 config.json states both that embeddings are tied and that they are not.
+QC046 the model's tensors have two prefixes.
+QC048 a text-only class's tensors have the names of the multi-modal one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from qconvert.validators.reading.quantization import (
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
 _TIE = "tie_word_embeddings"
-# Parameters that say the same as one, or go with it: QC011 and QC088 speak of what lacks a part.
+# Parameters that depend on another: QC011 and QC088 report missing parts.
 _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
     "weight": ("weight_packed", "qweight"),
     "weight_packed": ("weight", "qweight"),
@@ -54,7 +54,7 @@ _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
     "qweight": ("weight", "weight_packed"),
     **dict.fromkeys(("qzeros", "scales", "g_idx"), ("weight", "weight_packed", "qweight")),
 }
-# Qwen3.5's: of what the multi-modal class has, a text-only one lacks a component in its names.
+# Qwen3.5's: text-only names lack a component of the multi-modal ones.
 _LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
 
 RULES = (
@@ -62,36 +62,36 @@ RULES = (
         "QC010",
         "the index states another total_size than its tensors add up to",
         "Another tool edited shards or index, or the index is the source's. Published indexes are "
-        "often off and no loader minds, so it is an error only where qconvert wrote the index.",
-        "Fetch or make the index again. In a repo of your own, set metadata.total_size to the sum.",
+        "often wrong and no loader checks it, so it is an error only if qconvert wrote the index.",
+        "Download or make the index again. In your own repo, set metadata.total_size to the sum.",
     ),
     Rule(
         "QC011",
-        "a quantized weight and what belongs to it are not together",
+        "parts of a quantized weight are missing",
         "A conversion dropped or renamed scales, packed weights or their shapes, or a shard is from "
-        "another conversion. Loaders read codes as numbers, or keep a scale of 1. Block scales go by "
-        "weight_scale_inv for quant_method fp8, by weight_scale for compressed-tensors.",
-        "Convert again from the source; a weight and its scales leave or stay together.",
+        "another conversion. Loaders read codes as numbers, or keep a scale of 1. Block scales are "
+        "named weight_scale_inv for quant_method fp8, weight_scale for compressed-tensors.",
+        "Convert again from the source; a weight and its scales must be kept or dropped together.",
     ),
     Rule(
         "QC012",
         "config and tensors disagree on whether the model is quantized",
-        "Weights were dequantized and a quantization block was left (a nested one, or "
-        "hf_quant_config.json), or weights were quantized and config.json is the source's.",
-        "Remove the named block, or copy in the one that the weights were quantized with.",
+        "Weights were dequantized but a quantization block was left (a nested one, or "
+        "hf_quant_config.json), or weights were quantized but config.json is the source's.",
+        "Remove the named block, or add the one that the weights were quantized with.",
     ),
     Rule(
         "QC013",
         "a tensor that the model requires is missing",
-        "An interrupted or resumed conversion indexed a part of its layers, a pattern dropped too "
+        "An interrupted or resumed conversion indexed only some of its layers, a pattern dropped too "
         "much, or config.json counts more layers or experts than there are. Loaders that do not "
-        "check leave such weights as they were made: the model babbles.",
-        "Convert again from the source, or set the config's counts to what is there.",
+        "check keep the initial weights: the model generates garbage.",
+        "Convert again from the source, or set the config's counts to the tensors' counts.",
     ),
     Rule(
         "QC014",
         "tied embeddings differ in type",
-        "One of head and embeddings was converted or resized and the other was not.",
+        "Only one of head and embeddings was converted or resized.",
         "Leave the head out, or untie the two in the config.",
     ),
     Rule(
@@ -103,25 +103,25 @@ RULES = (
     ),
     Rule(
         "QC044",
-        "config.json says both that embeddings are tied and that they are not",
+        "config.json states both that embeddings are tied and that they are not",
         "The root and text_config each have a flag, and a tool (or a class's default, on saving) set "
-        "one of them. transformers goes by the root's; runtimes that go by text_config's take the "
+        "one of them. transformers uses the root's; runtimes that use text_config's take the "
         "embeddings for the head.",
-        "Set tie_word_embeddings in text_config to what the root says.",
+        "Set tie_word_embeddings in text_config to the root's value.",
     ),
     Rule(
         "QC046",
-        "the model's tensors go by two prefixes",
-        "A renaming matched a part of the layers, or shards of a text-only and a multi-modal "
-        "conversion lie in one folder. Loaders map one prefix: layers of the other keep the weights "
-        "they were made with.",
+        "the model's tensors have two prefixes",
+        "A renaming matched only some of the layers, or shards of a text-only and a multi-modal "
+        "conversion are in one folder. Loaders map one prefix: layers of the other keep their "
+        "initial weights.",
         "Convert again from the source, or rename the tensors that the finding names.",
     ),
     Rule(
         "QC048",
-        "a text-only class's tensors go by the names of the multi-modal one",
-        "config.json was made text-only and the names stayed model.language_model.*. transformers "
-        "takes the part out on loading; sglang's text-only class drops such tensors with a warning.",
+        "a text-only class's tensors have the names of the multi-modal one",
+        "config.json was made text-only but the names stayed model.language_model.*. transformers "
+        "removes that part on loading; sglang's text-only class drops such tensors with a warning.",
         "Rename model.language_model.* to model.*, or keep the multi-modal config.",
     ),
 )
@@ -150,7 +150,7 @@ class Structure:
 
 
 def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
-    """What was shown of a model of which the family, or how it is quantized, is not known."""
+    """What was shown of a model whose family or quantization is unknown."""
     unread, unknown = unread_quantization(checkpoint), checkpoint.family.name == "generic"
     if not unread and not unknown:
         return
@@ -175,7 +175,7 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name, source in checkpoint.items():
         weights = weight_candidates(name)
         if weights and not any(weight in checkpoint for weight in weights):
-            yield Finding("QC011", "error", name, f"no weight beside it ({' or '.join(weights)})")
+            yield Finding("QC011", "error", name, f"has no weight ({' or '.join(weights)})")
         elif source.type.dtype in FP8 and not weights:
             tried = scale_candidates(name)
             if not any(scale in checkpoint for scale in tried):
@@ -193,13 +193,13 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Scales under the other dialect's name. sglang 0.5.23 and vLLM 0.33 make a parameter of one name:
-    fp8.py's weight_scale_inv where blocks are stated, compressed-tensors' weight_scale."""
+    """Scales under the other dialect's name. sglang 0.5.23 and vLLM 0.33 create a parameter of one name:
+    fp8.py's weight_scale_inv if blocks are stated, compressed-tensors' weight_scale."""
     configs = checkpoint.quantization_configs
     taken = judged(configs)
     methods = {config.method for config in configs if config.where != HF_QUANT_CONFIG}
     if taken is None or len(methods) > 1 or "linear_fp8_config" in taken.block:
-        return  # which linear layers are of which dialect is not said; QC037 for contradictions
+        return  # unknown which linear layers are of which dialect; QC037 for contradictions
     if taken.method == "fp8" and fp8_blocks([taken]):
         asked, found = ".weight_scale_inv", ".weight_scale"
     elif taken.method == "compressed-tensors":
@@ -209,7 +209,7 @@ def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in checkpoint:
         weight = checkpoint.sources.get(f"{name.removesuffix(found)}.weight")
         if name.endswith(found) and weight is not None and weight.type.dtype in FP8:
-            message = f"runtimes of {taken.where} ({taken.method}) ask for *{asked}"
+            message = f"runtimes of {taken.where} ({taken.method}) look for *{asked}"
             yield Finding("QC011", "error", name, message)
 
 
@@ -232,18 +232,18 @@ def _grid_fault(
     weight: TensorType, scale: TensorType, name: str, block: tuple[int, int] | None
 ) -> str | None:
     if block is None:
-        # Without blocks a scale is one number, or one a row.
+        # Without blocks a scale is one number, or one per row.
         last = scale.shape[-1:] in ((), (1,))
         if scale.numel == 1 or last or len(scale.shape) < len(weight.shape):
             return None
-        return f"a grid {list(scale.shape)} of block scales, and the config states no block size"
+        return f"a grid {list(scale.shape)} of block scales, but the config states no block size"
     *lead, rows, columns = weight.shape
     if scale.numel == 1:
         if name.endswith("_scale_inv") and (rows > block[0] or columns > block[1]):
-            return f"one scale for {weight}, and the config states blocks of {block[0]}x{block[1]}"
+            return f"one scale for {weight}, but the config states blocks of {block[0]}x{block[1]}"
         return None
     grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
-    # A scale a row, or an expert, is another form.
+    # A scale per row, or per expert, is another form.
     others = (*lead, rows, 1), (*lead, 1, 1)
     if len(scale.shape) != len(grid) or scale.shape in (grid, *others):
         return None
@@ -266,18 +266,18 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
     blocks = checkpoint.quantization_configs
     if blocks and quantized is None and not unread_quantization(checkpoint):
         for block in blocks:
-            yield Finding("QC012", "error", block.where, "states a quantization no tensor has")
+            yield Finding("QC012", "error", block.where, "states a quantization that no tensor has")
     if quantized is not None and not blocks:
         yield Finding("QC012", "error", quantized, "is quantized, but no config block says how")
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Required tensors, but for those that the layer has in another form: which of two forms is right
-    is for QC016 and QC017 to say, and what goes with a weight for QC011."""
+    """Required tensors, except those that the layer has in another form: QC016 and QC017 decide which
+    of two forms is right, and QC011 reports missing parts of a weight."""
     try:
         stage_of(checkpoint)
     except PlanError:
-        return  # QC054: which tensors this stage must have cannot be said
+        return  # QC054: the tensors of this stage are unknown
     absent = checkpoint.absent()
     forms = forms_in(checkpoint) if absent else {}
     family = checkpoint.census.family.name
@@ -295,12 +295,12 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _modules(checkpoint: Checkpoint) -> frozenset[str]:
-    """Modules that have any parameter, whatever it is called."""
+    """Modules that have any parameter, whatever its name."""
     return frozenset(name.rpartition(".")[0] for name in checkpoint)
 
 
 def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a name is one of a format that other layers have: some releases leave some layers
+    """Whether a name belongs to a format that other layers have: some releases leave some layers
     unquantized, so theirs have no scales."""
     if any(weight in checkpoint for weight in weight_candidates(name)):
         return True
@@ -313,19 +313,19 @@ def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
     if census.dims.tied and census.family.tied is not None:
         names = [n for role in census.family.tied if (n := census.named(role)) is not None]
         if len({checkpoint[name].type for name in names}) > 1:
-            yield Finding("QC014", "error", names[0], f"tied to {names[1]} and of another type")
+            yield Finding("QC014", "error", names[0], f"tied to {names[1]}, but of another type")
 
 
 def _tied_and_not(checkpoint: Checkpoint) -> Iterator[Finding]:
     root, nested = checkpoint.config, checkpoint.config.get("text_config")
     flags = [root.get(_TIE), nested.get(_TIE) if isinstance(nested, Mapping) else None]
     if None not in flags and bool(flags[0]) != bool(flags[1]):
-        message = f"{_TIE} is {flags[0]!r}, text_config's is {flags[1]!r}"
+        message = f"{_TIE} is {flags[0]!r}, but text_config's is {flags[1]!r}"
         yield Finding("QC044", "warning", "config.json", message)
 
 
 def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Of tensors that may go by several; a finding for the first of each layer that stands out."""
+    """For tensors that may have several prefixes; a finding for the first of each layer that differs."""
     census = checkpoint.census
     longest = sorted(census.family.prefixes, key=len, reverse=True)
     found: dict[str, list[tuple[int | None, str]]] = {}
@@ -339,12 +339,12 @@ def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
     for prefix, named in found.items():
         first = dict(reversed(named)) if prefix != usual else {}
         for name in reversed(first.values()):
-            others = f"{count(len(found[usual]), 'other')} by {usual!r}"
-            yield Finding("QC046", "error", name, f"goes by the prefix {prefix!r}, {others}")
+            others = f"{count(len(found[usual]), 'other')} have {usual!r}"
+            yield Finding("QC046", "error", name, f"has the prefix {prefix!r}, but {others}")
     if usual == _LANGUAGE and checkpoint.config.get("model_type") in _TEXT_ONLY:
         message = (
-            f"{checkpoint.config['model_type']} has its layers as model.layers.*; with this name "
-            "transformers loads it, and sglang drops it with a warning"
+            f"{checkpoint.config['model_type']} names its layers model.layers.*; "
+            "transformers loads this name, but sglang drops it with a warning"
         )
         yield Finding("QC048", "warning", found[usual][0][1], message)
 

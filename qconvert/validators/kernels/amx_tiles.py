@@ -1,5 +1,5 @@
 """A Triton kernel reads AMXINT4 and AMXINT8 tiles, on random weights and on experts of the folder: it
-must give what the format's inverse gives on the CPU, bit for bit, and the source's weights within the
+must give the result of the format's inverse on the CPU, bit for bit, and the source's weights within the
 format's rounding.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 RULES = (
     Rule(
         "QC072",
-        "AMX tiles read by the Triton kernel are not what the format's inverse, or the source, has",
-        "On random weights, or where bits differ: Triton or the GPU's driver computes otherwise. "
-        "Further from the source than rounding brings it: the experts are another's, or broken.",
-        "Where bits differ: try another release of Triton or of the driver. Where the source is too "
-        "far: see what --level full --against SRC says of that tensor, and convert again.",
+        "AMX tiles read by the Triton kernel differ from the format's inverse, or from the source",
+        "On random weights, or if bits differ: Triton or the GPU's driver computes differently. "
+        "Further from the source than rounding allows: the experts are another's, or broken.",
+        "If bits differ: try another release of Triton or of the driver. If the source is too "
+        "far: check what --level full --against SRC says about that tensor, and convert again.",
     ),
 )
 
@@ -71,7 +71,7 @@ class AmxTiles:
 
 
 def _work(folder: Folder) -> tuple[_Work | None, str]:
-    """What to look at, and why there is nothing, or nothing to compare with."""
+    """What to check, and why there is nothing, or nothing to compare with."""
     if "amx" not in (folder.checkpoint.manifest or {}):
         return None, "the folder holds no AMX tiles"
     if folder.request.level == "headers":
@@ -79,7 +79,7 @@ def _work(folder: Folder) -> tuple[_Work | None, str]:
     try:
         block = sound_block(folder.checkpoint)
     except NotChecked as reason:
-        return None, f"no tensor of the folder was looked at: {reason}"
+        return None, f"no tensor of the folder was checked: {reason}"
     wanted = folder.request.layers or (block.layers[0], block.layers[-1])
     layers = tuple(sorted(set(wanted) & set(block.layers)))
     if not layers:
@@ -160,8 +160,8 @@ class _Work:
 
 
 def _rounded(block: Block, name: str, expected: Tensor, found: Tensor, steps: Tensor) -> Case:
-    """The largest error in steps. Where steps are searched for, the largest code stands for all that
-    lies beyond it too."""
+    """The largest error in steps. If steps were searched for, the largest code stands for everything
+    beyond it too."""
     import torch
 
     size = steps[:, None]

@@ -1,9 +1,9 @@
-"""Triton kernels that read what folders hold, each beside a reference in torch and cases that compare
-the two. Not validators themselves: discovery passes a subpackage by, so none of them is imported
-before `device()` has said where it shall run.
+"""Triton kernels that read what folders hold, each with a reference in torch and cases that compare
+the two. Not validators themselves: discovery skips a subpackage, so none of them is imported
+before `device()` has said where it is to run.
 
-On a machine without a GPU they run in Triton's interpreter, on which nothing here may rely for what
-it gets wrong (3.9): float32 to bf16 truncates, `tl.dot` of bf16 is garbage unless both operands are
+On a machine without a GPU they run in Triton's interpreter, whose known errors (3.9) must be avoided:
+float32 to bf16 truncates, `tl.dot` of bf16 is garbage unless both operands are
 float32, and FP8 types have no NaN. So codes are decoded, and bf16 is rounded, on integers.
 """
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from qconvert.run.reader import Reader
 
 if not __name__.startswith("qconvert."):
-    # Imported by its folder name it would be a second module whose classes equal none of ours.
+    # Imported by its folder name it would be a second module whose classes differ from ours.
     raise ImportError("import qconvert.validators.kernels.device, not kernels")
 
 Said = Finding | Proved | Skipped | Table
 
 INTERPRETER = "Triton's interpreter"
-NO_DATA = "no tensor of the folder was looked at: give --level sample"
+NO_DATA = "no tensor of the folder was checked: give --level sample"
 
 _AT_MOST = 1 << 21  # elements of a matrix, in the interpreter
 
@@ -61,8 +61,8 @@ class Case:
 
 
 def device() -> str:
-    """`cuda` where there is a GPU, else `cpu`: Triton's interpreter, which has to be asked for before
-    Triton is imported. Raises NotChecked where Triton is missing, or was imported too early."""
+    """`cuda` if there is a GPU, else `cpu`: Triton's interpreter, which must be requested before
+    Triton is imported. Raises NotChecked if Triton is missing, or was imported too early."""
     from qconvert.validation.runner import NotChecked
 
     for name in ("torch", "triton"):
@@ -93,8 +93,8 @@ def place(device: str) -> str:
 
 
 def bitwise(name: str, found: Tensor, expected: Tensor) -> Case:
-    """How many elements of two tensors of one shape and dtype have other bits, nan where they are of
-    another kind. Of floats, any NaN equals any: its bits are the processor's own."""
+    """How many elements of two tensors of one shape and dtype have different bits, nan if they are of
+    another kind. For floats, any NaN equals any: its bits are the processor's own."""
     import torch
 
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
@@ -106,8 +106,8 @@ def bitwise(name: str, found: Tensor, expected: Tensor) -> Case:
 
 
 def chosen(names: Iterable[str], layers: tuple[int, ...] | None) -> list[str]:
-    """Of tensors of one kind, those of some layers, the first and the last layer where none are
-    asked for; in a layer, the first and last of those that differ in the expert alone."""
+    """For tensors of one kind, those of some layers, the first and the last layer if none are
+    asked for; in a layer, the first and last of those that differ only in the expert."""
     found: dict[int, dict[str, list[str]]] = {}
     for name in names:
         template, layer, _ = parse(name)
@@ -122,8 +122,8 @@ def chosen(names: Iterable[str], layers: tuple[int, ...] | None) -> list[str]:
 
 
 def head(rows: int, columns: int, step: int, device: str) -> int:
-    """How many rows of a matrix to look at: all on a GPU; in the interpreter, which takes a second for
-    some four million elements, the first whole steps."""
+    """How many rows of a matrix to check: all on a GPU; in the interpreter, which takes a second for
+    about four million elements, the first whole steps."""
     return rows if device == "cuda" else min(rows, max(1, _AT_MOST // (step * columns)) * step)
 
 
@@ -142,8 +142,8 @@ def said(
     real: Iterable[tuple[str, Case]],
     note: str,
 ) -> Iterator[Said]:
-    """What a validator says of its cases: a finding for each that does not fit, and a table with the
-    worst of the random ones and all of real tensors, which stand beside their names."""
+    """What a validator reports of its cases: a finding for each that does not fit, and a table with the
+    worst of the random ones and all of real tensors, by name."""
     where = place(device)
     tried = list(random)
     worst = max(tried, key=lambda case: case.share)
@@ -158,7 +158,7 @@ def said(
             yield Finding(rule, "error", tensor, _complaint(case, where))
     columns = ("case", "difference", "bound", "device")
     yield Table(f"kernel {kernel}", columns, tuple(rows), note)
-    yield Proved(f"kernel {kernel} gives what its references give, on {where}")
+    yield Proved(f"kernel {kernel} gives the results of its references, on {where}")
     if note:
         yield Skipped(f"kernel {kernel} on this folder ({note})")
 
@@ -169,7 +169,7 @@ def _spell(bound: float) -> str:
 
 def _complaint(case: Case, where: str) -> str:
     if isnan(case.difference):
-        return f"{case.name}: what it gives is not a number, or of another shape ({where})"
+        return f"{case.name}: the result is not a number, or has another shape ({where})"
     if not case.bound:
         return f"{case.name}: expected equal bits, found {case.difference:g} that differ ({where})"
     return f"{case.name}: expected at most {case.bound:g}, found {case.difference:g} ({where})"

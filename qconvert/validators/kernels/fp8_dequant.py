@@ -1,4 +1,4 @@
-"""A Triton kernel decodes FP8 to BF16, on random weights and, where the output holds the source's FP8
+"""A Triton kernel decodes FP8 to BF16, on random weights and, if the output holds the source's FP8
 matrices in BF16, on those: it must give the output's bits.
 
 That is a third way to the same numbers, after the op that made the output and the validators' tables,
@@ -21,11 +21,11 @@ from qconvert.validators.reading.forms import Form, Forms, Unread
 RULES = (
     Rule(
         "QC071",
-        "FP8 decoded by the Triton kernel is not BF16 as torch, or the output, has it",
-        "On random weights: Triton or the GPU's driver computes otherwise than float32 arithmetic. On "
-        "a tensor of the folder alone: its bytes are not what the source's decode to.",
-        "On random weights: try another release of Triton or of the driver. On a tensor: see what "
-        "--level full --against SRC says of it, and convert again.",
+        "FP8 decoded by the Triton kernel differs from torch's BF16, or from the output",
+        "On random weights: Triton or the GPU's driver computes differently from float32 arithmetic. "
+        "Only on a tensor of the folder: its bytes are not what the source's decode to.",
+        "On random weights: try another release of Triton or of the driver. On a tensor: check what "
+        "--level full --against SRC says about it, and convert again.",
     ),
 )
 
@@ -33,7 +33,7 @@ RULES = (
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """One matrix of the source, codes and scales, and the tensor that holds it in the output, whose
-    numbers lie where the codes do."""
+    numbers are at the same positions as the codes."""
 
     name: str
     form: Form
@@ -67,10 +67,10 @@ class Fp8Dequant:
 
 
 def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
-    """What to look at, or why there is nothing."""
+    """What to check, or why there is nothing."""
     source, made = folder.source, folder.checkpoint
     if source is None:
-        return [], "no tensor of the folder was looked at: give --against SRC"
+        return [], "no tensor of the folder was checked: give --against SRC"
     names = [
         name
         for name, tensor in source.items()
@@ -93,12 +93,12 @@ def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
 
 
 def _of(forms: Forms, made: Source, name: str) -> Iterator[_Matrix]:
-    """A tensor's matrix; of a stack, those of the first and the last expert, or all rows as one where
+    """A tensor's matrix; for a stack, those of the first and the last expert, or all rows as one if
     all have one scale."""
     if len(made.type.shape) == 2:
         yield _Matrix(name, forms.of(name), made)
         return
-    each = list(forms.of_stack(name, turned=False))
+    each = list(forms.of_stack(name, transposed=False))
     first, rows = each[0], sum(form.rows for form in each)
     if first.grid is not None and first.grid.scale.type.numel == 1:
         grid = replace(first.grid, block=(rows, first.columns))

@@ -3,7 +3,7 @@ torch, on random weights and on the layers of a real pair.
 
 Of a pair, the projections of one side are fused and the other's are in any order: random tokens go
 through both, and the results are compared segment by segment after a kernel has taken the fused ones
-apart in the order that qconvert.json states.
+split in the order that qconvert.json states.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RULES = (
     Rule(
         "QC070",
         "the fused projections compute something else than the separate ones",
-        "The fused rows are in another order than is stated, or the kernel is wrong on this GPU "
+        "The fused rows are in another order than stated, or the kernel is wrong on this GPU "
         "(then the random cases fail too).",
-        "With random cases failing: report the GPU, the driver and the Triton version. Else convert "
+        "If random cases fail: report the GPU, the driver and the Triton version. Otherwise convert "
         "again; --level sample tells which order the rows are in.",
     ),
 )
@@ -42,7 +42,7 @@ _FUSED, _APART = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
-# Enough to see strides: with one token, a kernel that ignores them is right.
+# Enough to detect strides: with one token, a kernel that ignores them is right.
 _TOKENS = 7
 
 
@@ -74,11 +74,11 @@ VALIDATOR = GdnFused()
 
 
 def _layers(folder: Folder) -> tuple[dict[int, str], str]:
-    """The fused weight of each layer to look at, which is there in any form in the source; or why
+    """The fused weight of each layer to check, which is in any form in the source; or why
     there is none."""
     source, ours = folder.source, folder.checkpoint
     if source is None:
-        return {}, "no layer of the folder was looked at: give --against SRC"
+        return {}, "no layer of the folder was checked: give --against SRC"
     if ours.census.dims.gdn is None or source.census.dims.gdn is None:
         return {}, "the model has no linear attention"
     fused = _modules(ours, _FUSED[0])
@@ -107,10 +107,10 @@ def _modules(checkpoint: Checkpoint, part: str) -> dict[int, str]:
 
 
 def _groups(checkpoint: Checkpoint) -> int:
-    """Raises NotChecked where nothing states the order."""
+    """Raises NotChecked if nothing states the order."""
     found = gdn_groups(checkpoint)
     if found is None:
-        raise NotChecked(f"{checkpoint.root}: nothing states the order of its fused projections")
+        raise NotChecked(f"{checkpoint.root}: the order of its fused projections is not stated")
     return found
 
 
@@ -137,8 +137,8 @@ def _real(folder: Folder, layer: int, device: str) -> Iterator[Case]:
 def _weights(
     checkpoint: Checkpoint, module: str, parts: tuple[str, ...], device: str
 ) -> list[torch.Tensor]:
-    """Matrices as the consumer computes with them, bf16 [rows, hidden]. Raises NotChecked for a form
-    that is not read."""
+    """Matrices as the consumer computes with them, bf16 [rows, hidden]. Raises NotChecked for an
+    unsupported form."""
     import torch
 
     names, reader = [f"{module}.{part}.weight" for part in parts], Reader(checkpoint.shards)

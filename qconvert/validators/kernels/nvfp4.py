@@ -1,5 +1,5 @@
 """A Triton kernel decodes NVFP4 to BF16, on random weights and on those of the folder: it must give the
-bits that the format's definition leads to.
+bits of the format's definition.
 
 That is a second way to the numbers that `weights` compares with the source's, and the one that runs on
 the GPU that may serve them.
@@ -16,16 +16,23 @@ from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, said
 from qconvert.validators.reading.decode import bf16_bits, fp8_floats
-from qconvert.validators.reading.nvfp4 import BLOCK, Own, Parts, all_parts, fault, fp4_floats
+from qconvert.validators.reading.nvfp4 import (
+    BLOCK,
+    GlobalScale,
+    Parts,
+    all_parts,
+    fault,
+    fp4_floats,
+)
 
 RULES = (
     Rule(
         "QC110",
-        "NVFP4 decoded by the Triton kernel is not BF16 as torch, or the definition, has it",
-        "On random weights: Triton or the GPU's driver computes otherwise than float32 arithmetic. On "
-        "a tensor of the folder alone: its own scale is no number that can be meant (QC100).",
-        "On random weights: try another release of Triton or of the driver. On a tensor: see what "
-        "--level full --against SRC says of it.",
+        "NVFP4 decoded by the Triton kernel differs from torch's BF16, or from the definition",
+        "On random weights: Triton or the GPU's driver computes differently from float32 arithmetic. "
+        "Only on a tensor of the folder: its global scale is invalid (QC100).",
+        "On random weights: try another release of Triton or of the driver. On a tensor: check what "
+        "--level full --against SRC says about it.",
     ),
 )
 
@@ -55,7 +62,7 @@ class Nvfp4:
 
 
 def _matrices(folder: Folder) -> tuple[list[Parts], str]:
-    """What to look at, or why there is nothing."""
+    """What to check, or why there is nothing."""
     sound = {
         parts.weight.name: parts for parts in all_parts(folder.checkpoint) if fault(parts) is None
     }
@@ -84,20 +91,20 @@ def _cases(folder: Folder, matrices: list[Parts], where: str) -> Iterator[tuple[
     try:
         for parts in matrices:
             assert parts.scale is not None
-            assert parts.own is not None
+            assert parts.global_scale is not None
             rows, columns = parts.weight.type.shape[0], 2 * parts.weight.type.shape[1]
             count = head(rows, columns, 1, where)
             packed, scale = lines(parts.weight, count), lines(parts.scale, count)
-            own = Own(parts.own, parts.dialect.divisor)
+            global_scale = GlobalScale(parts.global_scale, parts.dialect.divisor)
             blocks = fp8_floats(scale.reshape(-1), "F8_E4M3").reshape(scale.shape)
-            factor = np.repeat(own.applied(reader, blocks), BLOCK, axis=1)
+            factor = np.repeat(global_scale.applied(reader, blocks), BLOCK, axis=1)
             with np.errstate(all="ignore"):
                 values = fp4_floats(packed.reshape(-1)).reshape(factor.shape) * factor
             bits = (bf16_bits(values) >> np.uint32(16)).astype(np.uint16).view(np.int16)
             found = nvfp4.dequant(
                 torch.from_numpy(packed).to(where),
                 torch.from_numpy(scale).to(where),
-                torch.tensor(own.value(reader), dtype=torch.float32, device=where),
+                torch.tensor(global_scale.value(reader), dtype=torch.float32, device=where),
                 divides=parts.dialect.divisor,
             )
             of = "" if count == rows else f" of {rows}"

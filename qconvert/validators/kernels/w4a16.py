@@ -1,6 +1,6 @@
-"""A Triton kernel multiplies tokens with packed INT4 matrices, as a GPU that serves them does: on
+"""A Triton kernel multiplies tokens with packed INT4 matrices, like a GPU that serves them: on
 random weights, and on the folder's. The products must be those of the weights that the format means,
-but for rounding in float32 sums. The kernel computes compressed-tensors' symmetric INT4 alone.
+except for rounding in float32 sums. The kernel computes only compressed-tensors' symmetric INT4.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from qconvert.validators.reading.forms import Form, Forms, Unread
 RULES = (
     Rule(
         "QC073",
-        "tokens times packed INT4 weights, by the Triton kernel, are further from torch's than rounding",
-        "Triton or the GPU's driver computes otherwise: products rounded to TF32 or bf16, or words "
-        "unpacked in another order. On a tensor alone: its scales are NaN or infinite.",
-        "Try another release of Triton or of the driver. On a tensor: see what --level full --against "
-        "SRC says of it.",
+        "tokens times packed INT4 weights, by the Triton kernel, differ from torch's by more than "
+        "rounding",
+        "Triton or the GPU's driver computes differently: products rounded to TF32 or bf16, or words "
+        "unpacked in another order. Only on a tensor: its scales are NaN or infinite.",
+        "Try another release of Triton or of the driver. On a tensor: check what --level full --against "
+        "SRC says about it.",
     ),
 )
 
@@ -57,7 +58,7 @@ class W4a16:
 
 
 def _matrices(folder: Folder) -> tuple[list[tuple[str, Form]], str]:
-    """What to look at, or why there is nothing."""
+    """What to check, or why there is nothing."""
     names = [name for name in folder.checkpoint if name.endswith(_PACKED)]
     names = [name for name in names if folder.checkpoint[name].type.dtype == "I32"]
     if not names:
@@ -73,7 +74,7 @@ def _matrices(folder: Folder) -> tuple[list[tuple[str, Form]], str]:
         return [], "the layers asked for hold no packed INT4 weights"
     taken = [pair for pair in found if _is_taken(pair[1])]
     other = next((form for _, form in found if not _is_taken(form)), None)
-    note = "" if other is None else f"it computes symmetric INT4 alone, not {_called(other)}"
+    note = "" if other is None else f"the kernel computes only symmetric INT4, not {_called(other)}"
     return taken, note
 
 
@@ -81,7 +82,7 @@ def _is_taken(form: Form) -> bool:
     """Whether the kernel takes it."""
     codes = form.codes
     plain = codes is not None and codes.bits == 4 and codes.symmetric and codes.order is None
-    return plain and not form.turned
+    return plain and not form.transposed
 
 
 def _called(form: Form) -> str:
@@ -89,7 +90,7 @@ def _called(form: Form) -> str:
     codes = form.codes
     if codes is None:
         return "weights of this form"
-    if form.turned:
+    if form.transposed:
         return f"INT{codes.bits} in GPTQ's form"
     kind = "" if codes.symmetric else "asymmetric "
     return f"{kind}INT{codes.bits}" + ("" if codes.order is None else " with a g_idx")

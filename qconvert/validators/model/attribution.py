@@ -1,6 +1,6 @@
 """Where the error of an output comes from: for some layers, how much of it each cause makes.
 
-QC082 a block's output has little to do with what the source's weights give.
+QC082 a block's output has little to do with the result of the source's weights.
 
 The block is a layer's experts, routed and shared, or its dense MLP. The truth is the source's weights in
 float32. Against it stand, each alone and all together: routed experts' weights as this folder stores
@@ -32,19 +32,19 @@ from qconvert.validators.model.served import Model, output_model, reading, sourc
 RULES = (
     Rule(
         "QC082",
-        "a block's output has little to do with what the source's weights give",
-        "Experts exchanged, matrices of another layer, scales multiplied where they divide: rounding "
-        "alone never comes near.",
+        "a block's output has little to do with the result of the source's weights",
+        "Experts exchanged, matrices of another layer, or scales multiplied instead of divided: "
+        "rounding alone never comes near.",
         "Run --level full --against SRC: it names the matrices. Convert again.",
     ),
 )
 
-# Other weights altogether are off by 1.4, none by 1. Four bits have been seen at 0.7 for weights with
-# far outliers, and are at 0.15 to 0.5 for others.
+# Unrelated weights are off by 1.4, missing ones by 1. Four bits were measured at 0.7 for weights with
+# far outliers, and at 0.15 to 0.5 for others.
 _UNRELATED = 0.9
 _BESIDE = 320 << 20  # torch, and products of a few tokens
-_AT_ONCE = 24  # bytes an element of the largest matrix: twice as float32, and what decoding takes
-_SAID = 0.001  # what is not worth a word
+_AT_ONCE = 24  # bytes an element of the largest matrix: twice as float32, and decoding
+_SAID = 0.001  # errors below this are not mentioned
 
 _HELP = {
     (
@@ -75,7 +75,8 @@ _HELP = {
 
 @dataclass(frozen=True)
 class Attribution:
-    """A table, a line a layer: the first, the middle and the last with experts, or those asked for."""
+    """A table, one line per layer: the first, the middle and the last with experts, or those asked
+    for."""
 
     name: str = "attribution"
     proves: str = (
@@ -105,7 +106,7 @@ class Attribution:
 @dataclass(frozen=True)
 class Line:
     """One layer's figures. `form` is how its experts, or its dense MLP, are stored; `attention` the
-    error of its linears, None where nothing about them was rounded."""
+    error of its linears, None if nothing about them was rounded."""
 
     layer: int
     form: str
@@ -114,25 +115,25 @@ class Line:
 
 
 def _layers(folder: Folder, source: Model, served: Model) -> list[int]:
-    """Which layers to look at. Raises NotChecked."""
+    """Which layers to check. Raises NotChecked."""
     for model in (source, served):
         if model.checkpoint.family.name == "generic":
             kind = model.checkpoint.config.get("model_type")
             raise NotChecked(f"model_type {kind!r} is not known here")
     activation = served.config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise NotChecked(f"its MLPs have {activation!r}, and only silu is computed here")
+        raise NotChecked(f"expected MLPs with silu, found {activation!r}")
     if source.layers != served.layers:
-        raise NotChecked(f"it has {served.layers} layers, and the source {source.layers}")
+        raise NotChecked(f"it has {served.layers} layers, but the source {source.layers}")
     known = set(source.prefixes) & set(served.prefixes)
     if folder.request.layers is not None:
         asked = [n for n in folder.request.layers if n in known]
         if not asked:
-            raise NotChecked("none of the layers asked for is there")
+            raise NotChecked("none of the layers asked for exists")
         return asked
     usual = [n for n in (served.moe_layers or range(served.layers)) if n in known]
     if not usual:
-        raise NotChecked("no layer is whole")
+        raise NotChecked("no layer is complete")
     return sorted({usual[0], usual[len(usual) // 2], usual[-1]})
 
 
@@ -143,7 +144,7 @@ def _check_memory(folder: Folder, served: Model) -> None:
     need, memory = _BESIDE + _AT_ONCE * largest, folder.request.memory
     if memory is not None and need > memory:
         raise NotChecked(
-            f"its largest matrix takes {need >> 20} MiB to look at, torch included, more than the "
+            f"checking its largest matrix takes {need >> 20} MiB, torch included, more than the "
             f"memory granted; give --memory {-(-need >> 20)}MiB"
         )
 
@@ -180,14 +181,14 @@ def _n(value: float) -> str:
 
 
 def _largest(lines: Sequence[Line]) -> tuple[float, str, str]:
-    """The cause that makes most of the squares, how it is called, and what helps."""
+    """The cause that makes most of the squares, its name, and what helps."""
     names = {"codes": "expert codes", "int8": "int8 activations", "linears": "FP8 linears"}
     sums = {c: sqrt(sum(line.shares.of[c] ** 2 for line in lines) / len(lines)) for c in CAUSES}
     cause = max(CAUSES, key=lambda c: sums[c])
     forms = [line.form for line in lines]
     helps = _HELP.get((cause, ""), "") or next(
         (_HELP[cause, form] for form in forms if (cause, form) in _HELP),
-        "nothing is quantized here: these are other weights than the source's",
+        "nothing is quantized here: the weights differ from the source's",
     )
     return sums[cause], names[cause], helps
 
@@ -195,7 +196,7 @@ def _largest(lines: Sequence[Line]) -> tuple[float, str, str]:
 def _advice(lines: Sequence[Line]) -> str:
     size, name, helps = _largest(lines)
     if size < _SAID:
-        return "Nothing to speak of is lost here."
+        return "Almost nothing is lost here."
     return f"Most comes from {name}: {helps}."
 
 

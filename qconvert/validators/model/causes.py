@@ -1,6 +1,6 @@
 """A layer's experts or MLP, computed with one cause of error at a time, and with all.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Cause = Literal["codes", "int8", "linears"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _TOKENS = 8
-_CHOICES = 8  # experts a token, where the config does not say
+_CHOICES = 8  # experts per token, if the config does not state it
 _FP8_MAX = 448.0
-# Families whose norms hold what is added to 1.
+# Families whose norms hold a value that is added to 1.
 _NORMS_FROM_ONE = ("qwen3_5", "qwen3_next")
 _EPS = 1e-6
 
@@ -40,8 +40,8 @@ class Shares:
 
     @property
     def remains(self) -> float:
-        """What the causes leave unexplained: unrelated errors add up by their squares. (Error by error
-        they do not: what rounds another value rounds it otherwise.)"""
+        """The error that the causes do not explain: unrelated errors add up by their squares. (Error by
+        error they do not: one rounding changes what another rounds.)"""
         return sqrt(max(0.0, self.together**2 - sum(share**2 for share in self.of.values())))
 
 
@@ -74,7 +74,8 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How matrices are multiplied: with the folder's weights or the source's, and activations how."""
+    """How matrices are multiplied: with the folder's or the source's weights, and how activations are
+    rounded."""
 
     ours: bool = False
     rounding: Rounding | None = None
@@ -86,7 +87,7 @@ Ways = Mapping[Cause | Literal["all"], Way]
 
 def block_shares(theirs: Weights, ours: Weights, layer: int) -> tuple[str, Shares]:
     """How a layer's experts or MLP are stored, and what each cause does to its output. `theirs` are the
-    source's weights. Raises PlanError for what cannot be read."""
+    source's weights. Raises PlanError for unsupported forms."""
     x = hidden_states(theirs, layer, "post_attention_layernorm")
     form, right, wrong = block_outputs(theirs, ours, layer, x)
     size = float(right.double().norm())
@@ -103,8 +104,8 @@ def block_shares(theirs: Weights, ours: Weights, layer: int) -> tuple[str, Share
 def block_outputs(
     theirs: Weights, ours: Weights, layer: int, x: torch.Tensor
 ) -> tuple[str, torch.Tensor, Mapping[Cause | Literal["all"], torch.Tensor]]:
-    """What a layer's experts or MLP make of inputs x [T, H], float32: with the source's weights, and
-    with each cause and all. Raises PlanError."""
+    """The outputs of a layer's experts or MLP for inputs x [T, H], float32: with the source's weights,
+    and with each cause and all. Raises PlanError."""
     import torch
 
     at, there = (w.model.prefixes[layer] for w in (ours, theirs))
@@ -139,14 +140,16 @@ def block_outputs(
         add(made, {"linears": way, "all": way}, slice(None))
         form = form or format_of(stored)
     if not form:
-        raise PlanError(f"layer {layer}: no experts and no MLP that is read here")
+        raise PlanError(
+            f"layer {layer}: expected experts or an MLP in a supported form, found none"
+        )
     return form, right, wrong
 
 
 def attention_error(theirs: Weights, ours: Weights, layer: int) -> float | None:
     """Root mean square, over the linear layers of a layer's attention, of how far each one's output is
-    from what the source's weights give. None where they are the source's and none is FP8. A fused one,
-    which the source has in parts, is held to its own weights."""
+    from the result of the source's weights. None if they are the source's and none is FP8. A fused one,
+    which the source has in parts, is compared with its own weights."""
     import torch
 
     at, there = (w.model.prefixes[layer] for w in (ours, theirs))
@@ -237,9 +240,9 @@ def _modules(theirs: Weights, ours: Weights, there: str, here: str) -> Callable[
 
 
 def route(x: torch.Tensor, weights: Weights, layer: int) -> Pair:
-    """Experts [T, k] of each token and their shares, as the layer's router gives them: softmax (Qwen),
+    """Experts [T, k] of each token and their weights, by the layer's router: softmax (Qwen),
     or sigmoid with a correction and groups (DeepSeek and GLM; transformers 5.17,
-    `DeepseekV3TopkRouter`). Where there is no router to be read, experts are spread evenly."""
+    `DeepseekV3TopkRouter`). If there is no readable router, experts are spread evenly."""
     import torch
 
     config, dims = weights.model.config, weights.model.checkpoint.census.dims
@@ -254,7 +257,7 @@ def route(x: torch.Tensor, weights: Weights, layer: int) -> Pair:
     bias = f"{module}.e_score_correction_bias"
     if bias not in weights.model.checkpoint:
         shares, ids = logits.softmax(1).topk(count, 1)
-        # Qwen3.5 always normalizes; where a config is silent, it is one of those that do.
+        # Qwen3.5 always normalizes; a config that does not state it is one of those that do.
         scale = shares.sum(1, keepdim=True) if config.get("norm_topk_prob", True) else 1.0
         return ids, shares / scale
     scores = logits.sigmoid()

@@ -1,12 +1,12 @@
 """The first layers of source and output through transformers, on the same tokens.
 
-QC080 the output computes something else than the source, beyond what its formats explain.
-QC081 transformers finds a tensor of the output missing, superfluous or of another shape.
+QC080 the output computes something else than the source, beyond the rounding of its formats.
+QC081 transformers finds a tensor of the output missing, unexpected or of another shape.
 
-Both are first written to a temporary checkpoint each, as transformers' class for them takes it: FP8,
-packed INT4 and AMX codes decoded to BF16, experts a matrix each, fused linear attention taken apart by
+Both are first written to a temporary checkpoint each, in the form of transformers' class: FP8,
+packed INT4 and AMX codes decoded to BF16, experts one matrix each, fused linear attention split by
 the order that the folder states or that its class fixes. So the class's own loader proves the names,
-and a folder that lies about its order computes nonsense. Weights alone are compared: how runtimes round
+and a folder that states a wrong order computes nonsense. Only weights are compared: how runtimes round
 activations is left to --attribute. One expert exchanged with another among hundreds can hide below the
 noise of four bits; --level sample looks at weights one by one.
 
@@ -46,25 +46,25 @@ RULES = (
         "QC080",
         "the output computes something else than the source",
         "Rows fused in another order than the folder states, experts or scales exchanged, a wrong "
-        "scale, a stale shard: all of the right shape, so loaders take them in silence.",
-        "Look at the first layer whose figures are off; bisect the conversion's passes with "
+        "scale, a stale shard: all of the right shape, so loaders take them silently.",
+        "Check the first layer whose figures are too large; bisect the conversion's passes with "
         "--dump-after, and convert again.",
     ),
     Rule(
         "QC081",
-        "transformers finds tensors missing, superfluous or of another shape",
+        "transformers finds tensors missing, unexpected or of another shape",
         "Names or shapes are not those of the class that config.json states.",
-        "Convert again for that class, or correct config.json's model_type and sizes.",
+        "Convert again for that class, or fix config.json's model_type and sizes.",
     ),
 )
 
 _TOKENS, _SEED = 32, 20
 _FILE = "model.safetensors"
-_MISSING, _SUPERFLUOUS = "is missing", "is not a tensor of this class"
-# torch and transformers, hidden states, hooks and logits: 460 MiB are there before any tensor.
+_MISSING, _UNEXPECTED = "is missing", "is not a tensor of this class"
+# torch and transformers, hidden states, hooks and logits: 460 MiB are used before any tensor.
 _BESIDE = 512 << 20
 _DECODED = 16  # bytes an element while a matrix is decoded: codes, float32 twice, BF16 twice
-_SPARE = 1.05  # a file system takes some of its own
+_SPARE = 1.05  # a file system needs some space of its own
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,17 @@ class Logits:
 def _prepared(model: Model, layers: int) -> list[Plain]:
     if model.checkpoint.family.name == "generic":
         kind = model.checkpoint.config.get("model_type")
-        raise PlanError(f"model_type {kind!r} is not known here, so its weights cannot be read")
+        raise PlanError(f"model_type {kind!r} is not known, so its weights cannot be read")
     if not layers:
         raise PlanError("its config counts no layers")
     return list(plain_tensors(model, layers))
 
 
 def _check_memory(folder: Folder, tensors: Sequence[Plain]) -> None:
-    """Raises NotChecked where one model takes more than is granted."""
+    """Raises NotChecked if one model takes more memory than granted."""
     memory = folder.request.memory
     largest = max((plain.type.numel for plain in tensors), default=0)
-    # A layer's experts are there twice while transformers puts gate and up of all into one tensor.
+    # A layer's experts are held twice while transformers stacks gate and up of all into one tensor.
     merged: dict[int, int] = {}
     for plain in tensors:
         if plain.expert is not None and plain.expert[1] != "down":
@@ -128,7 +128,7 @@ def _check_memory(folder: Folder, tensors: Sequence[Plain]) -> None:
     need = _BESIDE + nbytes(tensors) + max(merged.values(), default=0) + _DECODED * largest
     if memory is not None and need > memory:
         raise NotChecked(
-            f"so many layers take {need >> 20} MiB in BF16, transformers included, more than the memory "
+            f"these layers take {need >> 20} MiB in BF16, transformers included, more than the memory "
             f"granted; give --memory {-(-need >> 20)}MiB, or ask for fewer layers"
         )
 
@@ -152,23 +152,23 @@ def run(
 ) -> tuple[Run | None, Mapping[str, str]]:
     """What a model's first layers make of tokens, None where it cannot be loaded whole; and what
     transformers finds wrong, by tensor. Blocks' outputs are of the inputs `given`, where some are.
-    Raises NotChecked where transformers has no class for it, or the disk no room."""
+    Raises NotChecked where transformers has no class for it, or the disk has no space."""
     import torch
     import transformers
 
-    hf: Any = transformers  # its auto classes are typed for humans
+    hf: Any = transformers  # its auto classes are not typed strictly
     with tempfile.TemporaryDirectory(prefix="qconvert-logits-") as where, _quiet(hf):
-        room = Path(where)
+        work_dir = Path(where)
         config = plain_config(model, layers)
-        (room / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        kind = _class_of(hf, room)
-        digests = _write(model, tensors, room)
+        (work_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        kind = _class_of(hf, work_dir)
+        digests = _write(model, tensors, work_dir)
         loaded, told = hf.AutoModelForCausalLM.from_pretrained(
-            room, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True,
+            work_dir, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True,
             local_files_only=True,
         )  # fmt: skip
         faults = _faults(told)
-        if any(what != _SUPERFLUOUS for what in faults.values()):
+        if any(what != _UNEXPECTED for what in faults.values()):
             return None, faults
         loaded.eval()
         ids = torch.tensor([list(tokens)])
@@ -177,40 +177,40 @@ def run(
         if given is not None:
             _, hooks = _forward(loaded, ids, given)
         del loaded
-        gc.collect()  # a model holds itself in cycles, and the next one needs its room
+        gc.collect()  # a model holds itself in cycles, and the next one needs its memory
     return Run(kind, logits, hidden, hooks.inputs, hooks.outputs, digests), faults
 
 
 def _faults(told: Mapping[str, Any]) -> dict[str, str]:
     found = dict.fromkeys(sorted(told["missing_keys"]), _MISSING)
-    found.update(dict.fromkeys(sorted(told["unexpected_keys"]), _SUPERFLUOUS))
+    found.update(dict.fromkeys(sorted(told["unexpected_keys"]), _UNEXPECTED))
     for name, here, wanted in told["mismatched_keys"]:
         found[name] = f"is {list(here)}, expected {list(wanted)}"
     return found
 
 
-def _class_of(hf: Any, room: Path) -> str:
-    """The class that transformers has for a config. Raises NotChecked where it has none."""
+def _class_of(hf: Any, work_dir: Path) -> str:
+    """The class that transformers has for a config. Raises NotChecked if there is none."""
     try:
-        config = hf.AutoConfig.from_pretrained(room, local_files_only=True)
+        config = hf.AutoConfig.from_pretrained(work_dir, local_files_only=True)
         return str(hf.AutoModelForCausalLM._model_mapping[type(config)].__name__)
     except (KeyError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise NotChecked(f"transformers {hf.__version__} has no class for it: {text}") from error
 
 
-def _write(model: Model, tensors: Sequence[Plain], room: Path) -> dict[str, Digest]:
+def _write(model: Model, tensors: Sequence[Plain], work_dir: Path) -> dict[str, Digest]:
     """One safetensors file, a tensor at a time. Returns what was written, by name."""
     header, _ = build_header([(p.name, p.type) for p in tensors], {"format": "pt"})
     size = len(header) + sum(plain.type.nbytes for plain in tensors)
-    free = shutil.disk_usage(room).free
+    free = shutil.disk_usage(work_dir).free
     if free < _SPARE * size:
         raise NotChecked(
-            f"{room.parent} has {free >> 20} MiB free, and so many layers take {size >> 20}; set TMPDIR "
-            "to a larger disk, or ask for fewer layers"
+            f"{work_dir.parent} has {free >> 20} MiB free, and so many layers take {size >> 20}; set "
+            "TMPDIR to a larger disk, or ask for fewer layers"
         )
     digests = {}
-    with reading(model) as weights, (room / _FILE).open("wb") as stream:
+    with reading(model) as weights, (work_dir / _FILE).open("wb") as stream:
         stream.write(header)
         for plain in tensors:
             digest = xxhash.xxh3_128()
@@ -223,8 +223,8 @@ def _write(model: Model, tensors: Sequence[Plain], room: Path) -> dict[str, Dige
 
 @dataclass
 class _Hooks:
-    """Keeps what each layer makes, and what goes into and comes out of its blocks; feeds blocks what is
-    `given` instead of what they would get."""
+    """Keeps what each layer makes, and what goes into and comes out of its blocks; feeds blocks
+    `given` inputs instead of their own."""
 
     given: Mapping[Block, torch.Tensor] | None
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -232,7 +232,7 @@ class _Hooks:
     outputs: dict[Block, torch.Tensor] = field(default_factory=dict)
 
     def attach(self, layers: Any) -> list[Any]:
-        """Returns handles that take the hooks away again."""
+        """Returns handles that remove the hooks again."""
         handles = []
         for number, layer in enumerate(layers):
             handles.append(layer.register_forward_hook(self._layer))
@@ -285,7 +285,7 @@ def _forward(
 
 @contextmanager
 def _quiet(hf: Any) -> Iterator[None]:
-    """Without transformers' bars and remarks; what matters of them is in what it returns."""
+    """Without transformers' progress bars and remarks; its return value has what matters."""
     logging = hf.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

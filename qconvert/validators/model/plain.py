@@ -1,7 +1,7 @@
-"""The tensors of a model as transformers' class for it takes them: experts a matrix each, linear
-attention in the class's own order, names without the multi-modal model around.
+"""The tensors of a model in the form of transformers' class: experts one matrix each, linear
+attention in the class's own order, names without the surrounding multi-modal model.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qconvert.validators.reading.matrices import (
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Floats
 
-# Names of the language model within multi-modal checkpoints, and what it is called alone.
+# Names of the language model within multi-modal checkpoints, and its names alone.
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-# Text models that transformers knows by another name, with the same settings and tensors.
+# Text models that transformers has under another name, with the same settings and tensors.
 _CLASSES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -43,10 +43,10 @@ _CLASSES = {
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
 }
-# Lists with an entry a layer, and numbers of draft layers, which transformers has no class for.
+# Lists with one entry per layer, and numbers of draft layers, which transformers has no class for.
 _BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
 _DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-# Of multi-modal configs' roots; and what would make transformers ask for code from elsewhere.
+# In multi-modal configs' roots; and keys that would make transformers load foreign code.
 _NOT_TEXT = ("text_config", "vision_config", "auto_map", "architectures", "dtype", "torch_dtype")
 # Stored by some, computed by all.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -57,8 +57,8 @@ _SPLIT = tuple(name for name in SEGMENTS if name not in FUSED)
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor in the class's own form: its name and type there, and what it is made of: a `tensor`
-    as it is, an expert's matrix, or rows of modules' matrices (None: all), one after another."""
+    """A tensor in the class's own form: its name and type there, and its parts: a `tensor`
+    unchanged, an expert's matrix, or rows of modules' matrices (None: all), one after another."""
 
     name: str
     type: TensorType
@@ -114,8 +114,8 @@ def plain_config(model: Model, layers: int) -> dict[str, Any]:
 
 
 def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
-    """Every tensor of the first layers, the embeddings, the last norm and the head, as the class takes
-    it. Names nobody knows go along: the class will say so. Raises PlanError for what cannot be read."""
+    """Every tensor of the first layers, the embeddings, the last norm and the head, in the class's form.
+    Unknown names are passed along: the class reports them. Raises PlanError for unsupported forms."""
     checkpoint = model.checkpoint
     seen: set[str] = set()
     for name in sorted(checkpoint, key=natural_key):
@@ -143,14 +143,14 @@ def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
             kind = TensorType("BF16", stored.shape)
             name = plain_name(f"{module}.weight")
             yield Plain(name, kind, format_of(stored), rows=((module, None),))
-        elif parameter in ("", "weight", "bias"):  # others go with what is decoded above
+        elif parameter in ("", "weight", "bias"):  # other parameters are decoded with these
             yield Plain(plain_name(name), tensor.type, "bf16", tensor=tensor)
     for layer in (n for n in model.moe_layers if n < layers):
         yield from _experts(model, layer)
 
 
 def plain_name(name: str) -> str:
-    """What a tensor of the language model is called without the model around it."""
+    """A tensor's name in the language model alone."""
     for old, new in _PREFIXES:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -172,9 +172,9 @@ def _experts(model: Model, layer: int) -> Iterator[Plain]:
 
 def _linear_attention(model: Model, at: str) -> Iterator[Plain]:
     """A layer's input projections in the order of its class: split (Qwen3.5), or interleaved by key
-    head (Qwen3-Next). Fused ones are read in the order that the class or the folder states: in
-    Qwen3-Next's own, for no loader of it takes another; under Qwen3.5 in the manifest's, and where
-    there is none in the contiguous one, which sglang takes."""
+    head (Qwen3-Next). Fused ones are read in the order that the class or the folder states: for
+    Qwen3-Next in its own, because no loader takes another; for Qwen3.5 in the manifest's, and without
+    a manifest in the contiguous one, which sglang takes."""
     checkpoint = model.checkpoint
     dims = checkpoint.census.dims
     if dims.gdn is None:
@@ -184,7 +184,7 @@ def _linear_attention(model: Model, at: str) -> Iterator[Plain]:
     fused = f"{at}.{FUSED[0]}.weight" in checkpoint
     stated = heads if inside else gdn_groups(checkpoint)
     if stated is None and (checkpoint.manifest or {}).get(GROUPS_FACT):
-        raise PlanError(f"{at}: {heads} key heads are not dealt out to the groups that are stated")
+        raise PlanError(f"{at}: {heads} key heads cannot be divided into the stated groups")
     places: dict[str, tuple[str, Runs]] = {}
     for module in FUSED if fused else _SPLIT:
         segments = SEGMENTS[module]

@@ -1,6 +1,6 @@
-"""Two runs of a model on the same tokens, and how far they are apart.
+"""Two runs of a model on the same tokens, and the distance between them.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from qconvert.validators.model.served import Format
 if TYPE_CHECKING:
     import torch
 
-# Equal weights under two classes may add in another order. What that may do at most is what float32 does
-# instead of bf16: to a block 0.005 to 0.11 of its output (a router's near ties fall the other way), to
-# hidden states 0.45 and to KL 0.22 of what lies between tokens, measured on 2 to 12 layers. Rows in
+# Equal weights under two classes may be added in another order. The bound is the effect of float32
+# instead of bf16: on a block 0.005 to 0.11 of its output (a router's near ties change), on
+# hidden states 0.45 and on KL 0.22 of the distance between tokens, measured on 2 to 12 layers. Rows in
 # another order: a block 1.0 to 1.5, the others as much.
 _BLOCK_SUMS, _SUMS, _KL_SUMS = 0.2, 0.6, 0.5
-# What a block may be off by, of its output, for weights in these formats. Measured on models of 2 to 8
-# layers, weights gaussian, student-t of 4 and 3 degrees of freedom, and with outlier channels: AMXINT8
-# 0.011 to 0.056, packed INT4 0.16 to 0.56, AMXINT4 0.19 to 0.70. Experts in another order: 1.2 to 2.5
-# by themselves, and as little as 0.6 with shared ones, which is why routed experts are a block too.
+# The allowed error of a block, relative to its output, for weights in these formats. Measured on models
+# of 2 to 8 layers, weights gaussian, student-t of 4 and 3 degrees of freedom, and with outlier channels:
+# AMXINT8 0.011 to 0.056, packed INT4 0.16 to 0.56, AMXINT4 0.19 to 0.70. Experts in another order: 1.2
+# to 2.5 by themselves, and as little as 0.6 with shared ones, which is why routed experts are a block
+# too.
 _ROUNDED: Mapping[Format, float] = {
     "fp8": 0.2,
     "amxint8": 0.2,
@@ -36,8 +37,8 @@ PARTS = ("attention", "experts", "mlp")
 
 
 class Block(NamedTuple):
-    """One of PARTS of a layer: attention, linear or not; routed experts, where it has them; the MLP,
-    which holds these and shared ones."""
+    """One of PARTS of a layer: attention, linear or not; routed experts, if it has them; the MLP,
+    which contains these and shared ones."""
 
     layer: int
     part: str
@@ -72,12 +73,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something measured from source to output. `beside` is the same from one token to the next in the
+    """Something measured from source to output. `baseline` is the same from one token to the next in the
     source, `allowed` the most it may be (None: any number)."""
 
     what: str
     found: float
-    beside: float | None = None
+    baseline: float | None = None
     allowed: float | None = None
 
     @property
@@ -88,7 +89,7 @@ class Figure:
 @dataclass(frozen=True)
 class Comparison:
     """Figures of each layer, by part and of its `result`, then of the logits. `differing` are tensors
-    that should be equal and are not, of the `common` ones that should be."""
+    that should be equal but are not, of the `common` ones that should be."""
 
     kind: str
     by_layer: Sequence[Mapping[str, Figure]]
@@ -97,7 +98,7 @@ class Comparison:
     common: int
 
     def fault(self) -> str | None:
-        """What is wrong, in words; None where nothing is."""
+        """What is wrong, in words; None if nothing is."""
         told = []
         figures = [*(figure for layer in self.by_layer for figure in layer.values()), *self.logits]
         wrong = next((figure for figure in figures if not figure.fits), None)
@@ -106,7 +107,7 @@ class Comparison:
             told.append(f"{wrong.what}: expected {most}, found {wrong.found:.3g}")
         if self.differing:
             told.append(
-                f"{len(self.differing)} of {self.common} tensors that no format rounds are not the "
+                f"{len(self.differing)} of {self.common} tensors that no format rounds differ from the "
                 f"source's, as the class takes them; first {self.differing[0]}"
             )
         return "; ".join(told) or None
@@ -115,7 +116,7 @@ class Comparison:
         yield Table(
             f"logits of {title}",
             ("figure", "source to output", "at most", "token to token"),
-            tuple((f.what, _n(f.found), _n(f.allowed), _n(f.beside)) for f in self.logits),
+            tuple((f.what, _n(f.found), _n(f.allowed), _n(f.baseline)) for f in self.logits),
             "token to token: the same between the source's own logits of one token and of the next",
         )
         shown = (*PARTS, "result")
@@ -134,12 +135,12 @@ class Comparison:
                             else ("", "")
                         )
                     ),
-                    _n(layer["result"].beside),
+                    _n(layer["result"].baseline),
                 )
                 for number, layer in enumerate(self.by_layer)
             ),
-            "norm of the difference over norm; all but results are given the source's own inputs: what "
-            "earlier layers did wrong is in the result alone",
+            "norm of the difference over norm; all but results are given the source's own inputs: "
+            "errors of earlier layers are only in the result",
         )
 
 
@@ -163,9 +164,11 @@ def compare(source: Run, output: Run) -> Comparison:
             off = relative(source.outputs[where], output.outputs[where])
             what = f"layer {number}'s {part}, given the source's input"
             figures[part] = Figure(what, off, None, most)
-        beside = relative(a, a.roll(1, 0))
-        most_states = _SUMS * beside if exact else None
-        figures["result"] = Figure(f"layer {number}'s result", relative(a, b), beside, most_states)
+        baseline = relative(a, a.roll(1, 0))
+        most_states = _SUMS * baseline if exact else None
+        figures["result"] = Figure(
+            f"layer {number}'s result", relative(a, b), baseline, most_states
+        )
         by_layer.append(figures)
     should = [
         (name, digest, source.digests[name])
@@ -182,7 +185,7 @@ def compare(source: Run, output: Run) -> Comparison:
 
 
 def _new_formats(where: Block, source: Run, output: Run) -> set[Format]:
-    """Quantized forms of a block's weights that the source has not."""
+    """Quantized forms of a block's weights that the source does not have."""
     theirs, ours = (
         {digest.format for name, digest in run.digests.items() if where in blocks_of(name)}
         for run in (source, output)
@@ -206,15 +209,15 @@ def blocks_of(name: str) -> tuple[Block, ...]:
 
 def _logits(a: torch.Tensor, b: torch.Tensor, *, exact: bool) -> list[Figure]:
     other = a.roll(1, 0)
-    beside = kl(a, other)
+    baseline = kl(a, other)
     worst, apart = (float((a - x).abs().max()) for x in (b, other))
     agree, by_chance = (float((a.argmax(1) == x.argmax(1)).double().mean()) for x in (b, other))
     return [
         Figure(
             "mean KL(source || output), nats",
             kl(a, b),
-            beside,
-            _KL_SUMS * beside if exact else None,
+            baseline,
+            _KL_SUMS * baseline if exact else None,
         ),
         Figure("max |dlogit|", worst, apart),
         Figure("top-1 agreement", agree, by_chance),
@@ -222,7 +225,7 @@ def _logits(a: torch.Tensor, b: torch.Tensor, *, exact: bool) -> list[Figure]:
 
 
 def relative(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Norm of the difference over norm: 0 where equal, NaN where anything is not finite."""
+    """Norm of the difference over norm: 0 if equal, NaN if anything is not finite."""
     off = float((found.double() - expected.double()).norm())
     size = float(expected.double().norm())
     return 0.0 if off == 0 else off / size if size else float("inf")

@@ -1,7 +1,7 @@
-"""A model as it is served of a folder, whatever form its matrices are stored in: FP8 and packed INT4
-decoded, routed experts by layer and number, those for CPU kernels beside the layers of their GPU side.
+"""A model as it is served from a folder, whatever form its matrices are stored in: FP8 and packed INT4
+decoded, routed experts by layer and number, those for CPU kernels with the layers of their GPU side.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Format = Literal["bf16", "fp8", "int4", "int8", "amxint4", "amxint8"]
 
-# Forms whose rounding the model's checks have bounds for.
+# Forms whose rounding the model checks have bounds for.
 _FORMATS: Mapping[str, Format] = {
     "bf16": "bf16", "fp16": "bf16", "fp32": "bf16", "fp8": "fp8", "w4a16": "int4", "w8a16": "int8",
 }  # fmt: skip
@@ -63,7 +63,7 @@ class Model:
 
     @cached_property
     def prefixes(self) -> Mapping[int, str]:
-        """What the names of each layer of the model's own begin with: `model.layers.3`."""
+        """The name prefix of each of the model's own layers: `model.layers.3`."""
         checkpoint, found = self.checkpoint, {}
         for name in checkpoint:
             layer = parse(name).layer
@@ -88,13 +88,13 @@ class Model:
 
     @cached_property
     def fp8_columns(self) -> int | None:
-        """Columns of a block of FP8 weights, None where a config states no block, or several."""
+        """Columns of a block of FP8 weights, None if a config states no block, or several."""
         blocks = Forms(self.checkpoint).fp8_blocks
         return next(iter(blocks))[1] if len(blocks) == 1 else None
 
     def matrix(self, module: str) -> Matrix:
-        """A module's weight beside the routed experts. Raises PlanError where it is missing or in no
-        form that is read here."""
+        """A module's weight other than routed experts. Raises PlanError if it is missing or in an
+        unsupported form."""
         names = [f"{module}.{part}" for part in ("weight_packed", "qweight", "weight")]
         name = next((name for name in names if name in self.checkpoint), None)
         if name is None:
@@ -108,10 +108,10 @@ class Model:
 
 
 def format_of(matrix: Matrix) -> Format:
-    """What a matrix is stored as, where a consumer's arithmetic depends on it. Raises PlanError for a
+    """The stored form of a matrix, if a consumer's arithmetic depends on it. Raises PlanError for a
     form whose rounding has no bound here."""
     if matrix.format not in _FORMATS:
-        raise PlanError(f"{matrix.tensor!r}: {matrix.format} weights are not looked at here")
+        raise PlanError(f"{matrix.tensor!r}: {matrix.format} weights are not supported here")
     return _FORMATS[matrix.format]
 
 
@@ -121,11 +121,11 @@ def source_model(folder: Folder) -> Model:
 
 
 def output_model(folder: Folder) -> Model:
-    """What is served of a folder: of experts for CPU kernels together with its GPU side, or with the
-    source, which may be it. Raises NotChecked where there is no whole model."""
+    """What is served from a folder: experts for CPU kernels together with the GPU side, or with the
+    source, which may be it. Raises NotChecked if there is no complete model."""
     manifest = folder.checkpoint.manifest or {}
     if "stage" in manifest:
-        raise NotChecked("it is one pipeline stage, no model by itself; check what `join` makes")
+        raise NotChecked("it is one pipeline stage, not a whole model; check the result of `join`")
     if "amx" not in manifest:
         return Model(folder.checkpoint)
     block = sound_block(folder.checkpoint)

@@ -1,15 +1,15 @@
-"""What AMXINT4 and AMXINT8 mean, from their definition: sizes, the order of bytes, codes and scales.
-Nothing here is shared with what makes them.
+"""AMXINT4 and AMXINT8 by their definition: sizes, byte order, codes and scales.
+No code is shared with the encoder.
 
-Format source: kt-kernel 0.7.2 (`kt_kernel/utils/loader.py` for names and cuts; the order of bytes is
-that of its own converter's output). A matrix [N, K] is codes and one float32 scale a row, no zero
-point. A weight is code * scale (int8) or code * 16 * scale (int4). Rows stand in blocks of `STEP`; of a
-block, columns in blocks of 3584, the last one shorter; of those, tiles of 32 rows; of a tile, `STEP`
-columns at a time; of these, two halves of 16 rows, each as 16 words of 4 bytes for 16 rows side by
-side. Of int8 the 64 bytes of a row are 64 codes; of int4 byte j holds code j in its low half and code
-j + 64 in its high one, as four-bit two's complements.
+Format source: kt-kernel 0.7.2 (`kt_kernel/utils/loader.py` for names and cuts; the byte order is
+that of its own converter's output). A matrix [N, K] is codes and one float32 scale per row, no zero
+point. A weight is code * scale (int8) or code * 16 * scale (int4). Rows are stored in blocks of `STEP`;
+in a block, columns in blocks of 3584, the last one shorter; in those, tiles of 32 rows; in a tile,
+`STEP` columns at a time; in these, two halves of 16 rows, each as 16 words of 4 bytes for 16 rows side
+by side. For int8 the 64 bytes of a row are 64 codes; for int4 byte j holds code j in its low half and
+code j + 64 in its high one, as four-bit two's complements.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Method = Literal["int4", "int8"]
 
 RUNTIME_NAME: dict[Method, str] = {"int4": "AMXINT4", "int8": "AMXINT8"}
 BITS: dict[Method, int] = {"int4": 4, "int8": 8}
-# Rows that lie together, and columns that a tile load takes at once.
+# Rows that are stored together, and columns that a tile load takes at once.
 STEP: dict[Method, int] = {"int4": 128, "int8": 64}
 LARGEST: dict[Method, int] = {"int4": 7, "int8": 127}
 _K_BLOCK, _TILE = 3584, 32
 
 
 def size_fault(method: Method, hidden: int, intermediate: int, numa: int) -> str | None:
-    """Why kt-kernel's kernels cannot hold experts of these sizes; None where they can."""
+    """Why kt-kernel's kernels cannot hold experts of these sizes; None if they can."""
     step = STEP[method]
     if hidden % step:
         return f"{RUNTIME_NAME[method]} takes hidden sizes in multiples of {step}, found {hidden}"
@@ -49,14 +49,14 @@ def size_fault(method: Method, hidden: int, intermediate: int, numa: int) -> str
 
 
 def tile_codes(method: Method, packed: Bytes, rows: int, columns: int) -> Codes:
-    """Codes int8 [rows, columns] of whole blocks of rows, as they lie in a file. Raises PlanError where
+    """Codes int8 [rows, columns] of whole blocks of rows, as stored in a file. Raises PlanError if
     the sizes do not fit."""
     import numpy as np
 
     step = STEP[method]
     if rows % step or columns % step or packed.size * 8 != rows * columns * BITS[method]:
         raise PlanError(
-            f"{packed.size} bytes are no {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
+            f"{packed.size} bytes are not an {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
         )
     count = columns // step
     words = np.empty((rows // step, step // _TILE, 2, 16, count, 16), "<u4")
@@ -81,13 +81,13 @@ def tile_floats(method: Method, packed: Bytes, scales: Floats, columns: int) -> 
     import numpy as np
 
     values = tile_codes(method, packed, scales.size, columns).astype(np.float32)
-    with np.errstate(all="ignore"):  # what scales there are is for QC041 to judge
+    with np.errstate(all="ignore"):  # QC041 judges the scales
         np.multiply(values, steps(method, scales)[:, None], out=values)
     return values
 
 
 def steps(method: Method, scales: Floats) -> Floats:
-    """What lies between two codes of each row."""
+    """The distance between two codes of each row."""
     import numpy as np
 
     return scales if method == "int8" else scales * np.float32(16)

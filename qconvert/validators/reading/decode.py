@@ -1,10 +1,10 @@
-"""What stored numbers mean, as float32, from the formats' definitions: nothing here is shared with the
+"""What stored numbers mean, as float32, from the formats' definitions: no code is shared with the
 code that makes outputs.
 
 FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
 1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors 0.19's pack-quantized (the first
 of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
-same. Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+same. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BIAS = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}  # bits of the mantissa, bias of
 
 @cache
 def warm() -> None:
-    """Have this process keep memory that it frees. glibc gives blocks of more than the largest yet
-    freed back to the kernel, and fresh pages cost several times what is computed in them."""
+    """Have this process keep memory that it frees. glibc returns blocks larger than the largest yet
+    freed to the kernel, and fresh pages cost several times what is computed in them."""
     import numpy as np
 
     np.empty(_KEPT, np.uint8)
 
 
 def fp8_value(code: int, dtype: str) -> float:
-    """What one FP8 code stands for."""
+    """The value of one FP8 code."""
     mantissa_bits, bias = _BIAS[dtype]
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = divmod(code & 0x7F, 1 << mantissa_bits)
@@ -55,7 +55,7 @@ def fp8_value(code: int, dtype: str) -> float:
 
 @cache
 def fp8_table(dtype: str) -> Floats:
-    """What each of 256 codes stands for."""
+    """The value of each of 256 codes."""
     import numpy as np
 
     return np.array([fp8_value(code, dtype) for code in range(256)], np.float32)
@@ -63,7 +63,7 @@ def fp8_table(dtype: str) -> Floats:
 
 @cache
 def _nibbles() -> np.ndarray[Any, Any]:
-    """Two codes, less 8 each, as float32 (one complex64) for every byte, low nibble first."""
+    """Two codes, minus 8 each, as float32 (one complex64) for every byte, low nibble first."""
     import numpy as np
 
     both = np.arange(256, dtype=np.uint32)[:, None] >> np.array([0, 4], np.uint32)
@@ -71,9 +71,9 @@ def _nibbles() -> np.ndarray[Any, Any]:
 
 
 def fp8_floats(codes: Bytes, dtype: str) -> Floats:
-    """Codes [n] as float32 [n]. E4M3's exponent and mantissa go where float32 has them, which makes
-    the value times 2^(7 - 127), subnormals too: 2 GB a second and core. Its NaN would come out as 480,
-    so where there is one, and for E5M2, a table is looked up: 0.8 GB."""
+    """Codes [n] as float32 [n]. E4M3's exponent and mantissa are moved to float32's, which gives
+    the value times 2^(7 - 127), subnormals too: 2 GB per second and core. Its NaN would become 480,
+    so if there is one, and for E5M2, a table is used: 0.8 GB."""
     import numpy as np
 
     if dtype != "F8_E4M3" or (codes.size and int((codes & np.uint8(0x7F)).max()) == 0x7F):
@@ -96,7 +96,7 @@ def int4_floats(packed: Bytes) -> Floats:
 
 
 def code_floats(packed: Bytes, bits: int) -> Floats:
-    """Packed codes of 4 or 8 bits, bytes [n] -> codes less the middle of their range, as float32."""
+    """Packed codes of 4 or 8 bits, bytes [n] -> codes minus the middle of their range, as float32."""
     import numpy as np
 
     if bits == 4:
@@ -133,8 +133,8 @@ def bf16_bits(values: Floats) -> Words:
     import numpy as np
 
     bits = values.view(np.uint32)
-    # What is kept ends in bit 16. Adding that bit and 0x7FFF carries into it just where what is
-    # dropped is more than half, or half and the bit is set.
+    # The kept part ends in bit 16. Adding that bit and 0x7FFF carries into it exactly if the
+    # dropped part is more than half, or half and the bit is set.
     odd = bits >> np.uint32(16)
     np.bitwise_and(odd, 1, out=odd)
     np.add(odd, 0x7FFF, out=odd)
@@ -148,8 +148,8 @@ def bf16_bits(values: Floats) -> Words:
 
 def is_rounded(values: Floats, stored: Bytes) -> bool:
     """Whether bf16 numbers, as bytes, are these float32 [n] rounded to nearest, ties to even; NaN
-    where those are. Quicker than rounding: the bits of a float32 count its size, so the nearest bf16
-    is within 0x8000 of it, and of what is just that far it is the even one."""
+    if those are. Faster than rounding: the bits of a float32 order its size, so the nearest bf16
+    is within 0x8000 of it, and of two at exactly that distance it is the even one."""
     import numpy as np
 
     bits = stored.view("<u2").astype(np.uint32)
@@ -167,8 +167,8 @@ def is_rounded(values: Floats, stored: Bytes) -> bool:
     return bool((right | (np.isnan(values[at]) & np.isnan(bits[at].view(np.float32)))).all())
 
 
-def alike(mine: Bytes, yours: Bytes) -> bool:
-    """Whether bytes are the same; eight at a time where they can be."""
+def equal_bytes(mine: Bytes, yours: Bytes) -> bool:
+    """Whether bytes are equal; eight at a time if possible."""
     import numpy as np
 
     if mine.size % 8 or yours.size != mine.size:
@@ -184,7 +184,7 @@ def as_bf16(values: Floats) -> Floats:
 
 
 def fp8_results(scales: Floats, dtype: str) -> Floats:
-    """What every code comes to under each scale [n], rounded once to bf16: float32 [n * 256]."""
+    """The value of every code under each scale [n], rounded once to bf16: float32 [n * 256]."""
     import numpy as np
 
     with np.errstate(all="ignore"):

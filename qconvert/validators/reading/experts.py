@@ -1,6 +1,6 @@
 """The routed experts of a checkpoint by layer, projection and number, however they are stored.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROLES: Mapping[str, Kind] = {f"experts.{kind}_proj": kind for kind in KINDS}
 
 @dataclass(frozen=True)
 class Routed:
-    """`matrices` by layer, projection and expert, draft layers numbered on from the model's own;
+    """`matrices` by layer, projection and expert, draft layers numbered after the model's own;
     which layers are the model's `own` and which `drafts`."""
 
     matrices: Mapping[tuple[int, Kind, int], Matrix]
@@ -32,14 +32,14 @@ class Routed:
 
 
 def routed_experts(checkpoint: Checkpoint) -> Routed:
-    """Every routed expert. Raises PlanError for a family nobody has described, a dense model, and a
-    matrix that is missing, of another shape than the config says, or in a form that is not read."""
+    """Every routed expert. Raises PlanError for an undescribed family, a dense model, and a
+    matrix that is missing, of another shape than the config says, or in an unsupported form."""
     if "amx" in (checkpoint.manifest or {}):
-        raise PlanError("its experts are in a CPU kernel's format, and the source's are not")
+        raise PlanError("its experts are in a CPU kernel's format, but the source's are not")
     dims = checkpoint.census.dims
     if checkpoint.family.name == "generic":
         kind_of_model = checkpoint.config.get("model_type")
-        raise PlanError(f"model_type {kind_of_model!r} is not known, nor which tensors are experts")
+        raise PlanError(f"model_type {kind_of_model!r} is not known, so its experts are unknown")
     if not dims.num_experts:
         raise PlanError("the config counts no experts: it is a dense model")
     found: dict[tuple[int, Kind, int], Matrix] = {}
@@ -75,19 +75,19 @@ def _is_beside(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _why_not(matrix: Matrix) -> str:
-    return matrix.note or "belongs to an expert, and is none of the weights that the config counts"
+    return matrix.note or "belongs to an expert, but is not a weight that the config counts"
 
 
 def _check_form(matrix: Matrix) -> None:
     if matrix.note or matrix.format == RAW:
-        why = matrix.note or f"{matrix.form.weight.type.dtype} weights are not read"
+        why = matrix.note or f"{matrix.form.weight.type.dtype} weights are not supported"
         raise PlanError(f"{matrix.tensor!r}: {why}")
 
 
 def _check_whole(
     checkpoint: Checkpoint, found: Mapping[tuple[int, Kind, int], Matrix], layers: set[int]
 ) -> None:
-    """Raises PlanError where an expert is missing of a layer that has some, or that has to."""
+    """Raises PlanError if an expert is missing in a layer that has some, or that must have them."""
     dims = checkpoint.census.dims
     wanted = layers | set(dims.groups.get("moe", ()))
     if any(checkpoint.family.is_mtp(name, dims) for name in checkpoint):

@@ -1,7 +1,7 @@
 """How a checkpoint stores each of its matrices: in which numbers, with which scales.
 
-Read from the config and from shapes, for any quantization config a runtime takes, and apart from what
-the passes read it with. Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Read from the config and from shapes, for any quantization config a runtime takes, without sharing code
+with the passes' reader. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qconvert.validators.reading.nvfp4 import (
     MX_BLOCK,
     MXFP4,
     NVFP4,
-    Own,
+    GlobalScale,
     Parts,
     fault,
     parts_of,
@@ -38,32 +38,32 @@ from qconvert.validators.reading.quantization import (
 )
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-RAW = "raw"  # no numbers, or in a form that is not read here: bytes
+RAW = "raw"  # not numbers, or in an unsupported form: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Scales [rows, columns] of a matrix, from element `first` of a tensor on: that of weight [r, c]
-    is [r // block[0], c // block[1]]. `turned`: they are stored as [columns, rows]. `own` is what all
-    of them are multiplied with, or divided by."""
+    is [r // block[0], c // block[1]]. `transposed`: they are stored as [columns, rows]. `global_scale`
+    multiplies or divides all of them."""
 
     scale: Source
     first: int
     rows: int
     columns: int
     block: tuple[int, int]
-    turned: bool = False
-    own: Own | None = None
+    transposed: bool = False
+    global_scale: GlobalScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What there is of packed integers beside words and scales.
+    """The parts of packed integers other than words and scales.
 
-    `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], turned [groups, rows /
-    word], each stored less `less`; None: all are the middle of the range, as those of `symmetric` ones
-    have to be that are stored. `order` I32 [columns]: the group of each column; None: groups lie side
-    by side."""
+    `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
+    rows / word], each stored minus `less`; None: all are the middle of the range, as those of
+    `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
+    groups lie side by side."""
 
     bits: int
     symmetric: bool = True
@@ -79,8 +79,8 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `turned`: it is stored as
-    [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those."""
+    """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
+    as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those."""
 
     format: str
     weight: Source
@@ -88,12 +88,12 @@ class Form:
     rows: int
     columns: int
     grid: Grid | None = None
-    turned: bool = False
+    transposed: bool = False
     codes: Codes | None = None
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row, scales apart."""
+        """Bytes of a row, without scales."""
         if self.codes is not None:
             return self.columns * self.codes.bits // 8
         if self.format in FP4:
@@ -102,12 +102,12 @@ class Form:
 
 
 class Unread(Exception):
-    """Why a weight's numbers cannot be told."""
+    """Why a weight's numbers cannot be read."""
 
 
 @dataclass(frozen=True)
 class Forms:
-    """What a checkpoint's config says of its quantized weights, applied to its tensors."""
+    """What a checkpoint's config states about its quantized weights, applied to its tensors."""
 
     checkpoint: Checkpoint
 
@@ -123,7 +123,7 @@ class Forms:
 
     @cached_property
     def _groups(self) -> list[Mapping[str, Any]]:
-        """What compressed-tensors' groups say of weights."""
+        """What compressed-tensors' groups state about weights."""
         found = []
         for block in self._blocks:
             groups = block.get("config_groups")
@@ -150,7 +150,7 @@ class Forms:
         return any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
 
     def scale_of(self, weight: str) -> Source:
-        """The scale beside an FP8 weight."""
+        """The scale of an FP8 weight."""
         found = [name for name in scale_candidates(weight) if name in self.checkpoint]
         if len(found) != 1:
             raise Unread(f"it has {len(found)} scales")
@@ -158,7 +158,7 @@ class Forms:
         if scale.type.dtype not in SCALES:
             raise Unread(f"its scale is {scale.type.dtype}")
         if scale.type.dtype == "U8" and not self.u8_exponents:
-            raise Unread("its scale is U8, and no scale_fmt says that those are exponents")
+            raise Unread("its scale is U8, but no scale_fmt says that those are exponents")
         return scale
 
     def of(self, name: str) -> Form:
@@ -191,7 +191,9 @@ class Forms:
         weight = next(iter(weight_candidates(scale)), scale)
         found = fp8_block_of(self.checkpoint, split_parameter(weight)[0])
         if found not in self.fp8_blocks:
-            raise Unread("the config states several blocks of scales, and not which is its own")
+            raise Unread(
+                "the config states several block sizes for scales, and not which one applies"
+            )
         return found
 
     def raw(self, name: str) -> Form:
@@ -199,8 +201,9 @@ class Forms:
         weight = self.checkpoint[name]
         return Form(RAW, weight, 0, weight.type.nbytes, 1)
 
-    def of_stack(self, name: str, *, turned: bool) -> Iterator[Form]:
-        """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if `turned`."""
+    def of_stack(self, name: str, *, transposed: bool) -> Iterator[Form]:
+        """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if
+        `transposed`."""
         weight = self.checkpoint[name]
         experts, rows, columns = weight.type.shape
         size = weight.type.nbytes // max(1, experts)
@@ -208,15 +211,15 @@ class Forms:
         scale = None
         if weight.type.dtype in FP8:
             form, scale = "fp8", self.scale_of(name)
-        if form is None or (turned and form == "fp8"):
+        if form is None or (transposed and form == "fp8"):
             raise Unread(f"a stack of {weight.type.dtype}")
-        if turned:
+        if transposed:
             rows, columns = columns, rows
         for expert in range(experts):
             grid = None
             if scale is not None:
                 grid = self._grid(scale, (experts,), rows, columns, expert, experts)
-            yield Form(form, weight, expert * size, rows, columns, grid, turned)
+            yield Form(form, weight, expert * size, rows, columns, grid, transposed)
 
     def _grid(
         self, scale: Source, lead: tuple[int, ...], rows: int, columns: int, number: int, of: int
@@ -243,7 +246,7 @@ class Forms:
         """compressed-tensors' form, one exponent for 32 columns."""
         scale = self.checkpoint.get(f"{name.removesuffix('_packed')}_scale")
         if scale is None or not states_mxfp4(self.checkpoint.quantization_configs):
-            raise Unread(f"packed as {packed.type}, and the config states no MXFP4")
+            raise Unread(f"packed as {packed.type}, but the config states no MXFP4")
         rows, columns = packed.type.shape[0], 2 * packed.type.shape[-1]
         groups = columns // MX_BLOCK
         if len(packed.type.shape) != 2 or columns % MX_BLOCK or scale.type.shape != (rows, groups):
@@ -284,7 +287,7 @@ class Forms:
         return Form(_named(stated), packed, 0, rows, columns, grid, codes=codes)
 
     def _gptq(self, name: str, words: Source) -> Form:
-        """GPTQ's own form. Consumers look at g_idx only where the config says desc_act."""
+        """GPTQ's own form. Consumers read g_idx only if the config says desc_act."""
         module = name.removesuffix(".qweight")
         zeros, scale, order = (
             self.checkpoint.get(f"{module}.{part}") for part in ("qzeros", "scales", "g_idx")
@@ -305,8 +308,8 @@ class Forms:
         _fit(zeros, (groups, ceil_div(rows, codes.word)), ("I32",), stated)
         if codes.order is not None:
             _fit(codes.order, (columns,), ("I32", "I64"), stated)
-        grid = Grid(scale, 0, rows, groups, (1, columns // groups), turned=True)
-        return Form(_named(stated), words, 0, rows, columns, grid, turned=True, codes=codes)
+        grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
+        return Form(_named(stated), words, 0, rows, columns, grid, transposed=True, codes=codes)
 
 
 def _nvfp4(parts: Parts) -> Form:
@@ -314,10 +317,10 @@ def _nvfp4(parts: Parts) -> Form:
     if wrong is not None:
         raise Unread(f"{wrong[0]}: {wrong[1]}")
     assert parts.scale is not None
-    assert parts.own is not None
+    assert parts.global_scale is not None
     rows, columns = parts.weight.type.shape[0], 2 * parts.weight.type.shape[1]
-    own = Own(parts.own, parts.dialect.divisor)
-    grid = Grid(parts.scale, 0, rows, columns // BLOCK, (1, BLOCK), own=own)
+    global_scale = GlobalScale(parts.global_scale, parts.dialect.divisor)
+    grid = Grid(parts.scale, 0, rows, columns // BLOCK, (1, BLOCK), global_scale=global_scale)
     return Form(NVFP4, parts.weight, 0, rows, columns, grid)
 
 

@@ -1,8 +1,8 @@
-"""The matrices of a checkpoint as the model means them, however they are laid out: experts apart or in
+"""The matrices of a checkpoint as the model means them, whatever their layout: experts unstacked or in
 stacks, linear attention split or fused in any order, weights plain, FP8 or INT4, under any prefix. Two
 checkpoints of one model have the same keys.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ GROUPS_FACT = "gdn_groups"  # of the manifest: 0 split, 1 contiguous, as key hea
 _GDN, _STACKED, _EXPERTS = "gdn.", "stacked_experts.", "experts."
 # Prefixes of one and the same module in a multi-modal and a text-only checkpoint.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-# Whose beginning says nothing that layer and expert do not say.
+# The part of a name that only repeats layer and expert.
 _PLAIN_ROLES = ("attn.", "mlp.", "gdn.", "experts.")
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Rows `runs` of a stored matrix, in this order. `tensor` is its name, `role` what it is in the
-    model. Where only its bytes can be read, `note` says why."""
+    model. If only its bytes can be read, `note` says why."""
 
     key: Key
     tensor: str
@@ -66,7 +66,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        """Of weights, scales apart."""
+        """Of weights, without scales."""
         return self.rows * self.form.row_nbytes
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -79,30 +79,30 @@ class Matrix:
             at += last - first
 
 
-@lru_cache(maxsize=2)  # several validators ask for those of a folder and of its source
+@lru_cache(maxsize=2)  # several validators need those of a folder and of its source
 def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
-    """All of them, in the order of the shards. Scales belong to their matrices; what is known of no
-    matrix is there by its name, in numbers or as bytes."""
+    """All of them, in the order of the shards. Scales belong to their matrices; tensors of unknown
+    matrices are listed by name, as numbers or bytes."""
     forms, groups = Forms(checkpoint), gdn_groups(checkpoint)
     found: dict[str, list[Matrix]] = {}
-    spent: set[str] = set()
+    used: set[str] = set()
     for name in checkpoint:
         if checkpoint[name].type.numel == 0:
             continue
         try:
             found[name] = list(_of_tensor(checkpoint, forms, name, groups))
-            spent |= _scales(checkpoint, name)
+            used |= _scales(checkpoint, name)
         except Unread as why:
             place = checkpoint.census.places.get(name)
             made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
             found[name] = [replace(made, note=str(why))]
     by_key: dict[Key, Matrix] = {}
     for name, made_of_it in found.items():
-        if name in spent:
+        if name in used:
             continue
         for matrix in made_of_it:
             key = matrix.key
-            if key in by_key:  # the same thing twice, under two names
+            if key in by_key:  # the same matrix twice, under two names
                 key = (matrix.tensor, None, None, key[3])
             by_key[key] = replace(matrix, key=key)
     return MappingProxyType(by_key)
@@ -110,7 +110,7 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
 
 def gdn_groups(checkpoint: Checkpoint) -> int | None:
     """In how many groups fused linear attention is, by the manifest or else the family's convention;
-    None where neither says or the number cannot be."""
+    None if neither states it or the number is invalid."""
     dims = checkpoint.census.dims
     if dims.gdn is None or dims.gdn[0] < 1:
         return None
@@ -122,16 +122,16 @@ def gdn_groups(checkpoint: Checkpoint) -> int | None:
 
 
 def segment_rows(dims: Dims) -> dict[str, int]:
-    """Rows of each segment of linear attention's projections. Raises Unread where the config does not
-    say how many heads there are, or how wide."""
+    """Rows of each segment of linear attention's projections. Raises Unread if the config does not
+    state how many heads there are, or how wide."""
     if dims.gdn is None:
-        raise Unread("the config does not say how many heads linear attention has, or how wide")
+        raise Unread("the config does not state how many heads linear attention has, or how wide")
     nk, nv, dk, dv = dims.gdn
     return {"q": nk * dk, "k": nk * dk, "v": nv * dv, "z": nv * dv, "b": nv, "a": nv}
 
 
 def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
-    """Where each segment's rows lie in a tensor that holds, group by group, every segment's share."""
+    """Where each segment's rows are in a tensor that holds, group by group, every segment's share."""
     share = sum(sizes) // groups
     begins = [sum(sizes[:i]) // groups for i in range(len(sizes))]
     if groups == 1:
@@ -146,7 +146,7 @@ def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
 
 
 def whole(checkpoint: Checkpoint, name: str) -> Matrix:
-    """A tensor's rows as they are stored. Raises Unread where its numbers cannot be told."""
+    """A tensor's rows as stored. Raises Unread if its numbers cannot be read."""
     place = checkpoint.census.places.get(name)
     return _made((name, None, None, ""), name, place, Forms(checkpoint).of(name), ())
 
@@ -184,8 +184,8 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
     if len(kind.shape) != 3 or kind.shape[0] != dims.num_experts:
         raise Unread(f"expected a stack of {dims.num_experts} experts, found {kind}")
     base, _, projection = place.role.name.replace(_STACKED, _EXPERTS).rpartition(".")
-    turned = _is_turned(checkpoint, kind.shape, both=projection == "gate_up_proj")
-    for expert, form in enumerate(forms.of_stack(name, turned=turned)):
+    transposed = _is_turned(checkpoint, kind.shape, both=projection == "gate_up_proj")
+    for expert, form in enumerate(forms.of_stack(name, transposed=transposed)):
         half = form.rows // 2
         parts: dict[str, Runs] = {projection: ()}
         if projection == "gate_up_proj":
@@ -200,7 +200,7 @@ def _is_turned(checkpoint: Checkpoint, shape: tuple[int, ...], *, both: bool) ->
     """Whether a stack holds columns before rows. Families that publish it so are also saved the other
     way round, and only shapes tell."""
     hidden = checkpoint.census.dims.hidden_size
-    # gate_up is [E, H, 2I] if turned and else [E, 2I, H]; down is [E, I, H] and [E, H, I].
+    # gate_up is [E, H, 2I] if transposed and else [E, 2I, H]; down is [E, I, H] and [E, H, I].
     of_hidden = shape[1] if both else shape[2]
     return checkpoint.family.stacked_transposed and of_hidden == hidden
 
@@ -218,9 +218,9 @@ def _of_gdn(
     if place.role.name.removeprefix(_GDN) not in FUSED:
         groups = 1
     if groups is None:
-        raise Unread("nothing says in which order its rows are fused")
+        raise Unread("the order in which its rows are fused is not stated")
     if sum(sizes) != form.rows:
-        raise Unread(f"it has {form.rows} rows, the config leads to {sum(sizes)}")
+        raise Unread(f"it has {form.rows} rows, expected {sum(sizes)} by the config")
     for segment, runs in zip(segments, segment_runs(sizes, groups), strict=True):
         made = _made((f"gdn.{segment}", place.layer, None, "weight"), name, place, form, runs)
         yield replace(made, role=f"in_proj_{segment}")
@@ -243,7 +243,7 @@ def _label(role: str) -> str:
 
 
 def _as_weight(parameter: str) -> str:
-    """A weight is one however it is stored."""
+    """A weight is the same parameter however it is stored."""
     return "weight" if parameter in ("weight_packed", "qweight") else parameter
 
 
@@ -258,7 +258,7 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
     """Tensors that are part of how a weight is stored."""
     nvfp4 = parts_of(checkpoint, name)
     if nvfp4 is not None:
-        return {part.name for part in (nvfp4.scale, nvfp4.own) if part is not None}
+        return {part.name for part in (nvfp4.scale, nvfp4.global_scale) if part is not None}
     if name.endswith(".weight_packed"):
         module = name.removesuffix(".weight_packed")
         parts = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")

@@ -1,7 +1,7 @@
-"""A folder that holds a model, as header rules see it: which layers of it a pipeline stage has, and in
+"""A folder that holds a model, as header rules see it: which of its layers a pipeline stage has, and in
 which of two forms a layer stores the same matrices.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from qconvert.validation.runner import NotChecked
 from qconvert.validators.reading.quantization import READ_METHODS
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-# Parameters that are a matrix itself, not what goes with one.
+# Parameters that are a matrix itself, not a part of one.
 _MATRICES = ("", "weight", "weight_packed", "qweight")
 
 
 def known_family(checkpoint: Checkpoint) -> None:
-    """Raises NotChecked for a model that no family describes: of it only what every model has in common
-    was looked at."""
+    """Raises NotChecked for a model that no family describes: only what every model has in common
+    was checked."""
     if checkpoint.family.name == "generic":
         raise NotChecked(undescribed(checkpoint.config))
 
 
 def unread_quantization(checkpoint: Checkpoint) -> str:
-    """Why what a quantization block says of the weights is not understood, "" where it is."""
+    """Why a quantization block's description of the weights is not understood, "" if it is."""
     for config in checkpoint.quantization_configs:
         if config.method not in READ_METHODS:
-            return f"{config.where}: quant_method {config.method!r} is not read here"
+            return f"{config.where}: quant_method {config.method!r} is not supported"
     return ""
 
 
 def readable_quantization(checkpoint: Checkpoint) -> None:
-    """Raises NotChecked for a model with a quantization block of a method that is not read here."""
+    """Raises NotChecked for a model with a quantization block of an unsupported method."""
     why = unread_quantization(checkpoint)
     if why:
         raise NotChecked(why)
@@ -64,7 +64,7 @@ class Stage:
 
 
 def stage_of(checkpoint: Checkpoint) -> Stage | None:
-    """None for a folder that is no stage. Raises PlanError where the manifest's `stage` is broken or
+    """None for a folder that is not a stage. Raises PlanError if the manifest's `stage` is broken or
     contradicts itself."""
     found = (checkpoint.manifest or {}).get("stage")
     if found is None:
@@ -106,7 +106,7 @@ def _spell(partition: tuple[int, ...]) -> str:
 
 
 def holds(stage: Stage | None, layer: int | None, *, draft: bool) -> bool:
-    """Whether a folder has to hold a layer's tensors: a stage its own, the last one draft layers."""
+    """Whether a folder must hold a layer's tensors: a stage its own, the last one draft layers."""
     if stage is None:
         return True
     return stage.last if draft else layer is None or layer in stage.layers
@@ -146,8 +146,8 @@ QKV = TwoForms(
 
 
 class Where(NamedTuple):
-    """A module that has two forms: where it stands below its layer (`.mlp.experts`), whether in a
-    draft layer that goes by the name of `mtp`, and the layer."""
+    """A module that has two forms: where it is below its layer (`.mlp.experts`), whether in a
+    draft layer with names under `mtp`, and the layer."""
 
     forms: TwoForms
     draft: bool
@@ -157,7 +157,7 @@ class Where(NamedTuple):
 
 @dataclass
 class Present:
-    """Of one module, the members that are there, each with the first tensor of it."""
+    """For one module, the members that are present, each with its first tensor."""
 
     fused: dict[str, str] = field(default_factory=dict)
     split: dict[str, str] = field(default_factory=dict)
@@ -181,8 +181,8 @@ class Member(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def member_of(module: str) -> Member | None:
-    """The member that a module template is (`model.layers.{L}.mlp.experts.{E}.up_proj`), None where its
-    matrices have one form only."""
+    """The member that a module template is (`model.layers.{L}.mlp.experts.{E}.up_proj`), None if its
+    matrices have only one form."""
     before, _, below = module.rpartition("layers.{L}")
     parent, _, last = below.rpartition(".")
     draft = before.endswith("mtp.")

@@ -1,10 +1,10 @@
-"""What NVFP4 means, from its definition: E2M1 codes, two a byte, the even column in the low half; an
-E4M3 scale for 16 columns; one float32 scale a matrix. (MXFP4 has the codes with an E8M0 scale for 32
-columns, and no other.) Nothing here is shared with what makes it.
+"""NVFP4 by its definition: E2M1 codes, two per byte, the even column in the low half; an
+E4M3 block scale for 16 columns; one float32 global scale per matrix. (MXFP4 has the same codes with an
+E8M0 scale for 32 columns, and no global scale.) No code is shared with the encoder.
 
 Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors 0.19 (`nvfp4-pack-quantized`:
-its own scale is a divisor); nvidia-modelopt 0.47 (a multiplier). Not a validator itself: it has no
-`VALIDATOR`, so discovery passes it by.
+the global scale is a divisor); nvidia-modelopt 0.47 (a multiplier). Not a validator itself: it has no
+`VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _SIZES = tuple(
     (c & 1) / 2 if c < 2 else (1 + (c & 1) / 2) * 2.0 ** ((c >> 1) - 1) for c in range(8)
 )
 _LEAST_NORMAL = 2.0**-6  # of E4M3
-# A block's largest weight in units of its scale: 6, and 1/16 beyond where the scale was rounded down,
-# and what rounding to bf16 adds; a denormal scale may be rounded down by a third.
+# A block's largest weight in units of its scale: 6, and 1/16 beyond if the scale was rounded down,
+# and the rounding to bf16; a denormal scale may be rounded down by a third.
 _REACH, _REACH_DENORMAL = 6.5, 9.1
 _SLACK = 1 + 1e-5
-_COARSE = 1.5  # a scale this much above what its block needs was made for another
+_COARSE = 1.5  # a scale this much above its block's need was made for another block
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a matrix's tensors are called, and whether its own scale divides."""
+    """The names of a matrix's tensors, and whether its global scale divides."""
 
     name: str
     weight: str
-    own: str
+    global_scale: str
     input: str
     divisor: bool
 
@@ -61,14 +61,14 @@ DIALECTS = (MODELOPT, PACKED)
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """A matrix's own scale, F32 of one number."""
+class GlobalScale:
+    """A matrix's global scale, F32 with one element."""
 
     scale: Source
     divisor: bool
 
     def unit(self, reader: Reads) -> float:
-        """What block scales are multiplied with."""
+        """The factor of the block scales."""
         import numpy as np
 
         with np.errstate(all="ignore"):
@@ -76,7 +76,7 @@ class Own:
             return float(np.float64(1) / value) if self.divisor else float(value)
 
     def value(self, reader: Reads) -> np.float32:
-        """The number that is stored."""
+        """The stored number."""
         import numpy as np
 
         data = np.empty(1, "<f4")
@@ -84,7 +84,7 @@ class Own:
         return np.float32(data[0])
 
     def applied(self, reader: Reads, blocks: Floats) -> Floats:
-        """Block scales with the own one, as consumers compute it: once, in float32."""
+        """Block scales times the global one, as consumers compute it: once, in float32."""
         import numpy as np
 
         value = self.value(reader)
@@ -95,30 +95,31 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One matrix's tensors; what is None is not there."""
+    """One matrix's tensors; None for a missing one."""
 
     module: str
     dialect: Dialect
     weight: Source
     scale: Source | None
-    own: Source | None
+    global_scale: Source | None
     input: Source | None
 
 
 def parts_of(tensors: Mapping[str, Source], name: str) -> Parts | None:
-    """The matrix that a tensor is the codes of; None where it is no NVFP4 weight: U8, with an own scale
-    or block scales in E4M3."""
+    """The matrix that a tensor holds the codes of; None if it is not an NVFP4 weight: U8, with a global
+    scale or block scales in E4M3."""
     module, _, parameter = name.rpartition(".")
     dialect = next((d for d in DIALECTS if d.weight == parameter), None)
     weight = tensors[name]
     if dialect is None or weight.type.dtype != "U8":
         return None
-    scale, own, given = (
-        tensors.get(f"{module}.{part}") for part in ("weight_scale", dialect.own, dialect.input)
+    scale, global_scale, given = (
+        tensors.get(f"{module}.{part}")
+        for part in ("weight_scale", dialect.global_scale, dialect.input)
     )
-    if own is None and (scale is None or scale.type.dtype != "F8_E4M3"):
+    if global_scale is None and (scale is None or scale.type.dtype != "F8_E4M3"):
         return None
-    return Parts(module, dialect, weight, scale, own, given)
+    return Parts(module, dialect, weight, scale, global_scale, given)
 
 
 def all_parts(tensors: Mapping[str, Source]) -> Iterator[Parts]:
@@ -130,10 +131,10 @@ def all_parts(tensors: Mapping[str, Source]) -> Iterator[Parts]:
 
 
 def fault(parts: Parts) -> tuple[str, str] | None:
-    """The first tensor that is missing or has another type than its codes lead to, and what is wrong."""
+    """The first tensor that is missing or has another type than its codes require, and what is wrong."""
     kind, module = parts.weight.type, parts.module
     if len(kind.shape) != 2:
-        return parts.weight.name, f"NVFP4 codes are a matrix [N, K / 2], found {kind}"
+        return parts.weight.name, f"expected NVFP4 codes as a matrix [N, K / 2], found {kind}"
     rows, columns = kind.shape[0], 2 * kind.shape[1]
     if columns % BLOCK:
         return parts.weight.name, f"expected columns in whole blocks of {BLOCK}, found {columns}"
@@ -142,9 +143,12 @@ def fault(parts: Parts) -> tuple[str, str] | None:
     wanted = TensorType("F8_E4M3", (rows, columns // BLOCK))
     if parts.scale.type != wanted:
         return parts.scale.name, f"expected {wanted} for codes {kind}, found {parts.scale.type}"
-    if parts.own is None:
-        return parts.weight.name, f"NVFP4 without its own scale, {module}.{parts.dialect.own}"
-    for one in (parts.own, parts.input):
+    if parts.global_scale is None:
+        return (
+            parts.weight.name,
+            f"NVFP4 without its global scale, {module}.{parts.dialect.global_scale}",
+        )
+    for one in (parts.global_scale, parts.input):
         if one is not None and (one.type.dtype != "F32" or one.type.numel != 1):
             return one.name, f"expected one number in F32, found {one.type}"
     return None
@@ -155,7 +159,7 @@ def is_part(tensors: Mapping[str, Source], name: str) -> bool:
     module, _, parameter = name.rpartition(".")
     return any(
         parameter == d.input
-        and f"{module}.{d.own}" in tensors
+        and f"{module}.{d.global_scale}" in tensors
         and f"{module}.{d.weight}" in tensors
         for d in DIALECTS
     )
@@ -174,7 +178,7 @@ class Stated:
 
 
 def stated(config: QuantConfig) -> Stated | None:
-    """What a block says of NVFP4, None where it says nothing or several things (sglang 0.5.23
+    """What a block states about NVFP4, None if it states nothing or several things (sglang 0.5.23
     `layers/quantization/modelopt_quant.py`; compressed-tensors 0.19 `quant_scheme.py`)."""
     if config.method == "compressed-tensors":
         inputs = set(_group_inputs(config.block.get("config_groups")))
@@ -187,7 +191,7 @@ def stated(config: QuantConfig) -> Stated | None:
 
 
 def speaks_of_nvfp4(config: QuantConfig) -> bool:
-    """Whether a block says anything of NVFP4, be it several things."""
+    """Whether a block states anything about NVFP4, even contradictions."""
     return stated(config) is not None or any(
         True for _ in _group_inputs(config.block.get("config_groups"))
     )
@@ -228,10 +232,10 @@ def fp4_floats(packed: Bytes) -> Floats:
 
 
 def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tuple[Bools, str]:
-    """Which weights [n, K] are within half a step of what they should be, and what is wrong with block
-    scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales with the own
-    one, `unit` is that. Half a step is a quarter, a half or one of a factor; beyond 6 there is only what
-    a block scale that was rounded down leaves."""
+    """Which weights [n, K] are within half a step of the expected ones, and what is wrong with block
+    scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales times the
+    global one, `unit` is the global one. Half a step is a quarter, a half or one of a factor; beyond 6
+    there is only the rest that a rounded-down block scale leaves."""
     import numpy as np
 
     with np.errstate(all="ignore"):
@@ -249,6 +253,6 @@ def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tup
         return fits, ""
     row, block = divmod(int(np.argmax(coarse)), coarse.shape[1])
     return fits, (
-        f"row {row}, block {block}: its scale is {factor[row, block] / unit:.4g}, and its weights need "
+        f"row {row}, block {block}: its scale is {factor[row, block] / unit:.4g}, but its weights need "
         f"{needed[row, block]:.4g}"
     )

@@ -1,10 +1,10 @@
-"""Experts in the order of TensorRT-LLM's MoE kernels: which tensors of a folder are theirs, what its
-marker says, and which byte comes from where.
+"""Experts in the order of TensorRT-LLM's MoE kernels (experimental): which tensors of a folder are
+theirs, what its marker states, and which byte comes from where.
 
 Sources: flashinfer 0.7.2 (`fused_moe/core.py`, `get_shuffle_matrix_a_row_indices`,
 `block_scale_interleave`), sglang 0.5.23 (`prepare_static_weights_for_trtllm_fp4_moe`); written from
-what these do, apart from the code that makes it. Not a validator itself: it has no `VALIDATOR`, so
-discovery passes it by.
+their behaviour, without sharing code with the encoder. Not a validator itself: it has no `VALIDATOR`, so
+discovery skips it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TILE = 128
 
 
 def blocks_of(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
-    """The source's quantization blocks, which a prepared folder's marker keeps: they hold for all that
-    is not prepared."""
+    """The source's quantization blocks, which a prepared folder's marker keeps: they hold for all
+    tensors that are not prepared."""
     replaced = config.block.get("replaced") if config.method == METHOD else None
     for entry in replaced if isinstance(replaced, list) else ():
         block = entry.get("block") if isinstance(entry, Mapping) else None
@@ -44,7 +44,7 @@ def marker(checkpoint: Checkpoint) -> QuantConfig | None:
 
 
 def metadata_layout(checkpoint: Checkpoint) -> Any:
-    """What the shards' metadata says of the layout: None where nothing, "" where it cannot be read."""
+    """What the shards' metadata states about the layout: None if nothing, "" if it cannot be read."""
     text = checkpoint.metadata.get(FACT)
     if text is None:
         return None
@@ -55,7 +55,7 @@ def metadata_layout(checkpoint: Checkpoint) -> Any:
 
 
 def bases(checkpoint: Checkpoint) -> dict[str, Dialect]:
-    """What the prepared tensors' names of each layer begin with, and their dialect."""
+    """The name prefix of each layer's prepared tensors, and their dialect."""
     found: dict[str, Dialect] = {}
     for name in checkpoint:
         for dialect in DIALECTS:
@@ -71,7 +71,7 @@ def prepared_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     layers = set(bases(checkpoint))
     ends = {*SCALARS}
     for dialect in DIALECTS:
-        for part in (dialect.weight, "weight_scale", dialect.own, dialect.input):
+        for part in (dialect.weight, "weight_scale", dialect.global_scale, dialect.input):
             ends |= {f"w13_{part}", f"w2_{part}"}
     return frozenset(
         name
@@ -99,8 +99,8 @@ def source_rows(rows: int, *, gated: bool) -> Numbers:
 
 
 def scale_places(rows: int, columns: int) -> Numbers:
-    """Where scale [m, k] lies among prepared bytes, [rows, columns]: tiles of 128 rows and 4 columns,
-    512 bytes each."""
+    """The position of scale [m, k] among prepared bytes, [rows, columns]: tiles of 128 rows and 4
+    columns, 512 bytes each."""
     import numpy as np
 
     m, k = np.arange(rows)[:, None], np.arange(columns)[None, :]

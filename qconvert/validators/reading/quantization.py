@@ -1,11 +1,11 @@
-"""What a folder's quantization blocks say, as runtimes read them: formats, block and group sizes, and
-which modules they leave out. It judges nothing; broken blocks say nothing.
+"""What a folder's quantization blocks state, as runtimes read them: formats, block and group sizes, and
+which modules they leave out. It judges nothing; broken blocks state nothing.
 
 Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
 `modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
 full names, class names), modelopt's `hf_quant_config.json` (shell patterns).
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
-# Those that some rules read: GPTQ's own form and prepared folders by rules of their own.
+# Methods that some rules read: GPTQ's own form and prepared folders by rules of their own.
 READ_METHODS = (*KNOWN_METHODS, "gptq", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Keys of lists of modules that stay as they are, by method; the first that is there counts.
+# Keys of lists of modules that stay unquantized, by method; the first that is present applies.
 LISTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
     "fbgemm_fp8": ("ignored_layers", "modules_to_not_convert"),
@@ -37,7 +37,7 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 
 
 def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
-    """What compressed-tensors' config_groups say of weights."""
+    """What compressed-tensors' config_groups state about weights."""
     groups = config.block.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -52,7 +52,7 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 
 def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
-    """Every block of FP8 scales that is stated, and where first."""
+    """Every stated block of FP8 scales, and where it is first stated."""
     found: dict[tuple[int, int], str] = {}
     for config in configs:
         linear = config.block.get("linear_fp8_config")
@@ -106,7 +106,7 @@ class Listed:
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str] | None, dict[str, str]]:
-        """All patterns as one, and those that are none, with what is wrong with each."""
+        """All valid patterns as one, and the invalid ones, with what is wrong with each."""
         good: list[str] = []
         broken: dict[str, str] = {}
         for entry in self.entries:
@@ -124,17 +124,18 @@ class Listed:
 
     @property
     def broken(self) -> dict[str, str]:
-        """Entries that are no regular expressions, and why. They name nothing here; loaders fail."""
+        """Entries that are not valid regular expressions, and why. They match nothing here; loaders
+        fail."""
         return self._patterns[1]
 
     def pattern_names(self, module: str) -> bool:
-        """Whether a pattern fits."""
+        """Whether a pattern matches."""
         pattern = self._patterns[0]
         return pattern is not None and pattern.match(module) is not None
 
     def literal(self, module: str) -> bool:
-        """Whether an entry that is no pattern fits: the name itself, or (but for compressed-tensors) a
-        run of its dotted segments."""
+        """Whether an entry that is not a pattern matches: the name itself, or (except for
+        compressed-tensors) a run of its dotted segments."""
         if module in self._plain:
             return True
         if self.method == "compressed-tensors":
@@ -155,15 +156,15 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Ints:
-    """Packed whole numbers of `bits`, a scale for each `group` columns (None: for a row)."""
+    """Packed integers of `bits`, a scale for each `group` columns (None: for a row)."""
 
     bits: int
     group: int | None
 
 
 def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
-    """The form of packed weights that compressed-tensors blocks state of a module: that of the group
-    which speaks of it, else the one that all have. None for none or several."""
+    """The form of packed weights that compressed-tensors blocks state for a module: that of the group
+    that covers it, else the one that all share. None for none or several."""
     return _stated_for(checkpoint, module, _ints)
 
 
@@ -179,8 +180,8 @@ def _ints(g: Mapping[str, Any]) -> Ints | None:
 def _stated_for(
     checkpoint: Checkpoint, module: str, read: Callable[[Mapping[str, Any]], T | None]
 ) -> T | None:
-    """What `read` makes of the group that speaks of a module; where none does, of all groups, if that is
-    one thing. Blocks that cannot be read say nothing."""
+    """What `read` makes of the group that covers a module; if none does, of all groups, if they
+    agree. Blocks that cannot be read state nothing."""
     own: set[T] = set()
     every: set[T] = set()
     for config, groups in _groups(checkpoint):
@@ -195,12 +196,12 @@ def _stated_for(
     return found.pop() if len(found) == 1 else None
 
 
-_Group = tuple[Listed, Mapping[str, Any]]  # a target of its own, and what its group says of weights
+_Group = tuple[Listed, Mapping[str, Any]]  # its own target, and what its group states about weights
 
 
-@lru_cache(maxsize=8)  # asked for each matrix
+@lru_cache(maxsize=8)  # called for each matrix
 def _groups(checkpoint: Checkpoint) -> tuple[tuple[QuantConfig, tuple[_Group, ...]], ...]:
-    """Every target of every block; a target that two groups have is the last one's."""
+    """Every target of every block; for a target in two groups the last group applies."""
     found = []
     for config in checkpoint.quantization_configs:
         groups = config.block.get("config_groups")
@@ -239,8 +240,8 @@ def _group_of(
 
 
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
-    """The block of a module's FP8 scales: of several that of the compressed-tensors group which speaks
-    of the module, else the first that is stated; None where none is."""
+    """The block of a module's FP8 scales: of several that of the compressed-tensors group that covers
+    the module, else the first that is stated; None if there is none."""
     blocks = fp8_blocks(checkpoint.quantization_configs)
     own = _stated_for(checkpoint, module, _float_block) if len(blocks) > 1 else None
     return own or next(iter(blocks), None)
@@ -253,8 +254,8 @@ def _float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
 @dataclass(frozen=True, slots=True)
 class PackedInts:
     """How packed integers are stored, by a config: `bits` 4 or 8, a scale for each `group` columns
-    (None: for a row), zero points unless `symmetric`; `ordered`: which group a column is of is stored
-    beside (g_idx)."""
+    (None: for a row), zero points unless `symmetric`; `ordered`: the group of each column is stored too
+    (g_idx)."""
 
     bits: int
     group: int | None
@@ -263,7 +264,7 @@ class PackedInts:
 
 
 def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
-    """What compressed-tensors blocks (0.19) say of a packed module, as `packed_ints`."""
+    """What compressed-tensors blocks (0.19) state about a packed module, as `packed_ints`."""
     return _stated_for(checkpoint, module, _packed)
 
 
@@ -285,8 +286,8 @@ def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
 
 
 def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
-    """What a block of GPTQ's own form says (AutoGPTQ 0.7, GPTQModel), and its version: 1 stores zero
-    points less one. None where there is none, or one that cannot be meant."""
+    """What a block of GPTQ's own form states (AutoGPTQ 0.7, GPTQModel), and its version: 1 stores zero
+    points minus one. None if there is none, or an invalid one."""
     config = gptq_block(configs)
     if config is None:
         return None
@@ -311,9 +312,9 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
 
 
 def ignored(config: QuantConfig) -> Listed:
-    """The modules a block leaves out; an empty list where it has none. GPTQ's are patterns in `dynamic`
-    that begin with `-:` (GPTQModel; sglang 0.5.23 `get_dynamic_override`); where the block names what is
-    quantized instead (`modules_in_block_to_quantize`), nothing is asked of others."""
+    """The modules a block leaves out; an empty list if there are none. GPTQ's are patterns in `dynamic`
+    that begin with `-:` (GPTQModel; sglang 0.5.23 `get_dynamic_override`); if the block names the
+    quantized modules instead (`modules_in_block_to_quantize`), others are not checked."""
     if config.method == "gptq":
         dynamic = config.block.get("dynamic")
         names = [name for name in dynamic or () if isinstance(name, str)]
@@ -329,7 +330,7 @@ def ignored(config: QuantConfig) -> Listed:
 
 
 def named_targets(config: QuantConfig) -> Listed:
-    """All that compressed-tensors' groups name, modules and classes; nothing of other methods."""
+    """All that compressed-tensors' groups name, modules and classes; nothing for other methods."""
     found: list[str] = []
     groups = config.block.get("config_groups") if config.method == "compressed-tensors" else None
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -339,7 +340,7 @@ def named_targets(config: QuantConfig) -> Listed:
 
 
 def targets(config: QuantConfig) -> Listed | None:
-    """The modules that compressed-tensors' groups name, None where every linear layer is one (or the
+    """The modules that compressed-tensors' groups name, None if every linear layer is one (or the
     method has no targets)."""
     listed = named_targets(config)
     every = config.method != "compressed-tensors" or "Linear" in listed.entries
@@ -347,7 +348,7 @@ def targets(config: QuantConfig) -> Listed | None:
 
 
 def judged(configs: Sequence[QuantConfig]) -> QuantConfig | None:
-    """The block that runtimes take: config.json's first, else modelopt's file. None where it is of a
-    method not known here."""
+    """The block that runtimes take: config.json's first, else modelopt's file. None if it is of an
+    unknown method."""
     ordered = sorted(configs, key=lambda config: config.where == HF_QUANT_CONFIG)
     return ordered[0] if ordered and ordered[0].method in KNOWN_METHODS else None

@@ -1,8 +1,8 @@
-"""What FP8 codes come to as bf16. Under one scale there are 256 results and no more, so they are worked
-out once for each scale, by the slow and plain rule, and looked up for each weight: twice as quick as
-arithmetic on every one, and as right for NaN, denormals and ties.
+"""FP8 codes as bf16 results. Under one scale there are only 256 results, so they are computed
+once for each scale, by the slow and plain rule, and looked up for each weight: twice as fast as
+arithmetic on every weight, and equally right for NaN, denormals and ties.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.dtypes import ceil_div
 from qconvert.validation.workers import Reads
-from qconvert.validators.reading.decode import alike, fp8_results
+from qconvert.validators.reading.decode import equal_bytes, fp8_results
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.rows import grid_lines, row_bytes
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     Halves = np.ndarray[Any, np.dtype[np.uint16]]
 
 _CODES = 256
-# Weights looked up at a time, and scales whose results are worked out at a time: what they take stays
-# near a core.
+# Weights looked up at a time, and scales whose results are computed at a time: their memory stays
+# in a core's cache.
 _TILE, _SCALES = 1 << 16, 256
-# Weights a scale must stand for: with fewer, its results are more work than they are.
+# Weights a scale must stand for: with fewer, computing its results costs more than they save.
 _WORTH = 1024
 
 
@@ -65,7 +65,7 @@ class Results:
         self._first, self._last, self._table = 0, 0, np.empty(0, np.uint16)
 
     def same(self, stored: Bytes, start: int, stop: int) -> bool:
-        """Whether bytes of bf16 are what rows [start, stop) come to. A NaN of other bits is not."""
+        """Whether bytes of bf16 equal rows [start, stop). A NaN with other bits is not equal."""
         columns = self._matrix.form.columns
         codes = row_bytes(self._reader, self._matrix, start, stop).reshape(-1, columns)
         lines = stored.reshape(-1, 2 * columns)
@@ -76,13 +76,13 @@ class Results:
                 if self._grid.columns > 1:  # rows that share their scales
                     end = min(end, (first // self._grid.block[0] + 1) * self._grid.block[0])
                 rows = slice(at, at + end - first)
-                if not alike(self._of(codes[rows], first), lines[rows].reshape(-1)):
+                if not equal_bytes(self._of(codes[rows], first), lines[rows].reshape(-1)):
                     return False
                 at, first = rows.stop, end
         return True
 
     def _of(self, codes: Bytes, first: int) -> Bytes:
-        """What some stored rows from `first` on come to."""
+        """The results of some stored rows from `first` on."""
         import numpy as np
 
         high, stop = self._grid.block[0], first + codes.shape[0]

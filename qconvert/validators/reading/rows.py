@@ -1,5 +1,5 @@
 """Rows of a matrix, read as its consumer computes with them. Not a validator itself: it has no
-`VALIDATOR`, so discovery passes it by."""
+`VALIDATOR`, so discovery skips it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-# Elements worked on at a time: a few copies of them stay near a core.
+# Elements worked on at a time: a few copies of them fit in a core's cache.
 TILE = 1 << 17
-# Of what is stored turned every row takes a read for each column, so as many rows as may be.
+# Every row of a transposed matrix takes a read for each column, so as many rows as possible.
 _TURNED_TILE = 1 << 20
 # Bytes an element takes while two matrices are compared: float32 copies, what numpy makes of them.
 _EACH = 40
@@ -37,23 +37,23 @@ _TABLES = 2 << 20
 
 
 def tile_rows(matrix: Matrix) -> int:
-    """Rows to look at in one go."""
-    tile = _TURNED_TILE if matrix.form.turned else TILE
+    """Rows to check at a time."""
+    tile = _TURNED_TILE if matrix.form.transposed else TILE
     return max(1, min(matrix.rows, tile // matrix.form.columns))
 
 
 def scratch(matrix: Matrix) -> int:
-    """Bytes it takes to compare a tile of a matrix with another's."""
+    """Bytes needed to compare a tile of a matrix with another's."""
     return _TABLES + _EACH * tile_rows(matrix) * matrix.form.columns
 
 
 def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
-    """Rows [start, stop) as they are stored, scales apart: uint8 [rows * bytes of a row]."""
+    """Rows [start, stop) as stored, without scales: uint8 [rows * bytes of a row]."""
     import numpy as np
 
     warm()
     form = matrix.form
-    if form.turned:
+    if form.transposed:
         return _turned_bytes(reader, matrix, start, stop)
     size = form.row_nbytes
     data = np.empty((stop - start) * size, np.uint8)
@@ -66,7 +66,7 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
 
 
 def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
-    """Columns of what is stored: a short read for each stored row. Words of packed integers come out as
+    """Columns of a stored matrix: a short read for each stored row. Words of packed integers come out as
     those of a matrix that is stored by rows."""
     import numpy as np
 
@@ -108,10 +108,10 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
             values *= spread(reader, scales(reader, matrix, start, stop), form)
     elif form.grid is not None:
         at = 0
-        with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic makes of it
+        with np.errstate(all="ignore"):  # infinity is what fp32 arithmetic gives
             for first, last in matrix.spans(start, stop):
                 part = values[at : at + last - first]
-                # Zeros are zeros, whatever exponent stands beside a block of them.
+                # Zeros stay zeros, whatever exponent a block of them has.
                 zeros = np.nonzero(part == 0) if form.format == MXFP4 else None
                 kept = None if zeros is None else part[zeros]
                 _scale(reader, form.grid, part, first)
@@ -142,7 +142,7 @@ def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
 
 
 def zero_points(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
-    """Zero points of rows [start, stop) less the middle of their range, float32 [rows, groups]; 0 where
+    """Zero points of rows [start, stop) minus the middle of their range, float32 [rows, groups]; 0 if
     none are stored."""
     import numpy as np
 
@@ -164,7 +164,7 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
 
     low, high = first // codes.word, -(-last // codes.word)
     groups = grid.columns
-    if grid.turned:
+    if grid.transposed:
         words = np.empty((groups, high - low), "<u4")
         line = zeros.type.shape[1]
         for group in range(groups):
@@ -183,7 +183,7 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
 
 
 def group_of(reader: Reads, form: Form) -> Numbers | None:
-    """The group of each column [columns], -1 for one that is none; None where they lie side by side."""
+    """The group of each column [columns], -1 for an invalid one; None if groups are adjacent."""
     import numpy as np
 
     if form.codes is None or form.codes.order is None:
@@ -197,7 +197,7 @@ def group_of(reader: Reads, form: Form) -> Numbers | None:
 
 
 def spread(reader: Reads, scale: Floats, form: Form) -> Floats:
-    """Scales [rows, columns of the grid] over the columns they stand for: [rows, columns]; NaN for a
+    """Scales [rows, columns of the grid] spread over their columns: [rows, columns]; NaN for a
     column of no group."""
     import numpy as np
 
@@ -239,7 +239,7 @@ def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
 
     kind = grid.scale.type
     width = DTYPE_BITS[kind.dtype] // 8
-    if grid.turned:
+    if grid.transposed:
         block = np.empty((grid.columns, (last - first) * width), np.uint8)
         for column in range(grid.columns):
             reader.read(grid.scale, (column * grid.rows + first) * width, block[column].data)
@@ -248,4 +248,4 @@ def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
     data = np.empty((last - first) * grid.columns * width, np.uint8)
     reader.read(grid.scale, (grid.first + first * grid.columns) * width, data.data)
     lines = scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
-    return lines if grid.own is None else grid.own.applied(reader, lines)
+    return lines if grid.global_scale is None else grid.global_scale.applied(reader, lines)

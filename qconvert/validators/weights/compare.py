@@ -1,5 +1,5 @@
-"""One matrix against the source's: how close it has to be, and how close it is. Not a validator itself:
-it has no `VALIDATOR`, so discovery passes it by."""
+"""One matrix against the source's: how close it must be, and how close it is. Not a validator itself:
+it has no `VALIDATOR`, so discovery skips it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.validation.findings import Finding, Measure
-from qconvert.validation.workers import Room
-from qconvert.validators.reading.decode import alike, as_bf16, is_rounded, rounded
+from qconvert.validation.workers import Folders
+from qconvert.validators.reading.decode import as_bf16, equal_bytes, is_rounded, rounded
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.nvfp4 import FP4, halfway
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-# How a matrix must be the source's: the same numbers; rounded to its own floats once; the nearest code
-# of its scales; or codes that calibration found.
+# How a matrix must match the source's: the same numbers; rounded to its own floats once; the nearest
+# code of its scales; or codes that calibration found.
 How = Literal["equal", "rounded", "nearest", "calibrated"]
 
 _STRETCHES = 8  # of a long matrix, at level sample
@@ -47,7 +47,7 @@ _FP8_RMS = 2.0**-4
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """One matrix against the source's, a tile at a time."""
+    """One matrix against the source's, one tile at a time."""
 
     mine: Matrix
     yours: Matrix
@@ -69,23 +69,23 @@ class Compare:
     def scratch(self) -> int:
         return max(scratch(self.mine), scratch(self.yours))
 
-    def run(self, room: Room) -> Iterator[Finding | Measure]:
+    def run(self, folders: Folders) -> Iterator[Finding | Measure]:
         tiles = list(self._tiles())
-        zero = self._is_zero(room, tiles) if self._is_exact else None
+        zero = self._is_zero(folders, tiles) if self._is_exact else None
         if zero is not None:
             if self.mine.format != RAW:
                 yield self._equal(tiles, zero)
             return
         if self.mine.format == RAW:
-            yield self._first_byte(room, tiles)
+            yield self._first_byte(folders, tiles)
             return
         sums, kept, misfit = Sums(), Kept(), ""
         for start, stop in tiles:
-            found = rows(room.output, self.mine, start, stop)
-            source = rows(room.source, self.yours, start, stop)
+            found = rows(folders.output, self.mine, start, stop)
+            source = rows(folders.source, self.yours, start, stop)
             expected = as_bf16(source) if self._from_codes else source
             if not misfit:
-                misfit = self._misfit(room, (start, stop), expected, found, kept)
+                misfit = self._misfit(folders, (start, stop), expected, found, kept)
             sums.add(*_finite(expected, found))
         measure = self._measure(sums)
         yield measure
@@ -114,7 +114,7 @@ class Compare:
         return self.how == "equal" or (self._from_codes and self.mine.format == "bf16")
 
     def _tiles(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows: all, or some stretches, first and last among them."""
+        """Ranges of rows: all, or some ranges, including first and last."""
         height = min(tile_rows(self.mine), tile_rows(self.yours))
         count = -(-self.mine.rows // height)
         chosen = range(count)
@@ -123,34 +123,34 @@ class Compare:
         for number in chosen:
             yield number * height, min((number + 1) * height, self.mine.rows)
 
-    def _is_zero(self, room: Room, tiles: list[tuple[int, int]]) -> bool | None:
-        """Of rows that are just what they must be, whether all their bytes are zero; None of others."""
+    def _is_zero(self, folders: Folders, tiles: list[tuple[int, int]]) -> bool | None:
+        """For rows that match exactly, whether all their bytes are zero; None for others."""
         zero = True
         results = None
         if self.how != "equal" and is_worth(self.yours):
-            results = Results(room.source, self.yours)
+            results = Results(folders.source, self.yours)
         for start, stop in tiles:
-            mine = row_bytes(room.output, self.mine, start, stop)
+            mine = row_bytes(folders.output, self.mine, start, stop)
             if self.how == "equal":
-                same = self._same_bytes(room, mine, start, stop)
+                same = self._same_bytes(folders, mine, start, stop)
             elif results is not None:
                 same = results.same(mine, start, stop)
             else:
-                same = is_rounded(rows(room.source, self.yours, start, stop).reshape(-1), mine)
+                same = is_rounded(rows(folders.source, self.yours, start, stop).reshape(-1), mine)
             if not same:
                 return None
             zero = zero and not mine.any()
         return zero
 
-    def _same_bytes(self, room: Room, mine: Bytes, start: int, stop: int) -> bool:
-        """Whether codes and scales are the same, so that nothing has to be decoded."""
+    def _same_bytes(self, folders: Folders, mine: Bytes, start: int, stop: int) -> bool:
+        """Whether codes and scales are equal, so that nothing has to be decoded."""
         import numpy as np
 
         if self.mine.form.weight.type.dtype != self.yours.form.weight.type.dtype:
             return False
-        if not alike(mine, row_bytes(room.source, self.yours, start, stop)):
+        if not equal_bytes(mine, row_bytes(folders.source, self.yours, start, stop)):
             return False
-        if not self._same_codes(room, start, stop):
+        if not self._same_codes(folders, start, stop):
             return False
         grids = self.mine.form.grid, self.yours.form.grid
         if grids[0] is None or grids[1] is None:
@@ -159,18 +159,18 @@ class Compare:
             return False
         here, there = (
             scales(reader, matrix, start, stop)
-            for reader, matrix in ((room.output, self.mine), (room.source, self.yours))
+            for reader, matrix in ((folders.output, self.mine), (folders.source, self.yours))
         )
         return np.array_equal(here, there, equal_nan=True)
 
-    def _same_codes(self, room: Room, start: int, stop: int) -> bool:
-        """Whether what the same words mean is the same, scales apart."""
+    def _same_codes(self, folders: Folders, start: int, stop: int) -> bool:
+        """Whether equal words mean the same, scales apart."""
         import numpy as np
 
         mine, yours = self.mine.form.codes, self.yours.form.codes
         if mine is None or yours is None:
             return mine is yours
-        sides = (room.output, self.mine), (room.source, self.yours)
+        sides = (folders.output, self.mine), (folders.source, self.yours)
         here, there = (zero_points(reader, matrix, start, stop) for reader, matrix in sides)
         groups = [group_of(reader, matrix.form) for reader, matrix in sides]
         if (groups[0] is None) != (groups[1] is None) or mine.bits != yours.bits:
@@ -179,7 +179,7 @@ class Compare:
         return bool(same and np.array_equal(here, there))
 
     def _equal(self, tiles: list[tuple[int, int]], zero: bool) -> Measure:
-        """The measure of what is the same, whose sums nobody needs to add up."""
+        """The measure of equal matrices, whose sums need not be computed."""
         count = sum(stop - start for start, stop in tiles) * self.mine.form.columns
         cosine = float("nan") if zero else 1.0
         m = self.mine
@@ -190,22 +190,22 @@ class Compare:
         return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format)
 
     def _misfit(
-        self, room: Room, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
+        self, folders: Folders, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
     ) -> str:
         """What is wrong with some rows."""
         grid = self.mine.form.grid
-        if self.how == "nearest" and grid is not None and grid.own is not None:
-            factor = scales(room.output, self.mine, *tile)
-            fit, why = halfway(expected, found, factor, grid.own.unit(room.output))
+        if self.how == "nearest" and grid is not None and grid.global_scale is not None:
+            factor = scales(folders.output, self.mine, *tile)
+            fit, why = halfway(expected, found, factor, grid.global_scale.unit(folders.output))
             return why if fit.all() else _say(fit, tile[0], expected, found)
         if self.how in ("equal", "rounded") or self.mine.form.codes is None:
-            fits = self._fits(room, tile, expected, found)
+            fits = self._fits(folders, tile, expected, found)
             return "" if fits is None else _say(fits, tile[0], expected, found)
         import numpy as np
 
-        step = np.abs(scales(room.output, self.mine, *tile))
-        zero = zero_points(room.output, self.mine, *tile)
-        groups = group_of(room.output, self.mine.form)
+        step = np.abs(scales(folders.output, self.mine, *tile))
+        zero = zero_points(folders.output, self.mine, *tile)
+        groups = group_of(folders.output, self.mine.form)
         packed = Tile(self.mine.form, expected, found, step, zero, groups)
         if self.how == "calibrated":
             return kept.add(packed, tile[0])
@@ -216,7 +216,7 @@ class Compare:
 
     def _fits(
         self,
-        room: Room,
+        folders: Folders,
         tile: tuple[int, int],
         expected: Floats,
         found: Floats,
@@ -231,7 +231,7 @@ class Compare:
                 fits = expected.view(np.uint32) == found.view(np.uint32)
             else:
                 step = spread(
-                    room.output, np.abs(scales(room.output, self.mine, *tile)), self.mine.form
+                    folders.output, np.abs(scales(folders.output, self.mine, *tile)), self.mine.form
                 )
                 half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
                 allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
@@ -242,7 +242,7 @@ class Compare:
         return None if fits.all() else fits
 
     def _kind(self) -> str:
-        """How close it had to be."""
+        """How close it must be."""
         if self.how == "equal":
             return ""
         what = {
@@ -251,13 +251,13 @@ class Compare:
         }[self.how]  # fmt: skip
         return f" ({self.yours.format} of the source as {self.mine.format}, {what})"
 
-    def _first_byte(self, room: Room, tiles: list[tuple[int, int]]) -> Finding:
+    def _first_byte(self, folders: Folders, tiles: list[tuple[int, int]]) -> Finding:
         """Of tensors that are compared as bytes."""
         import numpy as np
 
         for start, stop in tiles:
-            mine = row_bytes(room.output, self.mine, start, stop)
-            yours = row_bytes(room.source, self.yours, start, stop)
+            mine = row_bytes(folders.output, self.mine, start, stop)
+            yours = row_bytes(folders.source, self.yours, start, stop)
             if not np.array_equal(mine, yours):
                 at = int(np.argmax(mine != yours))
                 message = (
@@ -279,7 +279,7 @@ def _say(fits: Bools, start: int, expected: Floats, found: Floats) -> str:
 
 
 def _finite(expected: Floats, found: Floats) -> tuple[Floats, Floats]:
-    """Without what is no number on either side: it would swallow all sums."""
+    """Without values that are not numbers on either side: they would dominate all sums."""
     import numpy as np
 
     ok = np.isfinite(expected) & np.isfinite(found)
@@ -290,6 +290,6 @@ def _finite(expected: Floats, found: Floats) -> tuple[Floats, Floats]:
 
 
 def described(matrix: Matrix, message: str) -> str:
-    """A message about a matrix that is part of a tensor says which."""
+    """A message about a matrix that is part of a tensor says which part."""
     part = matrix.role if matrix.expert is None else f"expert {matrix.expert}, {matrix.role}"
     return f"{part}: {message}" if matrix.rows < matrix.form.rows or matrix.form.at else message

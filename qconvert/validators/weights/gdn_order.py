@@ -1,14 +1,14 @@
-"""The order of linear attention's fused rows, decided from the source's rows: every order has the same
-shape and loads in silence.
+"""The order of linear attention's fused rows, found from the source's rows: every order has the same
+shape and loads silently.
 
-QC063 the rows lie in another order than the folder says.
-QC064 the rows lie in no order that is known.
-QC065 block scales lie in another order than the rows they belong to.
+QC063 the rows are in another order than the folder states.
+QC064 the rows are in no known order.
+QC065 block scales are in another order than the rows they belong to.
 
-Each row is known by a hash. Orders that are tried: every number of groups that divides the key heads
-(1: contiguous, as key heads: interleaved, others: rank-major), segments swapped, and rows of a fused
-source that were cut as if they had been contiguous. Split projections are looked at in the same way,
-as if they were one after the other.
+Each row is identified by a hash. Orders that are tried: every number of groups that divides the key
+heads (1: contiguous, number of key heads: interleaved, others: rank-major), segments swapped, and rows
+of a fused source that were cut as if they had been contiguous. Split projections are checked in the
+same way, as if they were one after the other.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from qconvert.validators.weights.gdn_rows import Order
 RULES = (
     Rule(
         "QC063",
-        "linear attention's rows lie in another order than the folder says",
+        "linear-attention rows are in another order than the folder states",
         "Fused by key heads and declared contiguous, or the other way round; b and a cut at the middle "
-        "of an interleaved tensor; ranks' rows put after one another. All have the same shape.",
+        "of an interleaved tensor; ranks' rows concatenated. All have the same shape.",
         "Fuse again from the source for your runtime: qconvert fuse SRC OUT --for sglang, or "
         "--for qwen3-next.",
     ),
     Rule(
         "QC064",
-        "linear attention's rows lie in no order that is known",
+        "linear-attention rows are in no known order",
         "Another source, another layer's tensor, or heads permuted by another tool.",
-        "Fuse again from the source; if that is not what this folder was made from, give the right "
+        "Fuse again from the source; if the folder was made from another source, give that "
         "one with --against.",
     ),
     Rule(
         "QC065",
         "block scales did not move with the rows of their weights",
-        "A tool that permuted the weight's rows and left the scales where they were, or moved them "
+        "A tool permuted the weight's rows but not the scales, or moved them "
         "as if a block were a row.",
         "Fuse again from the source with qconvert fuse; or dequantize the source first.",
     ),
 )
 
 _LAYERS = 4  # at level sample
-# Of segments, the module that holds all, and those that hold some.
+# For segments: the module that holds all of them, and those that hold some.
 _MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
     QKVZ: (FUSED[0], "in_proj_qkv", "in_proj_z"),
     BA: (FUSED[1], "in_proj_b", "in_proj_a"),
@@ -72,7 +72,7 @@ class GdnOrder:
     """Two tasks a layer: q, k, v, z and b, a."""
 
     name: str = "gdn_order"
-    proves: str = "linear attention's rows lie in the order that the folder says"
+    proves: str = "linear-attention rows are in the order that the folder states"
     needs: frozenset[Need] = frozenset({"gdn", "source", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
@@ -100,7 +100,7 @@ class GdnOrder:
             raise NotChecked(
                 unread[0]
                 if unread
-                else "there is no layer whose projections both the folder and its source hold"
+                else "no layer has projections in both the folder and its source"
             )
         if unread:
             more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""
@@ -110,7 +110,7 @@ class GdnOrder:
 
 
 def said(checkpoint: Checkpoint, *, fused: bool) -> tuple[int | None, str]:
-    """In how many groups (1 for split ones: segment by segment) rows should lie, and who says so."""
+    """In how many groups (1 for split ones: segment by segment) rows should be, and who states it."""
     if not fused:
         return 1, "split projections are"
     manifest = checkpoint.manifest or {}
@@ -135,7 +135,7 @@ def _modules(checkpoint: Checkpoint) -> dict[int, dict[str, str]]:
 def _parts(
     theirs: Mapping[Key, Matrix], layer: int, segments: tuple[str, ...]
 ) -> tuple[Matrix, ...]:
-    """The source's segments, () where it has none. Raises Unread where it has some, and not as rows."""
+    """The source's segments, () if it has none. Raises Unread if they cannot be read as rows."""
     found = [theirs.get((f"gdn.{s}", layer, None, "weight")) for s in segments]
     parts = tuple(part for part in found if part is not None)
     if len(parts) == len(segments):
@@ -150,21 +150,21 @@ def _parts(
 def _task(
     checkpoint: Checkpoint, modules: dict[str, str], segments: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[Matrix, ...], tuple[int, ...], int, int, str] | None:
-    """What `Order` takes of the folder, None where the layer is in another stage, or incomplete.
-    Raises Unread, naming the tensor, where its rows cannot be told."""
+    """What `Order` needs of the folder, None if the layer is in another stage, or incomplete.
+    Raises Unread, naming the tensor, if its rows cannot be read."""
     fused, *split = _MODULES[segments]
     if fused in modules:
         names, (groups, who) = [modules[fused]], said(checkpoint, fused=True)
     elif all(part in modules for part in split):
         names, (groups, who) = [modules[part] for part in split], said(checkpoint, fused=False)
     else:
-        return None  # missing tensors and halves are found in the headers
+        return None  # missing tensors and incomplete sets are found in the headers
     dims = checkpoint.census.dims
     assert dims.gdn is not None
     sizes = segment_rows(dims)
     stored = tuple(_whole(checkpoint, name) for name in names)
     if groups is None:
-        raise Unread(f"{names[0]}: in how many groups its rows are fused cannot be told")
+        raise Unread(f"{names[0]}: the number of groups that its rows are fused in is unknown")
     if sum(m.rows for m in stored) != sum(sizes[s] for s in segments):
         return None  # QC014
     return segments, stored, tuple(sizes[s] for s in segments), dims.gdn[0], groups, who
@@ -178,7 +178,7 @@ def _whole(checkpoint: Checkpoint, name: str) -> Matrix:
 
 
 def _cuts(source: Checkpoint) -> int:
-    """Groups of the source's fused rows, 0 where they are split."""
+    """Groups of the source's fused rows, 0 if they are split."""
     fused = any(f".{name}." in tensor for tensor in source for name in FUSED)
     return (gdn_groups(source) or 0) if fused else 0
 

@@ -1,5 +1,5 @@
-"""In which order a tensor holds the rows of linear attention's segments, told from the source's rows.
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by."""
+"""The order in which a tensor holds the rows of linear attention's segments, found from the source's
+rows. Not a validator itself: it has no `VALIDATOR`, so discovery skips it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from qconvert.validation.findings import Finding, OnlyRead
-from qconvert.validation.workers import Reads, Room
+from qconvert.validation.workers import Folders, Reads
 from qconvert.validators.reading.decode import bf16_bits
 from qconvert.validators.reading.matrices import Matrix, segment_runs
 from qconvert.validators.reading.rows import row_bytes, rows, scales, scratch, tile_rows
@@ -26,8 +26,8 @@ _RULES = {"weights": "QC063", "scales": "QC065"}
 @dataclass(frozen=True, slots=True)
 class Order:
     """One fused tensor, or the split ones that would make it. `stored` are the folder's tensors,
-    `sizes` the segments' rows, `groups` what `who` says, `parts` the source's segments, `source_groups`
-    how it holds them itself."""
+    `sizes` the segments' rows, `groups` what `who` states, `parts` the source's segments,
+    `source_groups` the source's own groups."""
 
     segments: tuple[str, ...]
     stored: tuple[Matrix, ...]
@@ -51,25 +51,25 @@ class Order:
         hashes = 64 * sum(self.sizes)
         return hashes + max(scratch(matrix) for matrix in (*self.stored, *self.parts))
 
-    def run(self, room: Room) -> Iterator[Finding | OnlyRead]:
+    def run(self, folders: Folders) -> Iterator[Finding | OnlyRead]:
         import numpy as np
 
         codes = all(m.format == "fp8" for m in (*self.stored, *self.parts))
         ids: dict[bytes, int] = {}
-        found = np.concatenate([_row_ids(room.output, m, ids, codes) for m in self.stored])
-        parts = [_row_ids(room.source, m, ids, codes) for m in self.parts]
+        found = np.concatenate([_row_ids(folders.output, m, ids, codes) for m in self.stored])
+        parts = [_row_ids(folders.source, m, ids, codes) for m in self.parts]
         yield from self._judge("weights", found, parts, self._orders(self.sizes))
         blocks = self._blocks()
         if not codes or blocks is None:
             return
         step, sizes = blocks
         ids = {}
-        found = np.concatenate([_scale_ids(room.output, m, ids, step) for m in self.stored])
-        parts = [_scale_ids(room.source, m, ids, step) for m in self.parts]
+        found = np.concatenate([_scale_ids(folders.output, m, ids, step) for m in self.stored])
+        parts = [_scale_ids(folders.source, m, ids, step) for m in self.parts]
         yield from self._judge("scales", found, parts, self._orders(sizes))
 
     def _blocks(self) -> tuple[int, tuple[int, ...]] | None:
-        """Rows of a block and the segments' blocks, None where blocks do not move as rows do."""
+        """Rows of a block and the segments' blocks, None if blocks do not move as rows do."""
         grids = [m.form.grid for m in (*self.stored, *self.parts)]
         heights = {grid.block[0] for grid in grids if grid is not None}
         if len(heights) != 1:
@@ -81,7 +81,7 @@ class Order:
 
     def _orders(self, sizes: tuple[int, ...]) -> dict[str, list[int]]:
         """By name, the numbers of the segments' rows (counted one segment after the other) in the
-        order that a tensor would hold them. That which is said comes first."""
+        order that a tensor would hold them. The stated order comes first."""
         usual = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
         usual.sort(key=lambda groups: groups != self.groups)
         plain = list(range(sum(sizes)))
@@ -93,7 +93,7 @@ class Order:
             name = f"{order_name(groups, self.heads)}, with the segments in another order"
             orders.setdefault(name, [swapped[0][i] for i in _fused(plain, swapped[1], groups)])
         if self.source_groups > 1:
-            # The source's own rows, taken for contiguous ones, and fused (or left) so.
+            # The source's own rows, cut as if contiguous, and fused (or left) so.
             stored = _fused(plain, sizes, self.source_groups)
             for groups in usual:
                 again = [stored[i] for i in _fused(plain, sizes, groups)]
@@ -107,7 +107,7 @@ class Order:
     def _judge(
         self, what: str, found: Ids, parts: Sequence[Ids], orders: dict[str, list[int]]
     ) -> Iterator[Finding | OnlyRead]:
-        """Hold the rows against every order. A few rows that are in none are for QC060 to judge."""
+        """Compare the rows with every order. A few rows that match none are QC060's."""
         import numpy as np
 
         segments = np.concatenate(parts)
@@ -120,13 +120,13 @@ class Order:
             if what == "weights":
                 row = int(np.argmax(segments[orders[first]] != found))
                 message = (
-                    f"{name}: {is_said}; row {row} is the first that does not fit, and of all known "
-                    f"orders none has half of the rows where they are (best: {best}, "
+                    f"{name}: {is_said}; row {row} is the first that does not match, and no known "
+                    f"order has half of the rows in place (best: {best}, "
                     f"{scores[best]} of {found.size})"
                 )
                 yield Finding("QC064", "error", self.where, message)
             else:
-                message = f"the scales of {name} lie in no known order; {is_said}"
+                message = f"the scales of {name} are in no known order; {is_said}"
                 yield Finding("QC065", "error", self.where, message)
             return
         if scores[best] > scores[first]:
@@ -136,11 +136,11 @@ class Order:
             yield Finding(_RULES[what], "error", self.where, message)
             return
         alike = [n for n in orders if n != first and scores[n] == scores[first]]
-        # An order that moves no row (one key head) is the same order, not one that looks alike.
+        # An order that moves no row (one key head) is the same order, not a similar one.
         alike = [n for n in alike if orders[n] != orders[first]]
         if alike:
             yield OnlyRead(
-                f"{self.where}: {is_said}; its {what} are so alike that {alike[0]} would look the same"
+                f"{self.where}: {is_said}; its {what} are so similar that {alike[0]} would look the same"
             )
 
 
@@ -159,14 +159,14 @@ def _fused(rows_in: list[int], sizes: Sequence[int], groups: int) -> list[int]:
 
 
 def _swapped(sizes: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
-    """The rows with two segments of a kind in each other's place, k|q|v|z or a|b; and their sizes."""
+    """The rows with two segments of a kind exchanged, k|q|v|z or a|b; and their sizes."""
     first, second = sizes[0], sizes[1]
     order = [*range(first, first + second), *range(first), *range(first + second, sum(sizes))]
     return order, (second, first, *sizes[2:])
 
 
 def _row_ids(reader: Reads, matrix: Matrix, ids: dict[bytes, int], codes: bool) -> Ids:
-    """A number for each row, equal where rows are: of its codes, or else of its weights as bf16."""
+    """A number for each row, equal if rows are equal: of its codes, or of its weights as bf16."""
     import numpy as np
 
     found: list[int] = []
@@ -196,6 +196,6 @@ def _numbered(lines: Any, ids: dict[bytes, int]) -> list[int]:
 
 
 def order_name(groups: int, heads: int) -> str:
-    """What people call it."""
+    """The common name of an order."""
     kind = {1: "contiguous", heads: "interleaved"}.get(groups, "rank-major")
     return f"{kind}, G={groups}"

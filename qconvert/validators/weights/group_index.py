@@ -1,9 +1,9 @@
-"""Which group each column is of, where that is stored.
+"""The group of each column, if it is stored.
 
-QC090 a g_idx names a group that is none, or has groups of other sizes, or an order that is not stated.
+QC090 a g_idx names an invalid group, or has groups of unequal sizes, or an order that is not stated.
 
-GPTQ's g_idx and compressed-tensors' weight_g_idx: I32 [K]. Loaders go by them only where the config says
-desc_act (actorder: group), and kernels that sort columns by group take equal groups for granted.
+GPTQ's g_idx and compressed-tensors' weight_g_idx: I32 [K]. Loaders use them only if the config says
+desc_act (actorder: group), and kernels that sort columns by group assume equal groups.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from qconvert.core.graph import Source
 from qconvert.core.names import split_parameter
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
-from qconvert.validation.workers import Room
+from qconvert.validation.workers import Folders
 from qconvert.validators.reading.quantization import PackedInts, gptq_ints, ints_of
 
 RULES = (
     Rule(
         "QC090",
-        "groups of columns (g_idx) that are none, of unequal sizes, or in an order not stated",
-        "g_idx is another matrix's, counts from 1, or desc_act is false and columns were grouped by "
-        "importance. Loaders that do not look at it use each scale for other columns; some kernels "
+        "group indices (g_idx) are invalid, of unequal group sizes, or in an order not stated",
+        "g_idx is another matrix's, counts from 1, or desc_act is false although columns were grouped "
+        "by importance. Loaders that do not read it use each scale for other columns; some kernels "
         "read beyond the scales.",
-        "State desc_act: true (compressed-tensors: actorder: group) where columns have an order; "
-        "convert again where groups are broken.",
+        "State desc_act: true (compressed-tensors: actorder: group) if columns have an order; "
+        "convert again if groups are broken.",
     ),
 )
 
@@ -36,10 +36,10 @@ _A_FEW = 8
 
 @dataclass(frozen=True)
 class GroupIndex:
-    """A task a g_idx."""
+    """One task per g_idx."""
 
     name: str = "group_index"
-    proves: str = "columns are of the groups that the config leads to, where g_idx says of which"
+    proves: str = "columns are in the groups that the config gives, where g_idx states them"
     needs: frozenset[Need] = frozenset({"model", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
@@ -66,7 +66,7 @@ def _tasks(checkpoint: Checkpoint) -> Iterator[Groups]:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """One g_idx: groups of `width` columns, side by side unless `ordered`."""
+    """One g_idx: groups of `width` columns, adjacent unless `ordered`."""
 
     index: Source
     width: int
@@ -84,11 +84,11 @@ class Groups:
     def scratch(self) -> int:
         return 4 * self.nbytes
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         import numpy as np
 
         raw = np.empty(self.nbytes, np.uint8)
-        room.output.read(self.index, 0, raw.data)
+        folders.output.read(self.index, 0, raw.data)
         found = raw.view("<i4" if self.index.type.dtype == "I32" else "<i8")
         count = found.size // self.width
         outside = (found < 0) | (found >= count)
@@ -107,8 +107,8 @@ class Groups:
         if not self.ordered and not np.array_equal(found, plain):
             at = int(np.argmax(found != plain))
             message = (
-                f"column {at}: expected group {plain[at]}, for the config says that groups lie side by "
-                f"side, found {found[at]}"
+                f"column {at}: expected group {plain[at]}, because the config states adjacent groups, "
+                f"found {found[at]}"
             )
             yield Finding("QC090", "error", self.where, message)
 

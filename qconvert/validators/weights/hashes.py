@@ -13,15 +13,15 @@ from qconvert.checkpoint.receipt import digest
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.validation.findings import Finding, Rule, Skipped
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.headers.receipt import EDITED
 
 RULES = (
     Rule(
         "QC022",
-        "bytes are not those that were written",
+        "bytes differ from those that were written",
         "A disk or transfer changed them, or someone edited a file after the conversion.",
-        "Copy or download the named file again, or run the conversion again on a folder of its own.",
+        "Copy or download the named file again, or run the conversion again into its own folder.",
     ),
 )
 
@@ -42,7 +42,7 @@ class Hashes:
             yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
         shards = {shard.path.name: shard for shard in checkpoint.shards}
         for line in lines:
-            # Of a shard there is a hash of its header, and one of each tensor; a missing file is QC020.
+            # A shard has a hash of its header, and one of each tensor; a missing file is QC020.
             if "name" in line or line["file"] in EDITED:
                 continue
             there = checkpoint.there(line["file"]) is not None
@@ -91,7 +91,7 @@ class _Hashing:
     def take(self, at: int, data: memoryview) -> None:
         self._hash.update(data)
 
-    def end(self, room: Room) -> Iterator[Finding]:
+    def end(self, folders: Folders) -> Iterator[Finding]:
         if self._hash.hexdigest() != self._task.expected:
             yield _changed(self._task.rule, self._task.where)
 

@@ -1,5 +1,5 @@
-"""How far packed integers may be from the source's weights: where they are rounded to nearest, and where
-calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+"""How far packed integers may be from the source's weights: if they are rounded to nearest, and if
+calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 Rounding is compressed-tensors' (0.19, `calculate_qparams` and `_quantize`): scale = amax / half the
 range, or (max - min) / the range with 0 in it, rounded to the scale's dtype, a scale of 0 replaced by
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-# Half the smallest number above 0, and what takes the place of a scale that rounds to 0.
+# Half the smallest number above 0, and the value that replaces a scale that rounds to 0.
 _TINY = {"BF16": 2.0**-134, "F16": 2.0**-25, "F32": 2.0**-150}
 _EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
-_COARSER = 1 + 2.0**-7  # a scale rounded to bf16, and some
+_COARSER = 1 + 2.0**-7  # a scale rounded to bf16, with a margin
 _DIVIDED = 2.0**-22  # GPUs multiply by an inverse where CPUs divide: a float32's last bit, or two
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Some rows of a packed matrix: the source's weights `expected` and the folder's `found` [n, K],
-    steps (the scales' sizes) and zero points [n, groups], and the group of each column (None: side by
-    side; -1 for a column of none)."""
+    steps (the scales' sizes) and zero points [n, groups], and the group of each column (None: adjacent
+    groups; -1 for a column of none)."""
 
     form: Form
     expected: Floats
@@ -45,7 +45,7 @@ class Tile:
     groups: Numbers | None
 
     def over(self, values: Floats) -> Floats:
-        """[n, groups] over the columns they stand for, NaN for a column of no group."""
+        """[n, groups] spread over their columns, NaN for a column of no group."""
         import numpy as np
 
         if self.groups is None:
@@ -53,7 +53,7 @@ class Tile:
         return np.where(self.groups >= 0, values[:, self.groups], np.float32(np.nan))
 
     def cut(self, values: Floats) -> Floats | None:
-        """[n, K] as [n, groups, K / groups]; None where groups are not alike."""
+        """[n, K] as [n, groups, K / groups]; None if groups differ in size."""
         import numpy as np
 
         count = self.step.shape[1]
@@ -89,13 +89,13 @@ def nearest_fits(tile: Tile) -> Bools:
     elif symmetric:
         part = 2.0**-8  # the same two, each of the weight's own size
     elif dtype == "BF16":
-        # The zero point is rounded to a whole number, so the last code is up to half a step short of
-        # the largest weight. Beside that, each rounded to bf16: the range and the scale (2^-9 of the
+        # The zero point is rounded to an integer, so the last code is up to half a step short of
+        # the largest weight. In addition, each rounded to bf16: the range and the scale (2^-9 of the
         # range each), the smallest weight in steps (2^-9 of it), code and zero point (2^-9 of half
         # the range each).
         half += steps * 2.0**-8 + steps * 2.0**-9 + (steps + 1) * 2.0**-9
     else:
-        half += steps * 2.0**-10  # the scale alone is rounded
+        half += steps * 2.0**-10  # only the scale is rounded
     largest = np.finfo(np.float32).max
     step = tile.over(tile.step)
     with np.errstate(all="ignore"):
@@ -108,14 +108,14 @@ def nearest_fits(tile: Tile) -> Bools:
 
 
 def coarse(tile: Tile, first: int) -> str:
-    """What is wrong with a group's step: weights within half of it say little where it is larger than
-    the group's weights ask for. `first` is the tile's first row."""
+    """What is wrong with a group's step: weights within half a step prove little if the step is larger
+    than the group's weights need. `first` is the tile's first row."""
     import numpy as np
 
     steps, symmetric, dtype = _range(tile.form)
     cut = tile.cut(tile.expected)
     if cut is None:
-        return "its groups of columns are not alike in size"
+        return "its groups of columns differ in size"
     with np.errstate(all="ignore"):
         size = _span(cut, symmetric=symmetric)
         # Symmetric ones of other tools may have their largest weight at the largest code.
@@ -128,14 +128,14 @@ def coarse(tile: Tile, first: int) -> str:
     row, group = divmod(int(np.argmax(wrong)), wrong.shape[1])
     return (
         f"row {first + row}, {_columns(tile, group)}: expected a step of at most "
-        f"{most[row, group]:.6g}, as the largest weight there leads to, found "
+        f"{most[row, group]:.6g} for the largest weight there, found "
         f"{tile.step[row, group]:.6g}"
     )
 
 
 def _span(cut: Floats, *, symmetric: bool) -> Floats:
-    """What a group's range of codes has to hold, [n, groups]: the largest weight, or from the smallest
-    to the largest with 0 between them."""
+    """The range that a group's codes must cover, [n, groups]: the largest weight, or from the smallest
+    to the largest including 0."""
     import numpy as np
 
     found: Floats = np.abs(cut).max(axis=2)
@@ -150,18 +150,18 @@ def _columns(tile: Tile, group: int) -> str:
     return f"columns from {group * (tile.expected.shape[1] // tile.step.shape[1])}"
 
 
-# Of codes found by calibration: what a column loses by its rounding is made up for by those after it, so
-# a single weight may be a dozen steps off. What stays is the direction. Cosines with the source of rows,
+# For codes found by calibration: what a column loses by rounding is compensated by those after it, so
+# a single weight may be a dozen steps off. The direction is kept. Cosines with the source of rows,
 # and of groups of columns over all rows, were 0.69 or more (0.82 without AMX's searched steps) of what
-# rounding to nearest under the same scales gives, on heavy-tailed models, and those of another
-# expert's, another row's or another group's codes are near 0 for nearly all.
+# rounding to nearest under the same scales gives, on heavy-tailed models; for another
+# expert's, another row's or another group's codes they are near 0 for nearly all.
 _KEPT = 0.5
 
 
 class Kept:
-    """How much of the source's weights calibrated codes keep, a tile after another. Scales have to be
-    the source's groups' own, bit for bit; columns that are 0 in all rows of a tile were never
-    multiplied with anything, and are not judged."""
+    """How much of the source's weights calibrated codes keep, one tile after another. Scales must be
+    exactly those of the source's groups; columns that are 0 in all rows of a tile had no input in the
+    calibration, and are not judged."""
 
     def __init__(self) -> None:
         self._sums: Floats64 | None = None  # [5, columns]: see _products
@@ -169,7 +169,7 @@ class Kept:
         self._count = 0
 
     def add(self, tile: Tile, first: int) -> str:
-        """What is wrong with a tile's scales or rows, "" where nothing is. `first` is its first row."""
+        """What is wrong with a tile's scales or rows, "" if nothing. `first` is its first row."""
         wrong = _other_scale(tile, first)
         if wrong:
             return wrong
@@ -197,15 +197,15 @@ class Kept:
 
 
 def lost_row(expected: Floats, found: Floats, best: Floats) -> tuple[int, str] | None:
-    """The first row [n, K] of calibrated weights that has too little to do with the source's, and how
-    little; `best` is the source rounded to nearest under the same steps. Columns that are 0 in all
-    rows are not judged."""
+    """The first row [n, K] of calibrated weights that is hardly correlated with the source's, and
+    its correlation; `best` is the source rounded to nearest under the same steps. Columns that are 0 in
+    all rows are not judged."""
     expected, best = _alive(found, expected, best)
     return _lost(_products(expected, found, best, 1))
 
 
 def _alive(found: Floats, *parts: Floats) -> list[Floats]:
-    """These with 0 in columns where calibration left 0 alone."""
+    """These with 0 in columns where calibration left only 0."""
     import numpy as np
 
     dead = ~found.any(axis=0)
@@ -223,8 +223,8 @@ def _products(expected: Floats, found: Floats, best: Floats, axis: int) -> Float
 
 
 def _lost(sums: Floats64) -> tuple[int, str] | None:
-    """The first place whose found weights have too little to do with the source's, and how little.
-    Where rounding keeps nothing, nothing is asked."""
+    """The first place whose found weights are hardly correlated with the source's, and the correlation.
+    Places where rounding keeps nothing are not judged."""
     import numpy as np
 
     with np.errstate(all="ignore"):
@@ -235,8 +235,8 @@ def _lost(sums: Floats64) -> tuple[int, str] | None:
         return None
     at = int(np.argmax(wrong))
     return at, (
-        f"expected codes that calibration found for the source's weights, of a cosine of at least "
-        f"{_KEPT * usual[at]:.3g} with them, found {kept[at]:.3g}"
+        f"expected codes calibrated for the source's weights, with a cosine of at least "
+        f"{_KEPT * usual[at]:.3g}, found {kept[at]:.3g}"
     )
 
 
@@ -255,13 +255,13 @@ def _rounded(tile: Tile) -> Floats:
 
 
 def _other_scale(tile: Tile, first: int) -> str:
-    """A scale that is not the one its group's weights lead to, bit for bit."""
+    """A scale that is not exactly the one of its group's weights."""
     import numpy as np
 
     steps, symmetric, dtype = _range(tile.form)
     cut = tile.cut(as_bf16(np.ascontiguousarray(tile.expected)))
     if cut is None:
-        return "its groups of columns are not alike in size"
+        return "its groups of columns differ in size"
     with np.errstate(all="ignore"):
         size = _span(cut, symmetric=symmetric)
         if not symmetric and dtype == "BF16":
@@ -275,6 +275,6 @@ def _other_scale(tile: Tile, first: int) -> str:
         return ""
     row, group = divmod(int(np.argmax(bad)), bad.shape[1])
     return (
-        f"row {first + row}, {_columns(tile, group)}: expected a scale of {high[row, group]:.6g}, as "
-        f"the source's weights there lead to, found {tile.step[row, group]:.6g}"
+        f"row {first + row}, {_columns(tile, group)}: expected a scale of {high[row, group]:.6g} for "
+        f"the source's weights there, found {tile.step[row, group]:.6g}"
     )

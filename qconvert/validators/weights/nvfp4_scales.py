@@ -1,10 +1,10 @@
-"""The float32 scales of NVFP4 matrices: numbers above 0, of the convention that their names state.
+"""The float32 scales of NVFP4 matrices: numbers above 0, in the convention that their names state.
 
-QC100 an own scale or an input scale is not a finite number above 0.
-QC103 an own scale leads to weights beyond any model's: a divisor under a multiplier's name, or the
+QC100 a global scale or an input scale is not a finite number above 0.
+QC103 a global scale gives weights beyond any model's: a divisor under a multiplier's name, or the
       other way round.
 
-Whether those of gate and up, or of q, k and v, are one is QC069's.
+QC069 checks whether gate and up, or q, k and v, share one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from math import isfinite
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import Room
-from qconvert.validators.reading.nvfp4 import MOST, Own, Parts, all_parts, fault
+from qconvert.validation.workers import Folders
+from qconvert.validators.reading.nvfp4 import MOST, GlobalScale, Parts, all_parts, fault
 
 RULES = (
     Rule(
@@ -30,15 +30,15 @@ RULES = (
 )
 
 _ABSURD = 2.0**15  # no weight of a trained model is as large
-_BATCH = 256  # matrices a task
+_BATCH = 256  # matrices per task
 
 
 @dataclass(frozen=True)
 class Nvfp4Scales:
-    """Some bytes a matrix, but many of them."""
+    """Few bytes per matrix, but many matrices."""
 
     name: str = "nvfp4_scales"
-    proves: str = "own and input scales of NVFP4 matrices are numbers that can be meant"
+    proves: str = "global and input scales of NVFP4 matrices are plausible numbers"
     needs: frozenset[Need] = frozenset({"model", "data", "nvfp4"})
 
     def __call__(self, folder: Folder) -> Iterator[ReadScales]:
@@ -65,25 +65,29 @@ class ReadScales:
     def scratch(self) -> int:
         return 0
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         for parts in self.matrices:
             for scale in _scales(parts):
-                own = Own(scale, parts.dialect.divisor)
-                value = float(own.value(room.output))
+                global_scale = GlobalScale(scale, parts.dialect.divisor)
+                value = float(global_scale.value(folders.output))
                 if not (isfinite(value) and value > 0):
                     message = f"expected a finite number above 0, found {value:g}"
                     yield Finding("QC100", "error", scale.name, message)
-                elif scale is parts.own and MOST * own.unit(room.output) > _ABSURD:
+                elif (
+                    scale is parts.global_scale
+                    and MOST * global_scale.unit(folders.output) > _ABSURD
+                ):
                     other = "multiplier" if parts.dialect.divisor else "divisor"
                     message = (
-                        f"{value:.9g} leads to weights of up to {MOST * own.unit(room.output):.3g}; "
-                        f"as a {other}, which is the other dialect's, it would not"
+                        f"{value:.9g} gives weights of up to "
+                        f"{MOST * global_scale.unit(folders.output):.3g}; as a {other}, which is the "
+                        "other dialect's, it would not"
                     )
                     yield Finding("QC103", "error", scale.name, message)
 
 
 def _scales(parts: Parts) -> list[Source]:
-    return [scale for scale in (parts.own, parts.input) if scale is not None]
+    return [scale for scale in (parts.global_scale, parts.input) if scale is not None]
 
 
 VALIDATOR = Nvfp4Scales()

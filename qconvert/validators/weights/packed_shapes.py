@@ -1,9 +1,9 @@
-"""What packed weights say of their own shape.
+"""The shape that packed weights store about themselves.
 
 QC086 a weight_shape is not the shape of its packed weight.
 
 compressed-tensors (0.19, `pack_quantized`) stores a weight [N, K] as words [N, ceil(K * bits / 32)], and
-beside it `weight_shape`, two integers: N and K. Loaders unpack into what it says.
+with it `weight_shape`, two integers: N and K. Loaders unpack to that shape.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import Room
+from qconvert.validation.workers import Folders
 from qconvert.validators.reading.quantization import packed_ints
 
 RULES = (
     Rule(
         "QC086",
         "a weight_shape is not the shape of its packed weight",
-        "It was left from another matrix, written as [K, N], or never written. Loaders that unpack by "
-        "it cut the weight short or end in an error.",
+        "It is another matrix's, was written as [K, N], or was never written. Loaders that unpack by "
+        "it cut the weight short or fail.",
         "Write [N, K]: N the packed weight's rows, K its columns times the codes in a word.",
     ),
 )
@@ -34,7 +34,8 @@ _INTEGERS = {"I64": "<2q", "I32": "<2i"}
 
 @dataclass(frozen=True, slots=True)
 class ReadShape:
-    """Reads one shape of two integers. It fits if it says `rows` and from `fewest` to `most` columns."""
+    """Reads one shape of two integers. It fits if it states `rows` and from `fewest` to `most`
+    columns."""
 
     shape: Source
     rows: int
@@ -53,21 +54,21 @@ class ReadShape:
     def scratch(self) -> int:
         return 0
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         data = bytearray(self.nbytes)
-        room.output.read(self.shape, 0, memoryview(data))
+        folders.output.read(self.shape, 0, memoryview(data))
         rows, columns = struct.unpack(_INTEGERS[self.shape.type.dtype], data)
         if rows != self.rows or not self.fewest <= columns <= self.most:
-            message = f"expected [{self.rows}, {self.most}] as is packed, found [{rows}, {columns}]"
+            message = f"expected [{self.rows}, {self.most}] as packed, found [{rows}, {columns}]"
             yield Finding("QC086", "error", self.shape.name, message)
 
 
 @dataclass(frozen=True)
 class PackedShapes:
-    """A task a shape: 16 bytes."""
+    """One task per shape: 16 bytes."""
 
     name: str = "packed_shapes"
-    proves: str = "what is packed has the shape that is stored beside it"
+    proves: str = "packed weights have the shape that is stored with them"
     needs: frozenset[Need] = frozenset({"model", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[ReadShape]:
@@ -75,7 +76,7 @@ class PackedShapes:
 
 
 def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
-    """Of what is packed as the config says; headers that do not fit have rules of their own."""
+    """Weights packed as the config says; headers that do not fit have rules of their own."""
     for name, packed in checkpoint.items():
         stem, _, parameter = name.rpartition(".")
         shape = checkpoint.get(f"{stem}.weight_shape")
@@ -92,7 +93,7 @@ def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
         rows, most = packed.type.shape[0], packed.type.shape[1] * codes
         fewest = most - codes + 1
         scale = checkpoint.get(f"{stem}.weight_scale")
-        # Whole groups leave no doubt of the columns; else the last word may be part full.
+        # Whole groups determine the columns; otherwise the last word may be partly filled.
         if ints.group and scale is not None and most % ints.group == 0:
             fewest = most if scale.type.shape == (rows, most // ints.group) else fewest
         yield ReadShape(shape, rows, fewest, most)

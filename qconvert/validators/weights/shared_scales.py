@@ -2,9 +2,9 @@
 
 QC069 the global scales of a fused group differ.
 
-In two-level formats (NVFP4: block scales in FP8 under one global scale a tensor) the block scales are
-counted in units of the global one, and vLLM 0.33 and sglang 0.5.23 take the largest for all, or the
-first: the others' weights are wrong by the ratio. Of single-level FP8 runtimes requantize with the
+In two-level formats (NVFP4: block scales in FP8 under one global scale per tensor) the block scales are
+stored in units of the global one, and vLLM 0.33 and sglang 0.5.23 take the largest for all, or the
+first: the others' weights are wrong by the ratio. For single-level FP8, runtimes requantize with the
 largest, and for activations the largest is harmless, so those are warnings.
 """
 
@@ -19,7 +19,7 @@ from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind, joined_with
 from qconvert.validation.findings import Finding, Rule, Severity
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import Room
+from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.forms import Forms
 
@@ -27,7 +27,7 @@ RULES = (
     Rule(
         "QC069",
         "global scales of weights that are fused at load differ",
-        "gate and up (or q, k and v) were quantized one by one; each got a global scale of its own.",
+        "gate and up (or q, k and v) were quantized separately; each got its own global scale.",
         "Quantize again with one global scale for each fused group; recent llm-compressor and modelopt "
         "do so.",
     ),
@@ -35,7 +35,7 @@ RULES = (
 
 _TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
 _ACTIVATIONS = ("input_scale", "input_global_scale")
-_BATCH = 256  # groups a task
+_BATCH = 256  # groups per task
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SharedScales:
-    """Scalars only: few bytes, but many of them."""
+    """Only scalars: few bytes, but many of them."""
 
     name: str = "shared_scales"
     proves: str = "weights that are fused at load have one global scale, where they have any"
@@ -87,7 +87,7 @@ def _is_number(scale: Source) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Some groups, read one number after the other."""
+    """Some groups, read one scale after the other."""
 
     groups: tuple[Group, ...]
 
@@ -103,25 +103,25 @@ class Scalars:
     def scratch(self) -> int:
         return 0
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         for group in self.groups:
-            values = [_read(room, scale) for scale in group.scales]
+            values = [_read(folders, scale) for scale in group.scales]
             if len(set(values)) > 1:
                 spelled = ", ".join(
                     f"{split_parameter(scale.name)[0].rpartition('.')[2]} {value:.9g}"
                     for scale, value in zip(group.scales, values, strict=True)
                 )
-                message = f"expected one scale for what is fused at load, found {spelled}"
+                message = f"expected one scale for weights that are fused at load, found {spelled}"
                 if group.severity == "warning":
                     message += "; runtimes take the largest"
                 yield Finding("QC069", group.severity, group.scales[0].name, message)
 
 
-def _read(room: Room, scale: Source) -> float:
+def _read(folders: Folders, scale: Source) -> float:
     import numpy as np
 
     data = np.empty(scale.type.nbytes, np.uint8)
-    room.output.read(scale, 0, data.data)
+    folders.output.read(scale, 0, data.data)
     return float(scale_floats(data, scale.type.dtype)[0])
 
 

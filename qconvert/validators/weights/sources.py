@@ -1,4 +1,4 @@
-"""The source, read again, must be what was read when the output was made."""
+"""The source, read again, must equal what was read when the output was made."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RULES = (
     Rule(
         "QC033",
         "the source's bytes are not those the output was made from",
-        "The source changed after the conversion (another revision was fetched, a file was damaged), "
+        "The source changed after the conversion (another revision was downloaded, a file was damaged), "
         "in places that its headers do not show.",
-        "Fetch the source again and compare; if it is right now, convert again.",
+        "Download the source again and compare; if it is correct now, convert again.",
     ),
 )
 
@@ -37,10 +37,10 @@ class SourceHashes:
             for part in line.get("sources", ())
         }
         for (name, start, stop), (expected, made) in folder.some(list(ranges.items())):
-            # A tensor that is gone or smaller: QC031 and QC030 speak of it.
+            # QC031 and QC030 report a tensor that is gone or smaller.
             if name in source and stop <= source[name].type.nbytes:
                 yield HashTask(
-                    tensor=source[name], side="source", spans=((start, stop),), beside=made,
+                    tensor=source[name], side="source", spans=((start, stop),), grouped_with=made,
                     rule="QC033", expected=expected,
                 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Sums over a matrix, a part at a time, that say how far it is from the source's.
+"""Sums over a matrix, one part at a time, that measure how far it is from the source's.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery passes it by.
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sums:
     def measure(
         self, tensor: str, role: str, layer: int | None, expert: int | None, form: str
     ) -> Measure:
-        """What it comes to."""
+        """The resulting measure."""
         if self.difference == 0:
             rms = 0.0
         else:

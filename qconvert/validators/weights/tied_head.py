@@ -1,6 +1,6 @@
-"""A head that the config ties to the embeddings, and that is stored all the same.
+"""A head that the config ties to the embeddings, but that is stored all the same.
 
-QC025 a tied head is stored as well: the same bytes twice, or others.
+QC025 a tied head is also stored: the same bytes twice, or others.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import CHUNK, Room
+from qconvert.validation.workers import CHUNK, Folders
 
 RULES = (
     Rule(
         "QC025",
-        "a tied head is stored as well",
-        "A tool that saves every parameter wrote the shared matrix twice, which takes room; or it "
+        "a tied head is also stored",
+        "A tool that saves every parameter wrote the shared matrix twice, which takes space; or it "
         "changed one of the two, and which of them counts depends on the loader.",
-        "Leave the head out; where the two differ on purpose, set tie_word_embeddings to false.",
+        "Leave the head out; if the two differ on purpose, set tie_word_embeddings to false.",
     ),
 )
 
@@ -43,16 +43,16 @@ class CompareTied:
     def scratch(self) -> int:
         return 4 * CHUNK
 
-    def run(self, room: Room) -> Iterator[Finding]:
+    def run(self, folders: Folders) -> Iterator[Finding]:
         tied = self.embeddings.name
         ours, other = (memoryview(bytearray(CHUNK)) for _ in range(2))
         size = self.head.type.nbytes
         for at in range(0, size, CHUNK):
             ours, other = ours[: size - at], other[: size - at]
-            room.output.read(self.head, at, ours)
-            room.output.read(self.embeddings, at, other)
+            folders.output.read(self.head, at, ours)
+            folders.output.read(self.embeddings, at, other)
             if bytes(ours) != bytes(other):
-                message = f"tied to {tied!r} by the config, and other bytes are stored for it"
+                message = f"tied to {tied!r} by the config, but other bytes are stored for it"
                 yield Finding("QC025", "error", self.head.name, message)
                 return
         message = f"tied to {tied!r} by the config; the same bytes are stored twice"
@@ -61,10 +61,10 @@ class CompareTied:
 
 @dataclass(frozen=True)
 class TiedHead:
-    """Reads both matrices where both are stored."""
+    """Reads both matrices if both are stored."""
 
     name: str = "tied_head"
-    proves: str = "a tied head is not stored beside the embeddings"
+    proves: str = "a tied head is not stored in addition to the embeddings"
     needs: frozenset[Need] = frozenset({"model", "data"})
 
     def __call__(self, folder: Folder) -> Iterator[CompareTied]:

@@ -1,8 +1,8 @@
-"""Numbers that no trained model holds, told from the bits of every tensor.
+"""Numbers that no trained model contains, found in the bits of every tensor.
 
 QC066 NaN or infinity in a tensor of floats, NaN among FP8 codes.
 QC067 a whole matrix of weights is zero.
-QC068 a scale is NaN, infinite, negative, zero beside codes that are not, or absurdly large.
+QC068 a scale is NaN, infinite, negative, zero for codes that are not, or absurdly large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
-from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
 from qconvert.validators.reading.forms import Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
@@ -29,9 +29,9 @@ RULES = (
         "QC066",
         "a tensor holds NaN or infinity",
         "A broken download, a tensor written while it was being computed, an overflow in fp16, or "
-        "FP8 codes of another dialect (fnuz) read as E4M3. A warning for infinities where qconvert.json "
+        "FP8 codes of another dialect (fnuz) read as E4M3. A warning for infinities if qconvert.json "
         "says that dequant was allowed to write them.",
-        "Check the source for the same tensor; if it is sound there, convert again.",
+        "Check the source for the same tensor; if it is valid there, convert again.",
     ),
     Rule(
         "QC067",
@@ -41,9 +41,9 @@ RULES = (
     ),
     Rule(
         "QC068",
-        "a scale cannot be right",
-        "Exponents (E8M0 in U8) stored or multiplied as numbers, a scale and its inverse mixed up, a "
-        "broken file.",
+        "a scale is invalid",
+        "Exponents (E8M0 in U8) were stored or multiplied as numbers, a scale and its inverse were "
+        "mixed up, or a file is broken.",
         "Check the source's scale and its scale_fmt; convert again, or start from another release.",
     ),
 )
@@ -59,15 +59,15 @@ _BITS: Mapping[str, tuple[int, int, int]] = {
 }
 _A_FEW = 8  # at level sample: tensors of each kind
 _STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
-# No weight of a trained model is as large, and these are the largest codes.
+# No weight of a trained model is as large; and the largest codes.
 _ABSURD = 2.0**15
 _LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, **dict.fromkeys(FP4, 6.0)}
-_EXPONENTS = (64, 190)  # numbers that scales are when they are exponents: 2^-63 to 2^63
+_EXPONENTS = (64, 190)  # the range of scales that are exponents: 2^-63 to 2^63
 
 
 @dataclass(frozen=True)
 class Values:
-    """A task a tensor, and one more for the scales of a quantized matrix."""
+    """One task per tensor, and one more for the scales of a quantized matrix."""
 
     name: str = "values"
     proves: str = "no tensor holds NaN, infinity or an impossible scale"
@@ -83,15 +83,18 @@ class Values:
         allowed = _allows_infinity(checkpoint)
         for matrix in matrices(checkpoint).values():
             grid = matrix.form.grid
-            # Rows of a matrix that is stored turned lie all over it: of those, experts are told apart.
-            begin = 0 if matrix.form.turned else matrix.runs[0][0]
+            # Rows of a transposed matrix are spread over all of it: of those only experts are told
+            # apart.
+            begin = 0 if matrix.form.transposed else matrix.runs[0][0]
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
             codes = matrix.form.codes
             if codes is not None and codes.symmetric:
                 blanks[matrix.tensor] = _BLANK[codes.bits]
             if grid is not None:
                 graded.add(grid.scale.name)
-                graded |= set() if grid.own is None else {grid.own.scale.name}  # QC100
+                graded |= (
+                    set() if grid.global_scale is None else {grid.global_scale.scale.name}
+                )  # QC100
                 kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
         for name, source in checkpoint.items():
             place = checkpoint.census.places.get(name)
@@ -113,7 +116,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Watch):
-    """One tensor. `parts` matrices of equal size make it up; of each it is asked whether it is zero: of
+    """One tensor. `parts` matrices of equal size make it up; each is checked for being zero: for
     packed integers, whether each byte is `blank` (0: these are floats). `infinities` were written on
     purpose."""
 
@@ -133,7 +136,7 @@ class _Numbers:
         shape = task.tensor.type.shape
         self._task, self._fault = task, list[Finding]()
         self._meant: list[Finding] = []
-        # Of a tensor looked at in stretches it cannot be said that it is all zero.
+        # A tensor read only in ranges cannot be shown to be all zero.
         whole = task.spans is None and len(shape) > 1 and min(shape[-2:]) > 1
         self._zero = np.ones(task.parts, bool) if whole else np.zeros(0, bool)
 
@@ -161,7 +164,7 @@ class _Numbers:
             self._note(raw, at)
 
     def _note(self, data: Bytes, start: int) -> None:
-        """Which matrices some bytes show not to be zero, where any is."""
+        """Which matrices are shown by some bytes not to be zero, if any."""
         if self._task.parts == 1:
             self._zero[0] = False
             return
@@ -172,7 +175,7 @@ class _Numbers:
             if self._zero[number]:
                 self._zero[number] = not _differs(data[max(0, low) : high], blank)
 
-    def end(self, room: Room) -> Iterator[Finding]:
+    def end(self, folders: Folders) -> Iterator[Finding]:
         import numpy as np
 
         yield from self._fault or self._meant[:1]
@@ -203,18 +206,18 @@ def _allows_infinity(checkpoint: Checkpoint) -> bool:
 
 
 def _largest(data: Bytes, width: int, mask: int) -> int:
-    """The largest of some numbers' bits, their signs left out: of those without, and of those with one,
-    which are the largest of all where there are any."""
+    """The largest of some numbers' bits without signs: of positive ones, and of negative ones,
+    which are the largest of all if there are any."""
     return max(int(data.view(f"<i{width}").max()), int(data.view(f"<u{width}").max()) & mask)
 
 
 def _differs(data: Bytes, blank: int) -> bool:
-    """Whether any byte is another."""
+    """Whether any byte differs."""
     return bool((data[:_GLANCE] != blank).any() or (data[_GLANCE:] != blank).any())
 
 
 def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
-    """What to look at of a tensor of so many bytes at level sample; None: all of it."""
+    """What to check of a tensor of that many bytes at level sample; None: all of it."""
     count = -(-size // _STRETCH)
     if count <= _STRETCHES:
         return None
@@ -276,12 +279,12 @@ class _Scales:
             message = _large(values, number, kind.dtype)
             self._large.append(self._finding("warning", first + number, message))
 
-    def end(self, room: Room) -> Iterator[Finding]:
+    def end(self, folders: Folders) -> Iterator[Finding]:
         yield from self._large
         yield from self._fault
         for number in () if self._fault else self._zeros:
-            if self._has_codes(room, number):
-                message = "expected a scale above 0 beside codes that are not 0, found 0"
+            if self._has_codes(folders, number):
+                message = "expected a scale above 0 for codes that are not 0, found 0"
                 yield self._finding("error", number, message)
                 return
 
@@ -296,12 +299,12 @@ class _Scales:
     def _place(self, at: int) -> tuple[int, int]:
         """Row and column of a scale by its number."""
         grid = self._task.grid
-        if grid.turned:
+        if grid.transposed:
             column, row = divmod(at, grid.rows)
             return row, column
         return divmod(at, grid.columns)
 
-    def _has_codes(self, room: Room, at: int) -> bool:
+    def _has_codes(self, folders: Folders, at: int) -> bool:
         """Whether a scale's block holds any code but zero."""
         import numpy as np
 
@@ -313,11 +316,11 @@ class _Scales:
         step = max(1, CHUNK // max(1, form.row_nbytes))
         for start in range(row * high, stop, step):
             end = min(start + step, stop)
-            lines = row_bytes(room.output, stored, start, end).reshape(end - start, -1)
+            lines = row_bytes(folders.output, stored, start, end).reshape(end - start, -1)
             if form.codes is not None:
                 values = code_floats(lines.reshape(-1), form.codes.bits).reshape(len(lines), -1)
-                values -= zero_points(room.output, stored, start, end)[:, column : column + 1]
-                groups = group_of(room.output, form)
+                values -= zero_points(folders.output, stored, start, end)[:, column : column + 1]
+                groups = group_of(folders.output, form)
                 here = slice(column * wide, (column + 1) * wide)
                 if bool(values[:, here if groups is None else groups == column].any()):
                     return True
@@ -334,7 +337,7 @@ _LOOKED_AT = 64  # zero scales whose codes are read
 
 
 def _fault(values: Floats) -> tuple[int, str] | None:
-    """The first scale that is no number or below zero."""
+    """The first scale that is not a number or below zero."""
     import numpy as np
 
     wrong = ~((values >= 0) & (values < np.inf))
@@ -349,7 +352,7 @@ def _large(values: Floats, number: int, dtype: str) -> str:
     text = f"a scale of {values[number]:g} means weights far beyond any model's"
     whole = bool(((values == values.round()) & (values >= low) & (values <= high)).all())
     if whole and dtype not in ("U8", "F8_E8M0"):
-        return f"{text}; all are whole numbers, as exponents are (E8M0) that were stored as numbers"
+        return f"{text}; all are integers, like exponents (E8M0) that were stored as numbers"
     return text
 
 

@@ -1,12 +1,12 @@
-"""Every weight of the folder must be the source's, as far as its format can hold it.
+"""Every weight of the folder must be the source's, as exactly as its format can hold it.
 
-QC060 a weight is further from the source's than its format's rounding can bring it.
-QC061 the folder holds a tensor that the source does not lead to, or one of another shape.
+QC060 a weight is further from the source's than its format's rounding allows.
+QC061 the folder holds a tensor that the source does not have, or one of another shape.
 QC062 a tensor of the source is not in the folder, and nothing accounts for it.
 
-Each matrix is compared with the source's as its consumer computes with it, wherever the two lie: rows
-that were moved, experts that were stacked, scales that were merged make no difference. At level sample
-a few matrices of each kind are looked at, of the long ones a few stretches.
+Each matrix is compared with the source's as its consumer computes with it, wherever the two are stored:
+moved rows, stacked experts and merged scales make no difference. At level sample
+a few matrices of each kind are checked, and a few ranges of the long ones.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RULES = (
         "Rows or experts in another order, scales that did not move with their rows, a block size "
         "inferred from shapes, scaling in bf16, exponents multiplied as numbers, a tensor of another "
         "layer, or a folder made from another source.",
-        "Convert again from this source. If qconvert made the folder, the message and the command are "
-        "worth an issue; `qconvert diff` shows what else differs.",
+        "Convert again from this source. If qconvert made the folder, report the message and the "
+        "command; `qconvert diff` shows what else differs.",
     ),
     Rule(
         "QC061",
-        "a tensor has no counterpart in the source, or another shape than it",
+        "a tensor has no counterpart in the source, or another shape than its counterpart",
         "A tensor of another model, experts or layers more than the source has, or names that were "
         "changed by hand.",
         "Remove the tensor, or give the source it belongs to with --against.",
@@ -45,8 +45,8 @@ RULES = (
     Rule(
         "QC062",
         "a tensor of the source is not in the folder",
-        "A tool left it out, a draft (MTP) layer or a vision tower most often, or a head because the "
-        "config was set to tie it; there is no receipt or rule that would say so.",
+        "A tool left it out, most often a draft (MTP) layer or a vision tower, or a head because the "
+        "config was changed to tie it; no receipt or rule says so.",
         "Convert again with a tool that keeps it, or with one that states what it drops.",
     ),
 )
@@ -57,7 +57,7 @@ _MOST_MISSING = 20
 
 @dataclass(frozen=True)
 class Weights:
-    """Cuts the comparison into a task a matrix."""
+    """Cuts the comparison into one task per matrix."""
 
     name: str = "weights"
     proves: str = "every weight is the source's within its format's rounding"
@@ -84,7 +84,7 @@ class Weights:
                 unread.append((mine, hole))
                 continue
             if yours is None:
-                message = "is not in the source, nor made of what is"
+                message = "is not in the source, nor made from its tensors"
                 yield Finding("QC061", "error", mine.tensor, described(mine, message))
                 continue
             reason = _unlike(mine, yours)
@@ -125,25 +125,23 @@ def _is_full(folder: Folder) -> bool:
 def _missing(
     folder: Folder, ours: Mapping[Key, Matrix], theirs: Mapping[Key, Matrix]
 ) -> Iterator[Finding]:
-    """What the source has more. A receipt accounts for every byte (QC030), and a pipeline stage holds
-    a part; of others each tensor is asked for."""
+    """Tensors that only the source has. A receipt accounts for every byte (QC030), and a pipeline stage
+    holds a part; otherwise each tensor is required."""
     manifest = folder.checkpoint.manifest or {}
     if folder.receipt is not None or "stage" in manifest:
         return
     dropped = {name for names in manifest.get("dropped", {}).values() for name in names}
     assert folder.source is not None
-    # A head that is not the embeddings cannot be left out, whatever the folder's config says.
+    # A head that differs from the embeddings cannot be left out, whatever the folder's config says.
     tied = folder.checkpoint.census.dims.tied and folder.source.census.dims.tied
     gone: dict[str, str] = {}
-    moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 asks for all of theirs
+    moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 checks all of theirs
     for key, matrix in theirs.items():
         if matrix.tensor.startswith(moved):
             continue
         spare = tied and key[0] == "lm_head"
         if key not in ours and matrix.tensor not in dropped and not spare:
-            gone.setdefault(
-                matrix.tensor, described(matrix, "is missing here, and no rule drops it")
-            )
+            gone.setdefault(matrix.tensor, described(matrix, "is missing, and no rule drops it"))
     for name, message in list(gone.items())[:_MOST_MISSING]:
         yield Finding("QC062", "error", name, message)
     if len(gone) > _MOST_MISSING:
@@ -152,7 +150,8 @@ def _missing(
 
 
 def _whole(matrix: Matrix) -> tuple[int | None, str]:
-    """What a matrix is part of, where it may be one of several in a tensor that cannot be read."""
+    """The tensor that a matrix is part of, if it may be one of several in a tensor that cannot be
+    read."""
     name = matrix.tensor
     return matrix.layer, next((p for p in (".experts.", ".in_proj_") if p in name), name)
 
@@ -165,7 +164,7 @@ def _counterpart(folder: Folder, key: Key, theirs: Mapping[Key, Matrix]) -> Matr
 
 
 def _unlike(mine: Matrix, yours: Matrix) -> str:
-    """Why two matrices cannot be compared, "" where they can be."""
+    """Why two matrices cannot be compared, "" if they can be."""
     if (mine.format == RAW) != (yours.format == RAW):
         here, there = mine.form.weight.type, yours.form.weight.type
         return mine.note or yours.note or f"{here} against {there}"
@@ -175,8 +174,8 @@ def _unlike(mine: Matrix, yours: Matrix) -> str:
 
 
 def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
-    """A format that rounds to steps rounds anew only where a pass says it did, or where it came from
-    another."""
+    """A format that rounds to steps rounds again only if a pass says it did, or if it came from
+    another format."""
     if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
         return "rounded"
     packed = mine.form.codes is not None
@@ -188,10 +187,10 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     if mine.format == NVFP4:
         made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
         return "nearest" if made or yours.format != NVFP4 else "equal"
-    anew = packed and "w4a16" in {step.get("name") for step in manifest.get("passes", [])}
-    if anew and CALIBRATION in manifest and mine.key[0].startswith("experts."):
+    requantized = packed and "w4a16" in {step.get("name") for step in manifest.get("passes", [])}
+    if requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
         return "calibrated"
-    same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not anew
+    same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
     return "equal" if mine.format == yours.format and same else "nearest"
 
 

@@ -1,10 +1,10 @@
-"""Zero points as they are stored, against what the config says of them.
+"""Zero points as stored, against what the config states about them.
 
-QC087 zero points are not those that the config's symmetry and version lead to.
+QC087 zero points are not those of the config's symmetry and version.
 
-GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points beside symmetric weights too: the middle of the range,
-8 or 128, which its first version (`checkpoint_format: gptq`) stores less one. Exllama kernels compute
-with what is stored, Marlin's and KTransformers' take the middle for granted (read in sglang 0.5.23,
+GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points for symmetric weights too: the middle of the range,
+8 or 128, which its first version (`checkpoint_format: gptq`) stores minus one. Exllama kernels compute
+with the stored values, Marlin's and KTransformers' assume the middle (read in sglang 0.5.23,
 kt-kernel 0.7.2).
 """
 
@@ -17,18 +17,18 @@ from typing import ClassVar
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
-from qconvert.validation.workers import CHUNK, Room, Watch
+from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.reading.quantization import PackedInts, gptq_ints
 
 RULES = (
     Rule(
         "QC087",
-        "GPTQ's zero points are not those that the config leads to",
-        "checkpoint_format is of the other version (gptq stores zero points less one: 7 of symmetric "
-        "4-bit weights; gptq_v2 stores 8), or sym is true of asymmetric weights. Some kernels read "
-        "zero points and some do not, so the model is right in one runtime and babbles in another. "
-        "Asymmetric weights in the first version have no room for a zero point of 0, and readers "
-        "differ on what stands there.",
+        "GPTQ's zero points do not match the config",
+        "checkpoint_format is of the other version (gptq stores zero points minus one: 7 for symmetric "
+        "4-bit weights; gptq_v2 stores 8), or sym is true for asymmetric weights. Some kernels read "
+        "zero points and some do not, so the model is correct in one runtime and generates garbage in "
+        "another. Asymmetric weights in the first version cannot store a zero point of 0, and readers "
+        "interpret the stored value differently.",
         "State the version that the words have; convert asymmetric weights again with gptq-v2.",
     ),
 )
@@ -38,7 +38,7 @@ _A_FEW = 8
 
 @dataclass(frozen=True)
 class ZeroPoints:
-    """A task a tensor of zero points."""
+    """One task per tensor of zero points."""
 
     name: str = "zero_points"
     proves: str = (
@@ -70,7 +70,7 @@ def _tasks(
 
 @dataclass(frozen=True, kw_only=True)
 class Middles(Watch):
-    """Zero points of symmetric weights of `rows` rows: each has to be `middle`."""
+    """Zero points of symmetric weights of `rows` rows: each must be `middle`."""
 
     bits: int
     middle: int
@@ -95,7 +95,7 @@ class _Looking:
         words = np.frombuffer(data, "<u4")
         whole = sum(task.middle << (task.bits * i) for i in range(word))
         wrong = words != whole
-        if task.rows % word:  # of the last word in a line, what is beyond the rows counts nothing
+        if task.rows % word:  # in the last word of a line, values beyond the rows do not count
             ends = (at // 4 + np.arange(words.size)) % line == line - 1
             mask = np.uint32((1 << (task.bits * (task.rows % word))) - 1)
             wrong[ends] = (words[ends] & mask) != (np.uint32(whole) & mask)
@@ -112,7 +112,7 @@ class _Looking:
             f"{task.middle}, found {stored[number]}"
         )
 
-    def end(self, room: Room) -> Iterator[Finding]:
+    def end(self, folders: Folders) -> Iterator[Finding]:
         if self._fault:
             yield Finding("QC087", "error", self._task.where, self._fault)
 

@@ -1,1 +1,1 @@
-"""The kernels, each beside a reference in torch. Imported where they run."""
+"""The kernels, each with a reference in torch. Imported where they run."""

@@ -1,7 +1,7 @@
 """AMXINT4 and AMXINT8 tiles -> the float32 weights they mean, in a Triton kernel.
 
-The kernel asks of each weight which byte holds it; the reference goes the other way and asks of each
-byte (or half) which weight it holds. The order of bytes is that of kt-kernel 0.7.2: blocks of STEP
+The kernel computes for each weight which byte holds it; the reference goes the other way and computes
+for each byte (or half) which weight it holds. The byte order is that of kt-kernel 0.7.2: blocks of STEP
 rows, in them blocks of 3584 columns, in them tiles of 32 rows, in them steps of STEP columns, in them
 two halves of 16 rows, each 16 words x 16 rows x 4 bytes.
 """
@@ -19,10 +19,10 @@ from qconvert.core.dtypes import ceil_div
 from qconvert.validators.kernels.device import Case, bitwise
 from qconvert.validators.reading.amx import Method, tile_floats
 
-# Written out here, not taken from the format's module, whose constants are judged too.
+# Written out here, not taken from the format's module, whose constants are checked too.
 STEP: dict[str, int] = {"int4": 128, "int8": 64}
 K_BLOCK = 3584
-# Rows and columns a program works on. In the interpreter a program costs much, an element little.
+# Rows and columns a program works on. In the interpreter a program is expensive, an element cheap.
 _TILE = {"cuda": (32, 128), "cpu": (64, 1024)}
 
 
@@ -81,7 +81,7 @@ def unpacked(
     rows, step = scales.numel(), STEP[method]
     bits = 4 if method == "int4" else 8
     if rows % step or columns % step or packed.numel() * 8 != rows * columns * bits:
-        raise ValueError(f"{packed.numel()} bytes are no {method} matrix of {rows} x {columns}")
+        raise ValueError(f"{packed.numel()} bytes are not an {method} matrix of {rows} x {columns}")
     if out is None:
         out = torch.empty((rows, columns), dtype=torch.float32, device=packed.device)
     tall, wide = _TILE[packed.device.type]
@@ -154,8 +154,8 @@ _REAL = (
 
 
 def random_cases(device: str) -> Iterator[Case]:
-    """Any bytes with awkward scales, then weights quantized from gaussian and heavy-tailed ones, with
-    rows that stand out; K over one block of columns and over several, and a strided result."""
+    """Any bytes with extreme scales, then weights quantized from gaussian and heavy-tailed ones, with
+    outlier rows; K over one block of columns and over several, and a strided result."""
     generator = torch.Generator(device).manual_seed(0)
     methods: tuple[Method, ...] = ("int4", "int8")
     for method in methods:
@@ -175,8 +175,8 @@ def _far_apart(device: str, generator: torch.Generator) -> Case:
     """Rows of the result whose offsets do not fit 32 bits: some columns of a buffer of 9.8 GB."""
     rows, columns, stride = 3072, 128, 800_000
     packed, scales = drawn("int4", rows, columns, "student", generator)
-    room = torch.zeros(rows * stride, dtype=torch.float32, device=device).view(rows, stride)
-    found = unpacked("int4", packed, scales, columns, room[:, :columns])
+    spare = torch.zeros(rows * stride, dtype=torch.float32, device=device).view(rows, stride)
+    found = unpacked("int4", packed, scales, columns, spare[:, :columns])
     wanted = reference("int4", packed, scales, columns)
     return bitwise(f"rows {stride} elements apart, int4 {rows}x{columns}", found, wanted)
 
@@ -194,7 +194,7 @@ def _strided(method: Method, packed: torch.Tensor, scales: torch.Tensor) -> Case
 def drawn(
     method: Method, rows: int, columns: int, tails: str, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in the format, put there byte by byte from `positions`: packed uint8 and scales.
+    """A matrix in the format, built byte by byte from `positions`: packed uint8 and scales.
     `any bytes` are all codes, -8 and -128 too, with scales from zero and denormal to huge."""
     if tails == "any bytes":
         size = rows * columns * (4 if method == "int4" else 8) // 8

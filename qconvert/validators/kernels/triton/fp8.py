@@ -19,7 +19,7 @@ from qconvert.core.dtypes import ceil_div
 from qconvert.validators.kernels.device import Case, bitwise
 
 BF16_NAN = 0x7FC0
-# Rows and columns a program works on. In the interpreter a program costs much, an element little.
+# Rows and columns a program works on. In the interpreter a program is expensive, an element cheap.
 _TILE = {"cuda": (32, 128), "cpu": (32, 1024)}
 
 Block = tuple[int, int]
@@ -92,7 +92,7 @@ def dequant(codes: torch.Tensor, scales: torch.Tensor, block: Block) -> torch.Te
             f"{codes.dtype} {list(codes.shape)} and {list(scales.shape)}"
         )
     if codes.stride(-1) != 1 or scales.stride(-1) != 1:
-        raise ValueError("columns must lie side by side")
+        raise ValueError("columns must be adjacent in memory")
     kinds = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 1, torch.uint8: 2}
     kind = kinds[scales.dtype]
     out = torch.empty((prod(lead), rows, columns), dtype=torch.int16, device=codes.device)
@@ -112,7 +112,7 @@ def dequant(codes: torch.Tensor, scales: torch.Tensor, block: Block) -> torch.Te
 
 
 def values() -> list[float]:
-    """What each of the 256 codes means, by the definition."""
+    """The value of each of the 256 codes, by the definition."""
     found = []
     for code in range(256):
         sign = -1.0 if code & 128 else 1.0
@@ -158,7 +158,7 @@ _REAL = (
 
 
 def random_cases(device: str) -> Iterator[Case]:
-    """Every code with awkward scales; then gaussian and heavy-tailed weights with outlier channels,
+    """Every code with extreme scales; then gaussian and heavy-tailed weights with outlier channels,
     in every form of scales; ragged shapes, strided rows, stacks."""
     generator = torch.Generator(device).manual_seed(0)
     for kind in ("F32", "BF16", "F16", "E8M0"):
@@ -217,8 +217,8 @@ def _all_codes(kind: str, device: str) -> Case:
 def drawn(
     shape: tuple[int, ...], block: Block, kind: str, tails: str, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights as an FP8 release holds them: codes uint8 and scales, each block scaled so that its
-    largest weight is near 448. Channels that stand out are eight times the others; a few codes are
+    """Weights as in an FP8 release: codes uint8 and scales, each block scaled so that its
+    largest weight is near 448. Outlier channels are eight times the others; a few codes are
     NaN."""
     weight = torch.randn(shape, generator=generator, device=generator.device)
     if tails == "student":

@@ -1,7 +1,7 @@
-"""Linear-attention projections that were fused: a GEMM, and the kernel that takes its result apart.
+"""Fused linear-attention projections: a GEMM, and the kernel that splits its result.
 
 What runtimes do with a fused `in_proj_qkvz` and `in_proj_ba`: one GEMM each, then one kernel that
-splits, reorders and joins their columns into `mixed_qkv` (q | k | v, what the convolution takes), `z`,
+splits, reorders and joins their columns into `mixed_qkv` (q | k | v, the input of the convolution), `z`,
 `b` and `a`. Fused columns come in G groups (qconvert.core.row_order): G = 1 as Qwen3.5's class in sglang
 takes them, G = key heads as Qwen3-Next's checkpoints hold them (transformers 5.17,
 models/qwen3_next/modeling_qwen3_next.py, `fix_query_key_value_ordering`), any other too.
@@ -73,8 +73,8 @@ def _split_kernel(
     ROWS: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> None:
-    """Program (c, t): tokens t * ROWS and on; WIDTH columns, which no group's share of a segment cuts:
-    of mixed_qkv first, then of z. The last c moves b and a."""
+    """Program (c, t): tokens t * ROWS and on; WIDTH columns, within one group's share of a segment:
+    first of mixed_qkv, then of z. The last c moves b and a."""
     column = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     alive = (token < tokens)[:, None]
@@ -112,7 +112,7 @@ def _split_kernel(
 
 @dataclass(frozen=True)
 class Mixed:
-    """What attention takes: `qkv` [T, 2K + V], `z` [T, V], `b` and `a` [T, value heads], dense."""
+    """The inputs of attention: `qkv` [T, 2K + V], `z` [T, V], `b` and `a` [T, value heads], dense."""
 
     qkv: torch.Tensor
     z: torch.Tensor
@@ -195,8 +195,8 @@ def _project_kernel(
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, H] @ weight [N, H].T -> float32 [T, N]. An element depends on its token and its row
-    alone, not on the rows beside it."""
+    """x [T, H] @ weight [N, H].T -> float32 [T, N]. An element depends only on its token and its row,
+    not on neighbouring rows."""
     tokens, hidden = x.shape
     rows = weight.shape[0]
     made = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
@@ -255,13 +255,13 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _strided(values: torch.Tensor, padding: int) -> torch.Tensor:
-    """The same values, each row with room behind it that holds something else."""
+    """The same values, with padding after each row that holds other values."""
     if not padding:
         return values
     tokens, columns = values.shape
-    room = torch.full((tokens, columns + padding), 7, dtype=values.dtype, device=values.device)
-    room[:, :columns] = values
-    return room[:, :columns]
+    spare = torch.full((tokens, columns + padding), 7, dtype=values.dtype, device=values.device)
+    spare[:, :columns] = values
+    return spare[:, :columns]
 
 
 def random_cases(device: str) -> Iterator[Case]:
@@ -292,9 +292,9 @@ def random_cases(device: str) -> Iterator[Case]:
 def _far_apart(device: str) -> Case:
     """Rows whose offsets do not fit 32 bits: some columns of a buffer of 4.8 GB."""
     heads, tokens, stride = Heads(4, 12, 32, 32), 3000, 800_000
-    room = torch.zeros(tokens * stride, dtype=torch.bfloat16, device=device).view(tokens, stride)
+    spare = torch.zeros(tokens * stride, dtype=torch.bfloat16, device=device).view(tokens, stride)
     columns = sum(heads.segments)
-    mixed = room[:, : columns + 2 * heads.values]
+    mixed = spare[:, : columns + 2 * heads.values]
     mixed.copy_(torch.randn(tokens, mixed.shape[1], device=device))
     parts = mixed[:, :columns], mixed[:, columns:]
     found, wanted = split(*parts, heads, 4), split_reference(*parts, heads, 4)

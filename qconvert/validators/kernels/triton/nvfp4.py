@@ -1,10 +1,10 @@
 """NVFP4 -> BF16 in a Triton kernel, bit for bit bf16(fp32(code) * fp32(factor)), where a factor is a
-block scale times the matrix's own (modelopt) or divided by it (compressed-tensors), in float32.
+block scale times the global scale (modelopt) or divided by it (compressed-tensors), in float32.
 
 Codes are decoded and results rounded on integers, so that any GPU can run it, with FP4 and FP8 types or
 without. Formats: OCP MX v1.0, 5.3.3 (E2M1: bias 1, no NaN, no infinity), OCP OFP8 (E4M3: bias 7, no
 infinities, S.1111.111 is NaN); compressed-tensors 0.19, nvidia-modelopt 0.47. The kernel divides as IEEE
-says; Triton's own `/` is off by a bit on GPUs.
+requires; Triton's own `/` is off by a bit on GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qconvert.validators.kernels.device import Case, bitwise
 
 BLOCK = 16
 _NAN = 0x7FC0
-# Rows and columns a program works on. In the interpreter a program costs much, an element little.
+# Rows and columns a program works on. In the interpreter a program is expensive, an element cheap.
 _TILE = {"cuda": (16, 256), "cpu": (64, 1024)}
 
 
@@ -30,7 +30,7 @@ _TILE = {"cuda": (16, 256), "cpu": (64, 1024)}
 def _dequant(
     packed: tl.tensor,
     scales: tl.tensor,
-    owns: tl.tensor,
+    global_scales: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
@@ -45,7 +45,7 @@ def _dequant(
     WIDE: tl.constexpr,
 ) -> None:
     """A tile of one matrix. Strides are in elements; those of columns are 1. `packed` and `scales` are
-    uint8, `owns` float32, one a matrix, `out` int16 bits."""
+    uint8, `global_scales` float32, one per matrix, `out` int16 bits."""
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
@@ -69,8 +69,8 @@ def _dequant(
     block = tl.where(power == 0, rest.to(tl.float32) * 0.001953125, plain)
     block_bits = block.to(tl.int32, bitcast=True) | ((stored & 128) << 24)
     block = block_bits.to(tl.float32, bitcast=True)
-    own = tl.load(owns + matrix)
-    factor = tl.div_rn(block, own) if DIVIDES else block * own
+    global_scale = tl.load(global_scales + matrix)
+    factor = tl.div_rn(block, global_scale) if DIVIDES else block * global_scale
 
     product = value * factor
     bits = product.to(tl.uint32, bitcast=True)
@@ -82,26 +82,26 @@ def _dequant(
 
 
 def dequant(
-    packed: torch.Tensor, scales: torch.Tensor, own: torch.Tensor, *, divides: bool
+    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, *, divides: bool
 ) -> torch.Tensor:
-    """packed uint8 [..., N, K/2], scales uint8 (E4M3 codes) [..., N, K/16] and own float32 [...] -> bf16
-    bits, int16 [..., N, K], by the kernel; a NaN is 0x7FC0. Rows may be strided. Raises ValueError where
-    shapes or dtypes do not fit or a last dimension is strided."""
+    """packed uint8 [..., N, K/2], scales uint8 (E4M3 codes) [..., N, K/16] and global_scale float32
+    [...] -> bf16 bits, int16 [..., N, K], by the kernel; a NaN is 0x7FC0. Rows may be strided. Raises
+    ValueError where shapes or dtypes do not fit or a last dimension is strided."""
     *lead, rows, half = packed.shape
     columns = 2 * half
     wanted = (*lead, rows, columns // BLOCK)
-    kinds = packed.dtype, scales.dtype, own.dtype
+    kinds = packed.dtype, scales.dtype, global_scale.dtype
     if kinds != (torch.uint8, torch.uint8, torch.float32) or columns % BLOCK:
         raise ValueError(
             f"expected uint8, uint8, float32 and whole blocks, found {kinds}, {columns}"
         )
-    if tuple(scales.shape) != wanted or tuple(own.shape) != tuple(lead):
+    if tuple(scales.shape) != wanted or tuple(global_scale.shape) != tuple(lead):
         raise ValueError(
-            f"expected scales {list(wanted)} and own scales {list(lead)}, found "
-            f"{list(scales.shape)} and {list(own.shape)}"
+            f"expected scales {list(wanted)} and global scales {list(lead)}, found "
+            f"{list(scales.shape)} and {list(global_scale.shape)}"
         )
     if packed.stride(-1) != 1 or scales.stride(-1) != 1:
-        raise ValueError("columns must lie side by side")
+        raise ValueError("columns must be adjacent in memory")
     out = torch.empty((prod(lead), rows, columns), dtype=torch.int16, device=packed.device)
     flat = packed.reshape(-1, rows, half)
     factors = scales.reshape(-1, rows, columns // BLOCK)
@@ -110,7 +110,7 @@ def dequant(
     tiles = ceil_div(rows, tall), ceil_div(columns, wide), prod(lead)
     with np.errstate(all="ignore"):  # overflow to infinity is what fp32 arithmetic does
         _dequant[tiles](
-            flat, factors, own.reshape(-1).contiguous(), out, rows, columns, flat.stride(0),
+            flat, factors, global_scale.reshape(-1).contiguous(), out, rows, columns, flat.stride(0),
             flat.stride(1), factors.stride(0), factors.stride(1), out.stride(0), out.stride(1),
             DIVIDES=divides, TALL=tall, WIDE=wide,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def dequant(
 
 
 def block_values() -> list[float]:
-    """What each of the 256 E4M3 codes means, by the definition."""
+    """The value of each of the 256 E4M3 codes, by the definition."""
     found = []
     for code in range(256):
         exponent, mantissa = code >> 3 & 15, code & 7
@@ -129,14 +129,14 @@ def block_values() -> list[float]:
 
 
 def reference(
-    packed: torch.Tensor, scales: torch.Tensor, own: torch.Tensor, *, divides: bool
+    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, *, divides: bool
 ) -> torch.Tensor:
     """The same in torch: tables of 16 and 256 values, torch's own rounding to bf16."""
     sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     device = packed.device
     codes = torch.tensor([*sizes, *(-size for size in sizes)], device=device)
     blocks = torch.tensor(block_values(), dtype=torch.float32, device=device)[scales.int()]
-    each = own.reshape(*own.shape, 1, 1)
+    each = global_scale.reshape(*global_scale.shape, 1, 1)
     factor = blocks / each if divides else blocks * each
     pair = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
     product = codes[pair.int()] * factor.repeat_interleave(BLOCK, -1)
@@ -145,11 +145,16 @@ def reference(
 
 
 def compared(
-    name: str, packed: torch.Tensor, scales: torch.Tensor, own: torch.Tensor, *, divides: bool
+    name: str,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    divides: bool,
 ) -> Case:
     """Kernel and reference on the same weights."""
-    made = dequant(packed, scales, own, divides=divides)
-    return bitwise(name, made, reference(packed, scales, own, divides=divides))
+    made = dequant(packed, scales, global_scale, divides=divides)
+    return bitwise(name, made, reference(packed, scales, global_scale, divides=divides))
 
 
 # --- random weights ------------------------------------------------------------------------------
@@ -164,12 +169,12 @@ _NAMES = {True: "compressed-tensors", False: "modelopt"}
 
 
 def random_cases(device: str) -> Iterator[Case]:
-    """Every pair of codes under every block scale with awkward own scales; then heavy-tailed and
+    """Every pair of codes under every block scale with extreme global scales; then heavy-tailed and
     gaussian weights of both dialects; strided rows, stacks, far offsets."""
     generator = torch.Generator(device).manual_seed(0)
     for divides, dialect in _NAMES.items():
-        for own in (1.0, 0.37, 1536.0, 3.1e-5, 1e-38, 3e38, 2.0**-149):
-            yield _all_codes(own, device, divides=divides)
+        for global_scale in (1.0, 0.37, 1536.0, 3.1e-5, 1e-38, 3e38, 2.0**-149):
+            yield _all_codes(global_scale, device, divides=divides)
         for shape in _SMALL if device == "cpu" else _REAL:
             for tails in ("gaussian", "student"):
                 drawing = drawn(shape, tails, generator, divides=divides)
@@ -186,26 +191,26 @@ def random_cases(device: str) -> Iterator[Case]:
 def _far_apart(device: str, generator: torch.Generator) -> Case:
     """Rows whose offsets do not fit 32 bits: a few columns of a buffer of 2.4 GB."""
     rows, columns, stride = 3000, 512, 800_000
-    packed, scales, own = drawn((rows, columns), "student", generator, divides=False)
+    packed, scales, global_scale = drawn((rows, columns), "student", generator, divides=False)
     apart = torch.zeros(rows * stride, dtype=torch.uint8, device=device).view(rows, stride)
     apart[:, : columns // 2] = packed
     name = f"rows {stride} bytes apart, {rows}x{columns}"
-    return compared(name, apart[:, : columns // 2], scales, own, divides=False)
+    return compared(name, apart[:, : columns // 2], scales, global_scale, divides=False)
 
 
-def _all_codes(own: float, device: str, *, divides: bool) -> Case:
+def _all_codes(global_scale: float, device: str, *, divides: bool) -> Case:
     """A row for each of 256 block scales, NaN and signed ones too; in it all 256 pairs of codes."""
     packed = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(-1, 1).repeat(1, 512 // BLOCK)
-    name = f"all pairs of codes x 256 block scales, own {own:g}, {_NAMES[divides]}"
-    one = torch.tensor(own, dtype=torch.float32, device=device)
+    name = f"all pairs of codes x 256 block scales, global {global_scale:g}, {_NAMES[divides]}"
+    one = torch.tensor(global_scale, dtype=torch.float32, device=device)
     return compared(name, packed.to(device), scales.to(device), one, divides=divides)
 
 
 def drawn(
     shape: tuple[int, ...], tails: str, generator: torch.Generator, *, divides: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights as a release holds them: codes, block scales and own ones. Channels that stand out are
+    """Weights as in a release: codes, block scales and global ones. Outlier channels are
     eight times the others; a few block scales are NaN."""
     device = generator.device
     weight = torch.randn(shape, generator=generator, device=device) * 0.02
@@ -214,8 +219,8 @@ def drawn(
         weight = weight * (4 / square) ** 0.5  # Student's t, 4 degrees of freedom
     weight[..., :: max(2, shape[-1] // 16)] *= 8
     amax = weight.abs().amax((-2, -1)).clamp_min(2.0**-20)
-    own = 2688 / amax if divides else amax / 2688
-    unit = (1 / own if divides else own)[..., None, None]
+    global_scale = 2688 / amax if divides else amax / 2688
+    unit = (1 / global_scale if divides else global_scale)[..., None, None]
     blocks = weight.reshape(*shape[:-1], -1, BLOCK)
     stored = (blocks.abs().amax(-1) / 6 / unit).clamp(2.0**-9, 448).to(torch.float8_e4m3fn)
     sizes = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
@@ -225,4 +230,4 @@ def drawn(
     packed = pairs[..., 0] | pairs[..., 1] << 4
     scales = stored.view(torch.uint8)
     scales.view(-1)[:: max(7, scales.numel() // 5)] = 0x7F
-    return packed, scales, own.float()
+    return packed, scales, global_scale.float()

@@ -26,8 +26,8 @@ from qconvert.core.dtypes import ceil_div
 from qconvert.validators.kernels.device import Case
 from qconvert.validators.reading.decode import int4_floats
 
-# Tokens and rows a program works on, and columns at a time. In the interpreter a program costs much,
-# an element little.
+# Tokens and rows a program works on, and columns at a time. In the interpreter a program is expensive,
+# an element cheap.
 _TILE = {"cuda": (16, 64, 32), "cpu": (64, 256, 128)}
 
 
@@ -89,7 +89,7 @@ def product(
             f"{list(scales.shape)}"
         )
     if any(tensor.stride(-1) != 1 for tensor in (x, packed, scales)):
-        raise ValueError("columns must lie side by side")
+        raise ValueError("columns must be adjacent in memory")
     shift = scales.dtype == torch.bfloat16
     factors = scales.view(torch.int16) if shift else scales
     out = torch.empty((tokens, rows), dtype=torch.float32, device=x.device)
@@ -185,7 +185,7 @@ def _far_apart(device: str, generator: torch.Generator) -> Case:
 
 
 def tokens(count: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Activations as models have them, float32 [T, K]: gaussian, a few channels far above the
+    """Activations like those of models, float32 [T, K]: gaussian, a few channels far above the
     others."""
     x = torch.randn((count, columns), generator=generator, device=generator.device)
     x[:, :: max(2, columns // 8)] *= 20
