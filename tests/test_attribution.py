@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, copied, run_cli, write_json
+from kt_pair import kt
+from models import MODELS
 from safetensors.torch import load_file, save_file
-from test_kt import MODELS, kt
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample

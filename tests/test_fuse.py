@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import watched_reads
-from test_plan import checkpoint, published
+from header_checkpoints import checkpoint, published
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.ignore import true_lists

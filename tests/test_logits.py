@@ -302,7 +302,7 @@ def test_qc080_another_order_than_the_class_takes(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_quantized_experts_and_what_is_not_explained_by_that(family: str, tmp_path: Path) -> None:
     import test_w4a16_peer as peer
-    from test_kt import kt
+    from kt_pair import kt
 
     source = peer.saved(getattr(peer, family)(), tmp_path / "source")
     cpu, gpu, int4 = tmp_path / "cpu", tmp_path / "gpu", tmp_path / "int4"

@@ -18,8 +18,8 @@ from broken_repos import Bench
 from checkpoints import convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_moe import interleaved, shuffled
 from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
+from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.formats.nvfp4.config import group_config, hybrid_config, modelopt_config
