@@ -63,15 +63,15 @@ def test_half_an_expert_is_named() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
     name = "model.language_model.layers.7.mlp.experts.down_proj"
     whole = plan.tensors[name]
-    half = whole.rows(0, 100)
+    half = whole.rows(0, 1)
     with pytest.raises(PlanError, match=rf"'{name}', bytes from {half.type.nbytes} on, reaches no"):
         replace(plan, tensors={**plan.tensors, name: half}).check()
 
 
 def test_half_an_expert_dropped_by_a_rule_is_refused() -> None:
     plan = Plan.identity(published("qwen3-30b-a3b-fp8"))
-    rule = Drop(match="model.layers.3.mlp.experts.5.up_proj.*", why="to save space")
-    with pytest.raises(PlanError, match=r"experts\.5\.up_proj.*kept or dropped whole"):
+    rule = Drop(match="model.layers.3.mlp.experts.1.up_proj.*", why="to save space")
+    with pytest.raises(PlanError, match=r"experts\.1\.up_proj.*kept or dropped whole"):
         run_passes(plan, (rule,))
 
 
