@@ -20,7 +20,7 @@ _RUN = Path(__file__).parent.parent / "benchmarks" / "run.py"
 
 
 def cases() -> list[str]:
-    """The keys of its table, read from the source: to be imported it needs its own folder on the path."""
+    """The keys of its table, read from the source: an import needs its own folder on the path."""
     for node in ast.parse(_RUN.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_CASES":
             assert isinstance(node.value, ast.Dict)
