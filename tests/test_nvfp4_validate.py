@@ -202,6 +202,7 @@ def kernel(script: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.big
 def test_the_kernel_gives_what_its_reference_gives() -> None:
     found = kernel(
         "import json; from qconvert.validators.kernels.device import device; where = device();"
