@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kt_experts import layer_of, ours, run_kt
 from kt_machine import needs_avx512
-from kt_peer import layer_of, ours, run_kt
 
 from qconvert.core.errors import PlanError
 from qconvert.formats.amx.encode import Method, check_dims
