@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrate_models import FAMILIES, hf, saved
 from checkpoints import run_cli
 from compressed_peer import decompressed, parsed, tensors
+from hf_models import FAMILIES, hf, saved
 from kt_pair import kt
 from models import MODELS
 from safetensors.torch import save_file

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrate_models import qwen3_moe, saved
 from checkpoints import read_tensors, run_cli
 from compressed_peer import decompressed, parsed
+from hf_models import qwen3_moe, saved
 from models import deepseek_v3
 from models import qwen3_moe as small_qwen3_moe
 from ops_harness import buffer, run_op
