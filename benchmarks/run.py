@@ -213,7 +213,9 @@ def _copy(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     source, read = _made(work, _qwen3_5(options))
     contenders = [
         Contender("qconvert", _qconvert("run", "copy", str(source), str(work / "out"))),
-        Contender("cp, sync", ["sh", "-c", f"cp -r {source} {work / 'out'} && sync"]),
+        Contender(
+            "cp, sync", ["sh", "-c", 'cp -r "$0" "$1" && sync', str(source), str(work / "out")]
+        ),
     ]
     yield from _compare("copy", source, read, read, contenders, options.runs)
 

@@ -755,11 +755,11 @@ def _only_the_parts_are_listed(bench: Bench) -> Repo:
 
 def draft_int4(ignore: list[str]) -> Any:
     """DeepSeek's draft layer with bf16 attention, beside packed experts."""
-    import test_kt
+    import models
 
     from qconvert.core.dtypes import ceil_div
 
-    model = test_kt.deepseek_v3()
+    model = models.deepseek_v3()
     group = {
         "num_bits": 4,
         "type": "int",

@@ -25,7 +25,7 @@ from broken_repos import (
     sound,
 )
 from checkpoints import Tensor, edit_header, read_tensors, run_cli, write_shard
-from test_kt import deepseek_v3, qwen3_moe
+from models import deepseek_v3, qwen3_moe
 
 from qconvert.cli.demo_checkpoint import heavy_tailed
 

@@ -3,15 +3,21 @@ tensors as arrays, read and written without qconvert."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gdn_models
 import numpy as np
+import xxhash
 from checkpoints import Tensor, edit_json, read_shard, run_cli, unjudged, write_shard
 
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, Checkpoint
+from qconvert.run.reader import Reader
 from qconvert.validation.runner import Report, Request, validate_folder
+from qconvert.validators.reading.matrices import matrices
+from qconvert.validators.reading.rows import rows
 
 Array = np.ndarray[Any, Any]
 Made = Callable[[str], tuple[Path, Path]]
@@ -140,3 +146,35 @@ def halves(values: Array) -> Array:
     """float32 cut to bf16 bytes."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16
     return bits.astype("<u2").view(np.uint8)
+
+
+def unsealed(folder: Path) -> None:
+    """As version e869213 wrote receipt and manifest."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    del manifest["seal"]
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    *lines, _ = [json.loads(line) for line in (folder / RECEIPT).read_bytes().splitlines()]
+    for line in lines:
+        line.pop("header_xxh3", None)
+        if line["file"] == MANIFEST:
+            data = (folder / MANIFEST).read_bytes()
+            line |= {"nbytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest()}
+    texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
+    (folder / RECEIPT).write_text("".join(texts))
+
+
+def read_matrix(
+    folder: Path, tensor: str, role: str | None = None, expert: int | None = None
+) -> Array:
+    """A matrix as the validators read it, in pieces of three rows."""
+    checkpoint = Checkpoint.open(folder)
+    (matrix,) = (
+        m
+        for m in matrices(checkpoint).values()
+        if m.tensor == tensor and role in (None, m.role) and expert in (None, m.expert)
+    )
+    reader = Reader(checkpoint.shards)
+    stops = range(0, matrix.rows, 3)
+    parts = [rows(reader, matrix, at, min(at + 3, matrix.rows)) for at in stops]
+    reader.close()
+    return np.concatenate(parts)

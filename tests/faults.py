@@ -10,11 +10,12 @@ import os
 import random
 import shutil
 import signal
+import time
 import traceback
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -320,6 +321,30 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process: T stopped, Z dead and not waited for; "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait until processes have ended. One that stays hangs the test, which is its failure. One that
+    was stopped with its family before it could ask to die with its parent is let go on: it finds the
+    parent gone."""
+    while any(state_of(pid) not in ("Z", "") for pid in pids):
+        for pid in pids:
+            if state_of(pid) == "T":
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        time.sleep(0.005)
 
 
 # --- power ------------------------------------------------------------------------------------

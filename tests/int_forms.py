@@ -4,14 +4,19 @@ which shares no code with what it judges."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from ops_harness import buffer
 
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Bits, IntScheme
 from qconvert.formats.int_packed.encode import RoundToNearest
 from qconvert.formats.int_packed.packers import PackQuantized
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
@@ -65,3 +70,29 @@ def rtn(bits: Bits, group: int | None) -> RoundToNearest:
     """The op under test that rounds to compressed-tensors' symmetric form."""
     scheme = IntScheme(bits, group)
     return RoundToNearest(scheme, PackQuantized(scheme))
+
+
+def to_array(data: bytes, kind: TensorType) -> Array:
+    """A tensor's bytes as numbers; bf16 as float32."""
+    if kind.dtype == "BF16":
+        bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(kind.shape)
+    dtype = {"I32": np.int32, "F16": np.float16, "F32": np.float32}[kind.dtype]
+    return np.frombuffer(data, dtype).reshape(kind.shape)
+
+
+def bf16_bits(values: Array) -> Array:
+    """float32 -> bf16, to nearest, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> Buffer:
+    """Student-t rows with outlier channels, and rows of zeros and of one sign."""
+    random = np.random.default_rng(seed)
+    values = 0.01 * random.standard_t(3, (rows, columns))
+    values[:, ::37] *= 40
+    values[1 % rows] = 0
+    values[2 % rows] = np.abs(values[2 % rows])
+    bits = bf16_bits(values.astype(np.float32))
+    return buffer(TensorType("BF16", (rows, columns)), bits.tobytes())

@@ -30,7 +30,7 @@ import gdn_models
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, run_cli, tree
-from nvfp4_moe import numbers_only, nvfp4_moe
+from models import numbers_only, nvfp4_moe
 
 import qconvert
 from qconvert.validation import judgement

@@ -20,9 +20,9 @@ import xxhash
 from amx_rows import Bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kt_experts import layer_of, ours, run_kt
 from kt_machine import needs_avx512
 from ops_harness import buffer, run_op
-from test_amx_peer import layer_of, ours, run_kt
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
@@ -355,7 +355,7 @@ def test_every_largest_weight_there_is_as_kt_kernel_scales_it(
 # --- what kt-kernel wrote ---------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent / "golden" / "amx.json"
-# A case: method, numa, intermediate and hidden size, the seed of test_amx_peer.layer_of (gate is
+# A case: method, numa, intermediate and hidden size, the seed of kt_experts.layer_of (gate is
 # amx_rows.matrix of that seed, up of the next, down of the one after that), and xxh3-128 of the
 # matrices ("source") and of each shard's weight and scale ("kt"). To add one, leave these out.
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_bytes())

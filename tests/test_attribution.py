@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, copied, run_cli, write_json
+from kt_pair import kt
+from models import MODELS
 from safetensors.torch import load_file, save_file
-from test_kt import MODELS, kt
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
@@ -327,12 +328,12 @@ def test_the_memory_that_is_asked_for_is_enough(source: Path) -> None:
 )
 def test_a_block_is_what_transformers_computes(family: str, tmp_path: Path) -> None:
     """Routers, shares, shared experts and their gate, in float32."""
-    import test_w4a16_peer
+    import hf_models
     import transformers
 
     hf: Any = transformers
-    config = getattr(test_w4a16_peer, family)()
-    folder = test_w4a16_peer.saved(config, tmp_path / "source")
+    config = getattr(hf_models, family)()
+    folder = hf_models.saved(config, tmp_path / "source")
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     x = torch.randn(16, config.hidden_size, generator=torch.Generator().manual_seed(0))
     checkpoint = Checkpoint.open(folder)

@@ -13,7 +13,7 @@ import pytest
 from calibrated_plans import SYNTHETIC, MadeUp, amx_plan, made_up, shape_of
 from checkpoints import read_tensors
 from faults import differing, tree
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_reports import RULES, awkward, large, measure, sound
+from sample_reports import RULES, awkward, large, measure, sound
 
 from qconvert.validation.reports import as_html
 from qconvert.validation.runner import Report

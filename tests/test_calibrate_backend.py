@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from calibrated_plans import SYNTHETIC, MadeUp, amx_plan
 from checkpoints import run_cli
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
 from qconvert.calibrate.backend import GptqBackend, backend_for
 from qconvert.calibrate.devices import check_devices, kind_of

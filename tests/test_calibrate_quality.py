@@ -84,7 +84,14 @@ def to_nearest(folder: Path, keys: list[Key], scheme: IntScheme) -> dict[Key, to
     }
 
 
-@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    # One family in `make test`, all of them in `make check`.
+    [
+        pytest.param(make, id=make.__name__, marks=[] if make is qwen3_moe else pytest.mark.big)
+        for make in FAMILIES
+    ],
+)
 def test_it_beats_rounding_to_nearest_on_unseen_tokens(make: Make, tmp_path: Path) -> None:
     folder = saved(make(), tmp_path / "model")
     scheme = IntScheme(4, 64)
@@ -119,6 +126,7 @@ def amx_searched(weight: torch.Tensor, shards: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
+@pytest.mark.big
 def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     """Per-row four-bit codes, down's columns in two NUMA shards with a step each."""
     folder = saved(qwen3_moe(moe_intermediate_size=256), tmp_path / "model")
@@ -145,6 +153,7 @@ def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     assert found < 0.9 * other
 
 
+@pytest.mark.big
 def test_a_search_for_scales_pays_for_rows(tmp_path: Path) -> None:
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)

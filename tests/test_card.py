@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Mapping
@@ -88,23 +87,6 @@ FP8 = {"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}
 BF16 = {"model_type": "qwen3_moe"}
 
 
-def few_experts(model: headers.HeaderSet, most: int = 2) -> headers.HeaderSet:
-    """The model with so many experts: its plans are the same, and planned in no time."""
-    config = copy.deepcopy(model.config)
-    for level in (config, config.get("text_config", {})):
-        for key in ("num_experts", "n_routed_experts"):
-            if key in level:
-                level[key] = most
-    tensors = {}
-    for name, kind in model.tensors.items():
-        expert = re.search(r"\.experts\.(\d+)\.", name)
-        if expert is not None and int(expert[1]) >= most:
-            continue
-        stacked = ".experts." in name and expert is None
-        tensors[name] = replace(kind, shape=(most, *kind.shape[1:])) if stacked else kind
-    return headers.HeaderSet(config, tensors, 1)
-
-
 # --- Every recipe ---------------------------------------------------------------------------------
 
 
@@ -113,7 +95,7 @@ def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     """Without a warning from the client that reads it, and with the base model's name."""
     from huggingface_hub import ModelCard
 
-    model = few_experts(headers.load(_MODELS.get(recipe, "qwen3.5-35b-a3b")))
+    model = headers.few(_MODELS.get(recipe, "qwen3.5-35b-a3b"))
     headers.write_sparse(model, tmp_path, shards=1)
     readme = "---\nlicense: apache-2.0\nlanguage:\n- en\n---\n# The model\n"
     (tmp_path / "README.md").write_text(readme)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Model, run_cli
-from nvfp4_moe import nvfp4_moe
-from test_kt import qwen3_moe
+from models import nvfp4_moe, qwen3_moe
 
 
 def dense(kind: str) -> Model:

@@ -32,7 +32,6 @@ from checkpoints import (
 from qconvert import __version__
 from qconvert.cli.main import cli
 from qconvert.cli.progress import Bar
-from qconvert.core.names import parse
 
 HEAD = "lm_head.weight"
 
@@ -535,20 +534,11 @@ def test_diff_that_cannot_open_is_no_difference(source: Path, tmp_path: Path) ->
 # --- The plan on a screen ------------------------------------------------------------------------
 
 
-def _thinned(found: headers.HeaderSet, most: int = 64) -> headers.HeaderSet:
-    """A model of many experts with some of them: the same rows, in less time."""
-    key = next((k for k in ("num_experts", "n_routed_experts") if k in found.config), None)
-    if key is None or found.config[key] <= most:
-        return found
-    kept = {name: kind for name, kind in found.tensors.items() if (parse(name).expert or 0) < most}
-    return headers.HeaderSet({**found.config, key: most}, kept, found.shards)
-
-
 @pytest.mark.parametrize("model", headers.names())
 def test_a_plan_fits_a_screen(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / model).mkdir()
-    found = _thinned(headers.load(model))
+    found = headers.few(model)
     headers.write_sparse(found, tmp_path / model)
     fp8 = any(kind.dtype == "F8_E4M3" for kind in found.tensors.values())
     recipe = "dequant-fp8" if fp8 else "copy"

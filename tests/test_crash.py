@@ -12,14 +12,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import faults
 import pytest
-from faults import Counting, Killing, Tree, convert, differing, in_child, tree
+from faults import (
+    Counting,
+    Killing,
+    Tree,
+    children,
+    convert,
+    differing,
+    in_child,
+    state_of,
+    tree,
+    wait_until_gone,
+)
 
 from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, WORK_DIR, Checkpoint
 from qconvert.core.dtypes import TensorType
@@ -411,10 +421,6 @@ def _cli(source: Path, out: Path) -> subprocess.Popen[str]:
     )
 
 
-def _children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-
-
 def _lines(out: Path) -> list[str]:
     """What the journal says so far, one word a line."""
     try:
@@ -424,14 +430,6 @@ def _lines(out: Path) -> list[str]:
     whole = data[: data.rfind(b"\n") + 1]
     records = [json.loads(line[17:]) for line in whole.splitlines()]
     return [next(iter(record)) if i else "header" for i, record in enumerate(records)]
-
-
-def _state(pid: int) -> str:
-    """The kernel's letter for a process: T stopped, Z dead and not waited for; "" where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _caught(
@@ -446,7 +444,7 @@ def _caught(
             time.sleep(0.0005)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGSTOP)
-            while (state := _state(process.pid)) not in ("T", "Z", ""):
+            while (state := state_of(process.pid)) not in ("T", "Z", ""):
                 if state == "D":
                     # It waits for a worker it has just forked to become another program, which
                     # stopped it never would: let both go on a little.
@@ -454,27 +452,15 @@ def _caught(
                     time.sleep(0.0005)
                     os.killpg(process.pid, signal.SIGSTOP)
                 time.sleep(0.0005)
-        workers = _children(process.pid) if _state(process.pid) == "T" else []
-        if _state(process.pid) == "T" and wanted() and len(workers) in counts:
+        workers = children(process.pid) if state_of(process.pid) == "T" else []
+        if state_of(process.pid) == "T" and wanted() and len(workers) in counts:
             return process, workers
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        _gone(workers)
+        wait_until_gone(workers)
         shutil.rmtree(out, ignore_errors=True)
     raise AssertionError("the command was never caught at that moment")
-
-
-def _gone(pids: list[int]) -> None:
-    """Wait until processes have ended. One that stays hangs the test, which is its failure. One that
-    was stopped with its family before it could ask to die with its parent is let go on: it finds the
-    parent gone."""
-    while any(_state(pid) not in ("Z", "") for pid in pids):
-        for pid in pids:
-            if _state(pid) == "T":
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-        time.sleep(0.005)
 
 
 def _finish(large: Path, out: Path, wanted: Tree) -> None:
@@ -499,7 +485,7 @@ def test_killed_command_goes_on(
     process, workers = _caught(large, out, lambda: MOMENTS[moment](out))
     process.kill()
     process.wait()
-    _gone(workers)
+    wait_until_gone(workers)
     faults.check_visible(out, large_wanted)
     _finish(large, out, large_wanted)
 
@@ -521,7 +507,7 @@ def test_interrupted_command_says_so_and_goes_on(
     assert process.returncode == 130
     assert "finished work is kept" in told.strip().splitlines()[-1]
     assert "Traceback" not in told
-    _gone(workers)
+    wait_until_gone(workers)
     assert not faults.check_visible(out, large_wanted)
     _finish(large, out, large_wanted)
 
@@ -537,7 +523,7 @@ def test_killed_worker_is_named_and_the_command_goes_on(
     assert process.returncode == 1
     assert f"worker process {victim} was killed by signal 9" in told
     assert "Traceback" not in told
-    _gone([victim, other])
+    wait_until_gone([victim, other])
     assert not faults.check_visible(out, large_wanted)
     _finish(large, out, large_wanted)
 

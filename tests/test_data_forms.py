@@ -12,34 +12,16 @@ import gdn_models
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, bf16_moe, copied, run_cli, write_json
-from data_folders import OURS, floats, halves, home, lines, rules, store, validated
+from data_folders import OURS, floats, halves, home, lines, read_matrix, rules, store, validated
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
-from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.run.reader import Reader
 from qconvert.validation.workers import CHUNK
-from qconvert.validators.reading.matrices import matrices, segment_runs
-from qconvert.validators.reading.rows import rows
+from qconvert.validators.reading.matrices import segment_runs
 
 Array = np.ndarray[Any, Any]
 Q = "model.layers.0.self_attn.q_proj"
-
-
-def read(folder: Path, tensor: str, role: str | None = None, expert: int | None = None) -> Array:
-    """A matrix as the validators read it, in pieces of three rows."""
-    checkpoint = Checkpoint.open(folder)
-    (matrix,) = (
-        m
-        for m in matrices(checkpoint).values()
-        if m.tensor == tensor and role in (None, m.role) and expert in (None, m.expert)
-    )
-    reader = Reader(checkpoint.shards)
-    stops = range(0, matrix.rows, 3)
-    parts = [rows(reader, matrix, at, min(at + 3, matrix.rows)) for at in stops]
-    reader.close()
-    return np.concatenate(parts)
 
 
 # --- Scales ---------------------------------------------------------------------------------------
@@ -103,7 +85,7 @@ def test_fp8_with_any_scale(
     how = {**block, **({"scale_fmt": "ue8m0"} if dtype == "U8" else {})}
     name = "weight_scale_inv" if form == "block" else "weight_scale"
     folder = one_fp8(tmp_path_factory.mktemp("fp8"), codes, Tensor(dtype, grid, data), name, how)
-    found = read(folder, f"{Q}.weight")
+    found = read_matrix(folder, f"{Q}.weight")
     for row in range(height):
         for column in range(width):
             at = {
@@ -131,7 +113,7 @@ def test_wherever_a_config_states_its_blocks(block: dict[str, Any], tmp_path: Pa
     held = Tensor("F32", (2, 2), scale.tobytes())
     folder = one_fp8(tmp_path, codes, held, "weight_scale", block)
     spread = scale.repeat(4, 0).repeat(4, 1)
-    assert np.array_equal(read(folder, f"{Q}.weight"), e4m3(codes) * spread)
+    assert np.array_equal(read_matrix(folder, f"{Q}.weight"), e4m3(codes) * spread)
 
 
 def test_a_form_nobody_knows_is_compared_as_bytes(tmp_path: Path) -> None:
@@ -189,7 +171,7 @@ def test_packed_int4_first_code_lowest(tmp_path: Path) -> None:
     block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
     config = {"model_type": "toy", "quantization_config": block}
     folder = Model(config, tensors).write(tmp_path, 1)
-    assert read(folder, f"{Q}.weight_packed").tolist() == [
+    assert read_matrix(folder, f"{Q}.weight_packed").tolist() == [
         [-3.5, -2.5, -2, -1.5, -1, -0.5, 0, 3.5] + [0] * 8,
         [-1, -2, -3, -4, -5, -6, -7, -8] + [28] * 8,
     ]
@@ -216,7 +198,7 @@ def test_stacks_that_hold_columns_first(turned: bool, tmp_path: Path) -> None:
         for role, values in wanted.items():
             name = f"{at}.{'down_proj' if role == 'down_proj' else 'gate_up_proj'}"
             cut = floats(halves(values.ravel())).reshape(values.shape)
-            assert np.array_equal(read(folder, name, role, expert), cut)
+            assert np.array_equal(read_matrix(folder, name, role, expert), cut)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))

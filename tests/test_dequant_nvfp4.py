@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
-from nvfp4_moe import numbers_only, nvfp4_moe
+from models import numbers_only, nvfp4_moe
 from test_kt import MODELS, decoded
 
 from qconvert.checkpoint.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import Result, fp8_moe, run_cli, tree
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
 from qconvert.run.files import Files
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import watched_reads
-from test_plan import checkpoint, published
+from header_checkpoints import checkpoint, published
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.ignore import true_lists
@@ -249,7 +249,7 @@ def test_different_per_tensor_scales_are_refused(tmp_path: Path) -> None:
 def test_experts_unstack_and_stack() -> None:
     start = Plan.identity(published("qwen3.5-35b-a3b"))
     apart = run_passes(start, (Unstack(),))
-    name = "model.language_model.layers.3.mlp.experts.255.up_proj.weight"
+    name = "model.language_model.layers.3.mlp.experts.2.up_proj.weight"
     assert apart.tensors[name].type == TensorType("BF16", (512, 2048))
     assert apart.log[0].matched == apart.log[0].expected == 80
     again = run_passes(apart, (Stack(),))
@@ -262,9 +262,9 @@ def test_fp8_experts_stack_with_their_scales_and_dequantize() -> None:
     start = Plan.identity(published("qwen3.5-35b-a3b-fp8"))
     stacked = run_passes(start, (Stack(),))
     at = "model.language_model.layers.0.mlp.experts"
-    assert stacked.tensors[f"{at}.gate_up_proj"].type == TensorType("F8_E4M3", (256, 1024, 2048))
+    assert stacked.tensors[f"{at}.gate_up_proj"].type == TensorType("F8_E4M3", (3, 1024, 2048))
     scale = stacked.tensors[f"{at}.gate_up_proj_scale_inv"]
-    assert scale.type.shape == (256, 8, 16)
+    assert scale.type.shape == (3, 8, 16)
     run_passes(stacked, (Dequant(),))
     assert run_passes(stacked, (Unstack(),)).tensors == start.tensors
 
@@ -289,7 +289,7 @@ def test_unstack_refuses_what_it_cannot_know() -> None:
     refused(Plan.identity(published("qwen3.5-0.8b")), Unstack(), "no experts")
     base = published("qwen3.5-35b-a3b")
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-    turned = replace(base[name], type=TensorType("BF16", (256, 2048, 1024)))
+    turned = replace(base[name], type=TensorType("BF16", (3, 2048, 1024)))
     plan = Plan.identity(replace(base, sources={**base.sources, name: turned}))
     refused(plan, Unstack(), r"stacks are \[E, 2I, H\] with H = 2048")
 

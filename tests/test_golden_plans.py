@@ -1,6 +1,6 @@
 """What `qconvert plan` prints for published models, as text files: a change of plan shows as a diff.
 
-QCONVERT_UPDATE_PLANS=1 pytest tests/test_golden_plans.py writes them anew.
+QCONVERT_UPDATE_PLANS=1 pytest -m '' tests/test_golden_plans.py writes them anew.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import headers
 import pytest
+from headers import HeaderSet
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.plan_report import Rates, plan_lines
@@ -38,14 +39,25 @@ _CASES = [
 ]
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(("model", "recipe"), _CASES)
 def test_plan(model: str, recipe: str, tmp_path: Path) -> None:
-    headers.write_sparse(headers.load(model), tmp_path)
-    plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), load_recipe(recipe).passes)
+    """As published: up to 92,000 tensors."""
+    is_golden(headers.load(model), model, recipe, tmp_path)
+
+
+@pytest.mark.parametrize(("model", "recipe"), _CASES)
+def test_plan_of_few_experts(model: str, recipe: str, tmp_path: Path) -> None:
+    found = headers.few(model)
+    named = model if found is headers.load(model) else f"{model}-few"
+    is_golden(found, named, recipe, tmp_path)
+
+
+def is_golden(found: HeaderSet, model: str, recipe: str, folder: Path) -> None:
+    headers.write_sparse(found, folder)
+    plan = run_passes(Plan.identity(Checkpoint.open(folder)), load_recipe(recipe).passes)
     ready = prepare(plan, Options(memory=1 << 30, jobs=2))
-    text = (
-        "\n".join(plan_lines(ready, None, Rates(None, None))).replace(str(tmp_path), model) + "\n"
-    )
+    text = "\n".join(plan_lines(ready, None, Rates(None, None))).replace(str(folder), model) + "\n"
     golden = _FOLDER / f"{model}.{recipe}.txt"
     if os.environ.get("QCONVERT_UPDATE_PLANS"):
         golden.write_text(text, encoding="utf-8")

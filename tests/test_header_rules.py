@@ -16,7 +16,6 @@ import gdn_models
 import headers
 import pytest
 from checkpoints import bf16_moe, edit_json, fp8_moe, run_cli, tensor, without
-from headers import HeaderSet
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.family import vision_config
@@ -43,36 +42,15 @@ from qconvert.validators.reading.quantization import (
     targets,
 )
 
-MANY = 10_000  # tensors; of larger models, some experts stand for all
 MODULES = (
     structure, projections, counts, shapes, quantization_config, manifest_claims, side_files,
 )  # fmt: skip
 HEAD = "lm_head.weight"
 
 
-def some_experts(found: HeaderSet, most: int = 3) -> HeaderSet:
-    """The same model with few experts: config, routers and names agree."""
-    if len(found.tensors) < MANY:
-        return found
-    config = json.loads(json.dumps(found.config))
-    text = config.get("text_config", config)
-    key = next(k for k in ("n_routed_experts", "num_experts") if k in text)
-    count, text[key] = text[key], most
-    tensors = {}
-    for name, kind in found.tensors.items():
-        if (parse(name).expert or 0) >= most:
-            continue
-        if ".mlp.gate." in name:
-            assert kind.shape[0] == count
-            kind = TensorType(kind.dtype, (most, *kind.shape[1:]))
-        tensors[name] = kind
-    return HeaderSet(config, tensors, 3)
-
-
 def written(model: str, folder: Path) -> Path:
     """A published model with the files that its repo has beside what `headers` writes."""
-    found = some_experts(headers.load(model))
-    headers.write_sparse(found, folder)
+    headers.write_sparse(headers.few(model), folder)
     for file in ("preprocessor_config.json", "configuration_deepseek.py", "modeling_deepseek.py"):
         (folder / file).write_text("{}\n")
     return folder

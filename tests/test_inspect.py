@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import Model, edit_json, fp8_moe, run_cli, tensor
 from gdn_models import model as gdn_model
-from nvfp4_moe import nvfp4_moe
-from test_kt import qwen3_moe
+from models import nvfp4_moe, qwen3_moe
 
 from qconvert.cli.made_by import made_lines
 

@@ -3,14 +3,14 @@ words taken apart one field at a time; that rounding is llm-compressor's: test_w
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import int_forms
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int_forms import rtn
+from int_forms import Array, bf16_bits, rtn, to_array, weight
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
@@ -25,33 +25,6 @@ from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Recode, RowOp
 
 LIMITS = (None, 1, 4_000, 1 << 20)
-Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
-
-
-def to_array(data: bytes, kind: TensorType) -> Array:
-    """A tensor's bytes as numbers; bf16 as float32."""
-    if kind.dtype == "BF16":
-        bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(kind.shape)
-    dtype = {"I32": np.int32, "F16": np.float16, "F32": np.float32}[kind.dtype]
-    return np.frombuffer(data, dtype).reshape(kind.shape)
-
-
-def bf16_bits(values: Array) -> Array:
-    """float32 -> bf16, to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def weight(rows: int, columns: int, seed: int = 0) -> Buffer:
-    """Student-t rows with outlier channels, and rows of zeros and of one sign."""
-    random = np.random.default_rng(seed)
-    values = 0.01 * random.standard_t(3, (rows, columns))
-    values[:, ::37] *= 40
-    values[1 % rows] = 0
-    values[2 % rows] = np.abs(values[2 % rows])
-    bits = bf16_bits(values.astype(np.float32))
-    return buffer(TensorType("BF16", (rows, columns)), bits.tobytes())
 
 
 def packed_parts(kind: Packer, codes: Codes, rows: int, columns: int) -> dict[str, Buffer]:

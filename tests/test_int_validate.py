@@ -10,11 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, bf16_moe, copied, read_tensors, run_cli
-from data_folders import floats, halves, home, store, validated
+from data_folders import floats, halves, home, read_matrix, store, validated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int_forms import from_compressed_tensors, from_gptq, packed
-from test_data_forms import read
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Measure
@@ -104,7 +103,7 @@ def test_compressed_tensors_in_any_form(
     stated = weights(bits, group, symmetric, "group" if ordered else None)
     folder = model(tensors, block(**stated), tmp_path_factory.mktemp("ct"))
     wanted = from_compressed_tensors(parts, bits, columns)
-    assert np.array_equal(read(folder, f"{M}.weight_packed"), wanted)
+    assert np.array_equal(read_matrix(folder, f"{M}.weight_packed"), wanted)
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +144,7 @@ def test_gptq_in_any_form(
         "sym": False, "checkpoint_format": {1: "gptq", 2: "gptq_v2"}[version],
     }  # fmt: skip
     folder = model(tensors | {"scales": scale}, quantization, tmp_path_factory.mktemp("gptq"))
-    assert np.array_equal(read(folder, f"{M}.qweight"), from_gptq(parts, bits, version))
+    assert np.array_equal(read_matrix(folder, f"{M}.qweight"), from_gptq(parts, bits, version))
 
 
 def test_gptq_by_hand(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_gptq_by_hand(tmp_path: Path) -> None:
         "g_idx": Tensor("I32", (8,), bytes(32)),
     }
     stated = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False}
-    found = read(model(tensors, stated, tmp_path), f"{M}.qweight")
+    found = read_matrix(model(tensors, stated, tmp_path), f"{M}.qweight")
     assert found.tolist() == [[-1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2]] + 7 * [8 * [0.0]]
 
 
@@ -168,7 +167,7 @@ def test_columns_of_no_group_are_no_numbers(tmp_path: Path) -> None:
     codes, scale = np.full((2, 16), 9), numbers("F32", np.ones((2, 2)))[0]
     order = Tensor("I32", (16,), np.array(7 * [0] + [2] + 7 * [1] + [-1], "<i4").tobytes())
     tensors = {"weight_packed": words(codes, 4), "weight_scale": scale, "weight_g_idx": order}
-    found = read(
+    found = read_matrix(
         model(tensors, block(**weights(4, 8, True, "group")), tmp_path), f"{M}.weight_packed"
     )
     assert np.isnan(found).tolist() == 2 * [7 * [False] + [True] + 7 * [False] + [True]]

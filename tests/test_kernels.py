@@ -11,16 +11,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import amx_rows
 import numpy as np
 import pytest
+import short_kernels
 from checkpoints import Model, Tensor, convert, copied, fp8_moe, read_shard, run_cli, tensor
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -52,6 +51,7 @@ def ours(task: str, *words: str) -> Any:
 # --- random weights ------------------------------------------------------------------------------
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(("kernel", "cases"), [("fp8", 30), ("amx", 30), ("w4a16", 90)])
 def test_kernel_and_reference_agree(kernel: str, cases: int) -> None:
     matrix = Path(__file__).with_name("kernel_matrix.py")
@@ -219,6 +219,7 @@ def compiled(cache: str) -> tuple[list[str], str]:
         return found, str(reason)
 
 
+@pytest.mark.big
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """For Ampere, which has no FP8; no product is computed in TF32. The process has then imported
     Triton without telling it to interpret, and there it cannot any more."""
@@ -346,11 +347,7 @@ def runs(folder: str) -> dict[str, Any]:
     from qconvert.validators.kernels.device import Case, device
 
     device()
-    from qconvert.validators.kernels.triton import amx, fp8, gdn, w4a16
-
-    modules: tuple[ModuleType, ...] = (amx, fp8, gdn, w4a16)
-    for module in modules:
-        _shorten(module)
+    short_kernels.shorten()
 
     def said(report: Report) -> dict[str, Any]:
         return {
@@ -366,15 +363,10 @@ def runs(folder: str) -> dict[str, Any]:
         report = validate_folder(Path(folder, out), source, request=request)
         found[_key(out, against, level, layers)] = said(report)
     found["alone"] = said(validate_kernels())
-    for module in modules:
+    for module in short_kernels.modules():
         module.random_cases = lambda device: iter([Case("a case", 3.0, 0.0)])  # type: ignore[attr-defined]
     found["nothing fits"] = said(validate_kernels())
     return found
-
-
-def _shorten(module: ModuleType) -> None:
-    whole: Callable[[str], Iterator[Any]] = module.random_cases
-    module.random_cases = lambda device: islice(whole(device), 1)  # type: ignore[attr-defined]
 
 
 def _key(out: str, against: str | None, level: str, layers: tuple[int, ...] | None) -> str:

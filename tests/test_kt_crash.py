@@ -17,9 +17,19 @@ from pathlib import Path
 import faults
 import pytest
 from calibrated_plans import MadeUp, amx_plan
-from faults import Counting, Killing, PowerCut, PowerFiles, Tree, differing, in_child, tree
-from test_crash import _children, _gone
-from test_kt import qwen3_moe
+from faults import (
+    Counting,
+    Killing,
+    PowerCut,
+    PowerFiles,
+    Tree,
+    children,
+    differing,
+    in_child,
+    tree,
+    wait_until_gone,
+)
+from models import qwen3_moe
 
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
 from qconvert.core.errors import OutputError
@@ -403,10 +413,10 @@ def _killed_after(words: Sequence[str | Path], seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         # Stopped first, so that no worker is begun that nobody waits for: it would hold the lock.
         os.killpg(process.pid, signal.SIGSTOP)
-        workers = _children(process.pid)
+        workers = children(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        _gone(workers)
+        wait_until_gone(workers)
         return True
     assert process.returncode == 0
     return False

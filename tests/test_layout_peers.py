@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import run_cli
+from layout_models import families, hf, make, saved, text_settings
 from safetensors.torch import load_file, save_file
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import heavy_tailed, write_sample
+from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.passes.experts import Stack
 from qconvert.passes.fuse import Fuse, Unfuse
 from qconvert.plan.plan import Pass, Plan, run_passes
@@ -24,61 +23,7 @@ from qconvert.run.prepare import Options
 
 pytestmark = pytest.mark.peer
 
-# Its config and auto classes are typed for humans, not for mypy.
-hf: Any = transformers
-
 Tensors = dict[str, torch.Tensor]
-
-
-def text_settings(r: int) -> dict[str, Any]:
-    """A period of linear and full attention; r value heads a key head."""
-    return {
-        "vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2 * r, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "max_position_embeddings": 128,
-    }  # fmt: skip
-
-
-MOE = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-}  # fmt: skip
-
-
-def make(kind: str, r: int) -> Any:
-    """A transformers config: Qwen3.5 dense or MoE, text-only or multi-modal, or Qwen3-Next."""
-    text = text_settings(r)
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 128, "num_position_embeddings": 16,
-    }  # fmt: skip
-    if kind == "dense":
-        return hf.Qwen3_5TextConfig(**text, intermediate_size=160)
-    if kind == "moe":
-        return hf.Qwen3_5MoeTextConfig(**text, **MOE)
-    if kind == "moe-vl":
-        return hf.Qwen3_5MoeConfig(text_config={**text, **MOE}, vision_config=vision)
-    return hf.Qwen3NextConfig(**text, **MOE, intermediate_size=160)
-
-
-def saved(config: Any, folder: Path) -> Path:
-    """A model of a config with heavy-tailed weights, saved as transformers saves it."""
-    torch.manual_seed(0)
-    kind = (
-        hf.AutoModelForImageTextToText
-        if hasattr(config, "vision_config")
-        else hf.AutoModelForCausalLM
-    )
-    model = kind.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            parameter.data.copy_(heavy_tailed(tuple(parameter.shape), generator))
-        else:
-            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return folder
 
 
 def logits(folder: Path, *, vision: bool = False) -> torch.Tensor:
@@ -202,34 +147,20 @@ def test_sglangs_loader_takes_the_contiguous_order_at_every_tp(
 
 # ---- pipeline stages
 
-
-def families() -> dict[str, Any]:
-    """A small model of every family transformers has a class for."""
-    deepseek = hf.DeepseekV3Config(
-        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
-    )  # fmt: skip
-    qwen3_moe = hf.Qwen3MoeConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    tied = hf.Qwen3_5TextConfig(**text_settings(2), intermediate_size=96, tie_word_embeddings=True)
-    return {
-        "deepseek_v3": deepseek, "qwen3_moe": qwen3_moe, "qwen3_5 dense": make("dense", 2),
-        "qwen3_5 moe": make("moe", 2), "qwen3_5 vl": make("moe-vl", 2), "qwen3_5 tied": tied,
-        "qwen3_next": make("next", 2),
-    }  # fmt: skip
+# Named here, because configs take seconds to make, and only these tests need them.
+FAMILIES = (
+    "deepseek_v3", "qwen3_5 dense", "qwen3_5 moe", "qwen3_5 tied", "qwen3_5 vl", "qwen3_moe",
+    "qwen3_next",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("runtime", ["sglang", "vllm"])
 @pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_split_and_join_is_byte_identical(
     family: str, copy: bool, runtime: str, tmp_path: Path
 ) -> None:
+    assert tuple(sorted(families())) == FAMILIES
     source = saved(families()[family], tmp_path / "source")
     (source / "tokenizer.json").write_text('{"version": "1.0"}')
     stages, out = tmp_path / "stages", tmp_path / "out"

@@ -255,7 +255,7 @@ SOUND = [
 @pytest.mark.peer
 @pytest.mark.parametrize(("kind", "passes"), SOUND)
 def test_lossless_conversions_are_equal(kind: str, passes: str, tmp_path: Path) -> None:
-    from test_layout_peers import make, saved
+    from layout_models import make, saved
 
     source = saved(make(kind, 3), tmp_path / "source")
     out = converted(source, tmp_path / "out", passes)
@@ -282,7 +282,7 @@ def test_dequantized_and_joined_are_equal(sample: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["moe", "next"])
 def test_qc080_another_order_than_the_class_takes(kind: str, tmp_path: Path) -> None:
     """Interleaved rows that claim to be contiguous; contiguous ones where the class interleaves."""
-    from test_layout_peers import make, saved
+    from layout_models import make, saved
 
     source = saved(make(kind, 3), tmp_path / "source")
     out = converted(
@@ -301,8 +301,8 @@ def test_qc080_another_order_than_the_class_takes(kind: str, tmp_path: Path) -> 
 @pytest.mark.peer
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_quantized_experts_and_what_is_not_explained_by_that(family: str, tmp_path: Path) -> None:
-    import test_w4a16_peer as peer
-    from test_kt import kt
+    import hf_models as peer
+    from kt_pair import kt
 
     source = peer.saved(getattr(peer, family)(), tmp_path / "source")
     cpu, gpu, int4 = tmp_path / "cpu", tmp_path / "gpu", tmp_path / "int4"
@@ -338,7 +338,7 @@ def test_quantized_experts_and_what_is_not_explained_by_that(family: str, tmp_pa
 
 @pytest.mark.peer
 def test_the_first_layers_alone_are_looked_at(tmp_path: Path) -> None:
-    from test_layout_peers import families, saved
+    from layout_models import families, saved
 
     source = saved(families()["qwen3_moe"], tmp_path / "source")
 
@@ -357,7 +357,7 @@ def test_the_first_layers_alone_are_looked_at(tmp_path: Path) -> None:
 @pytest.mark.peer
 def test_qc080_one_flipped_sign_that_logits_do_not_show(tmp_path: Path) -> None:
     """Of a lossless conversion, weights must be equal: an embedding of a token that is not asked for."""
-    from test_layout_peers import families, saved
+    from layout_models import families, saved
 
     source = saved(families()["qwen3_moe"], tmp_path / "source")
 
@@ -373,7 +373,7 @@ def test_qc080_one_flipped_sign_that_logits_do_not_show(tmp_path: Path) -> None:
 
 @pytest.mark.peer
 def test_qc081_names_and_shapes_that_are_not_the_class_s(tmp_path: Path) -> None:
-    from test_layout_peers import families, saved
+    from layout_models import families, saved
 
     source = saved(families()["qwen3_moe"], tmp_path / "source")
     gone, more = "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_bias.weight"
@@ -397,7 +397,7 @@ def test_qc081_names_and_shapes_that_are_not_the_class_s(tmp_path: Path) -> None
 def test_kimi_is_run_as_deepseek_and_no_class_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_layout_peers import families, saved
+    from layout_models import families, saved
 
     source = saved(families()["deepseek_v3"], tmp_path / "source")
     edit_json(source / "config.json", lambda config: config.update(model_type="kimi_k2"))
@@ -410,7 +410,7 @@ def test_kimi_is_run_as_deepseek_and_no_class_is_said(
 
 @pytest.mark.peer
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_layout_peers import families, saved
+    from layout_models import families, saved
 
     source = saved(families()["qwen3_moe"], tmp_path / "source")
     room = tmp_path / "room"

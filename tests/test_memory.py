@@ -76,6 +76,7 @@ print(len(plan.checkpoint), status("RssAnon") - imported, status("VmHWM"), "torc
 """
 
 
+@pytest.mark.big
 def test_planning_a_huge_model_is_cheap(deepseek: Path) -> None:
     count, growth, peak, torch_imported = _python(_PLAN, deepseek).split()
     assert int(count) == len(headers.load("deepseek-v3").tensors)
@@ -111,13 +112,13 @@ def _with_layers(layers: int) -> HeaderSet:
 def test_planning_is_linear_in_tensors(tmp_path: Path) -> None:
     """Counted in calls, not seconds. Quadratic work would take four times the calls."""
     counts = {}
-    for layers in (24, 48):
+    for layers in (6, 12):
         folder = tmp_path / str(layers)
         folder.mkdir()
         headers.write_sparse(_with_layers(layers), folder)
         counts[layers] = _calls(folder)
-    (few, cost_few), (many, cost_many) = counts[24], counts[48]
-    assert few > 18_000
+    (few, cost_few), (many, cost_many) = counts[6], counts[12]
+    assert few > 4_000
     assert 1.9 < many / few < 2.1
     assert cost_many < 2.5 * cost_few
     assert cost_many > 10 * many  # calls were counted at all

@@ -12,8 +12,8 @@ import headers
 import numpy as np
 import pytest
 from checkpoints import Model, Result, Tensor, read_tensors, run_cli, without, write_shard
+from models import MODELS, bf16, decoded, deepseek_v3, qwen3_moe
 from ops_harness import buffer, run_op
-from test_kt import MODELS, bf16, decoded, deepseek_v3, qwen3_moe
 
 from qconvert.calibrate.settings import LayerStats
 from qconvert.calibrate.stats import begin, save_layer

@@ -18,8 +18,8 @@ from broken_repos import Bench
 from checkpoints import convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_moe import interleaved, shuffled
 from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
+from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.formats.nvfp4.config import group_config, hybrid_config, modelopt_config
@@ -202,6 +202,7 @@ def kernel(script: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.big
 def test_the_kernel_gives_what_its_reference_gives() -> None:
     found = kernel(
         "import json; from qconvert.validators.kernels.device import device; where = device();"

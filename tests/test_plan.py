@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import headers
 import pytest
+from header_checkpoints import ANY, checkpoint, published
 
-from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source, Value, concat
@@ -20,30 +17,6 @@ from qconvert.passes.dequant import STALE_RULE, Dequant
 from qconvert.passes.drop import Drop
 from qconvert.plan.plan import LogEntry, Plan, nodes, run_passes
 from qconvert.plan.units import Compute, Copy, units
-
-ANY = "some model nobody has described"
-
-
-def checkpoint(
-    tensors: Mapping[str, TensorType], config: Mapping[str, Any] | None = None, **more: Any
-) -> Checkpoint:
-    """A checkpoint that exists only as headers, in one shard."""
-    sources, at = {}, 4096
-    for name, kind in tensors.items():
-        sources[name] = Source(name, kind, 0, at)
-        at += kind.nbytes
-    shard = Shard(Path("model.safetensors"), at, 0)
-    known = {"model_type": ANY} if config is None else dict(config)
-    return Checkpoint(
-        Path("nowhere"), (shard,), sources, known, b"{}", (), (), "0" * 64, False, {}, **more
-    )
-
-
-@cache
-def published(model: str) -> Checkpoint:
-    """A published model's headers; cached, and never changed."""
-    found = headers.load(model)
-    return checkpoint(found.tensors, found.config)
 
 
 def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
@@ -90,15 +63,15 @@ def test_half_an_expert_is_named() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
     name = "model.language_model.layers.7.mlp.experts.down_proj"
     whole = plan.tensors[name]
-    half = whole.rows(0, 100)
+    half = whole.rows(0, 1)
     with pytest.raises(PlanError, match=rf"'{name}', bytes from {half.type.nbytes} on, reaches no"):
         replace(plan, tensors={**plan.tensors, name: half}).check()
 
 
 def test_half_an_expert_dropped_by_a_rule_is_refused() -> None:
     plan = Plan.identity(published("qwen3-30b-a3b-fp8"))
-    rule = Drop(match="model.layers.3.mlp.experts.5.up_proj.*", why="to save space")
-    with pytest.raises(PlanError, match=r"experts\.5\.up_proj.*kept or dropped whole"):
+    rule = Drop(match="model.layers.3.mlp.experts.1.up_proj.*", why="to save space")
+    with pytest.raises(PlanError, match=r"experts\.1\.up_proj.*kept or dropped whole"):
         run_passes(plan, (rule,))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from html.parser import HTMLParser
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -18,11 +17,12 @@ from xml.etree import ElementTree as ET
 import click
 import pytest
 import yaml
+from sample_reports import NASTY, RULES, awkward, large, measure, sound
 
 from qconvert.cli.main import cli
 from qconvert.core.errors import QConvertError
 from qconvert.core.shown import printable
-from qconvert.validation.findings import Finding, Measure, Rule, Table
+from qconvert.validation.findings import Finding, Table
 from qconvert.validation.reports import (
     FORMATS,
     append_step_summary,
@@ -43,96 +43,6 @@ from qconvert.validation.reports.words import split_reason
 from qconvert.validation.runner import Report
 
 _ROOT = Path(__file__).parent.parent
-# Quotes, ends of CDATA, scripts, tables and lines, colours of a terminal, half a character.
-NASTY = (
-    "a\"b'c]]></script><img src=x onerror=alert(1)>|d`e\\f\n::error::g\r%h"
-    "\x00\x1b[31mi\u202e\ud800é漢😀"
-)
-RULES = {
-    "QC900": Rule("QC900", "a title & <b>", "A cause | with a pipe.", "Do <this>, then `that`."),
-    "QC901": Rule("QC901", "another", "Its cause.", "Its fix."),
-}
-
-
-def measure(layer: int | None, expert: int | None, role: str, rms: float, **more: Any) -> Measure:
-    inside = f"mlp.experts.{expert}.{role}" if expert is not None else f"self_attn.{role}"
-    known = {
-        "tensor": f"model.layers.{layer}.{inside}.weight" if layer is not None else f"{role}.weight",
-        "role": role, "layer": layer, "expert": expert, "format": "w4a16", "weights": 4096,
-        "rms": rms, "worst": 3 * rms, "cosine": 1 - rms * rms / 2,
-    }  # fmt: skip
-    return Measure(**{**known, **more})
-
-
-def awkward() -> Report:
-    """Texts that no report may choke on, and figures that no number stands for."""
-    return Report(
-        about={"folder": NASTY, "level": "full"},
-        findings=[
-            Finding("QC901", "warning", f"weights {NASTY}", f"warned {NASTY}"),
-            Finding("QC900", "error", f"tensor {NASTY}", f"said {NASTY}"),
-            Finding("QC999", "error", "config.json: quantization_config", "no module documents it"),
-        ],
-        proved=[f"proved {NASTY}"],
-        read=[f"read {NASTY}"],
-        not_checked=[f"claim (a (b) c) {NASTY} (give --against SRC (or not))"],
-        measures=[
-            measure(0, 0, NASTY, 0.0, cosine=1.0),
-            measure(0, 1, NASTY, inf, cosine=nan, tensor=NASTY),
-            measure(1, None, "q_proj", 0.01),
-            measure(None, None, "lm_head", 0.02),
-        ],
-        tables=[Table(f"table {NASTY}", ("what", NASTY), ((NASTY, "1.5"), ("x", "-2")), NASTY)],
-    )
-
-
-def sound() -> Report:
-    return Report(
-        about={"folder": "out", "level": "headers"},
-        proved=["headers, index and file sizes agree"],
-        not_checked=["every byte is as written (give --level full)"],
-    )
-
-
-def large(layers: int = 61, experts: int = 256) -> Report:
-    """As of a DeepSeek-V3: three dense layers, then experts with noise, a bad layer, a bad expert,
-    dead ones and equal ones."""
-    rng = random.Random(7)
-    measures = []
-    for layer in range(layers):
-        for role, level in (
-            ("q_a_proj", 31.0),
-            ("q_b_proj", 33.5),
-            ("kv_a_proj", 30.0),
-            ("o_proj", 34),
-        ):
-            sqnr = level + rng.gauss(0, 0.8) + 2 * layer / layers
-            measures.append(measure(layer, None, role, 10 ** (-sqnr / 20), format="fp8"))
-        for role, level in (("gate_proj", 21.5), ("up_proj", 21.9), ("down_proj", 20.4)):
-            for expert in range(experts):
-                sqnr = level + rng.gauss(0, 0.35) + 0.03 * layer - 3 * (layer == layers // 2)
-                sqnr -= 9 * ((layer, expert, role) == (layers // 3, experts // 2, "down_proj"))
-                rms = 0.0 if expert == 3 and layer < 9 else 10 ** (-sqnr / 20)
-                dead = (layer, expert) == (layers - 2, experts - 20)
-                more: dict[str, Any] = {"cosine": nan} if dead else {}
-                measures.append(measure(layer, expert, role, inf if dead else rms, **more))
-    return Report(
-        about={
-            "folder": "DeepSeek-V3-w4a16", "against": "DeepSeek-V3",
-            "model": "deepseek_v3, 61 layers, 256 experts", "format": "w4a16", "level": "full",
-        },
-        findings=[
-            Finding("QC900", "error", measures[-1].tensor, "SQNR is 9.2 dB, expected 18.0 or more"),
-            *(Finding("QC901", "warning", f"tensor {i}", "is all zero") for i in range(30)),
-        ],
-        proved=["headers, index and file sizes agree", "every byte is as it was written"],
-        read=["linear attention is fused in 1 group, says qconvert.json"],
-        not_checked=["the model's logits (give --logits N)"],
-        measures=measures,
-        tables=[Table("where the error comes from", ("layer", "share"), (("0", "12%"), ("1", "8%")))],
-    )  # fmt: skip
-
-
 # --- What all of them share ----------------------------------------------------------------------
 
 
@@ -638,6 +548,6 @@ def test_what_the_page_is_made_of_is_installed() -> None:
     """Python sources are found by themselves; style and script have to be named."""
     settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packed = settings["tool"]["setuptools"]["package-data"]["qconvert.validation.reports"]
-    folder = _ROOT / "qconvert" / "validation" / "reports"
-    others = {f for f in folder.iterdir() if f.is_file() and f.suffix != ".py"}
-    assert others == {file for pattern in packed for file in folder.glob(pattern)} != set()
+    room = _ROOT / "qconvert" / "validation" / "reports"
+    others = {f for f in room.iterdir() if f.is_file() and f.suffix != ".py"}
+    assert others == {file for pattern in packed for file in room.glob(pattern)} != set()

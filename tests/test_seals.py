@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from broken_repos import sealed_again
 from checkpoints import INDEX, convert, copied, fp8_moe
-from test_trusted import unsealed
+from data_folders import unsealed
 
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
 from qconvert.checkpoint.receipt import (

@@ -14,7 +14,7 @@ import pytest
 from broken_repos import change, edit_config, overwrite, packed_moe
 from checkpoints import Model, Tensor, bf16_moe, copied, edit_json, fp8_moe, run_cli
 from data_folders import CONVERSIONS, Made, maker, validated
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
 from qconvert.validation.findings import Finding
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import copied, edit_json, read_shard, read_tensors, run_cli, write_shard
-from test_kt import qwen3_moe
+from models import qwen3_moe
 
 from qconvert.checkpoint.open import open_stages
 from qconvert.core.errors import CheckpointError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import headers
 import pytest
-from test_plan import published
+from header_checkpoints import published
 
 from qconvert.core.errors import PlanError
 from qconvert.passes.stages import split_plan

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from checkpoints import Tensor, write_json, write_shard
 from hypothesis import given
 from hypothesis import strategies as st
+from stub_tasks import Count
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
@@ -25,31 +25,6 @@ from qconvert.validation.findings import Finding
 from qconvert.validation.workers import CHUNK, Folders, Numbered, Result, Watch, run_tasks
 
 LAYERS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Says how many bytes of a tensor there are, and their sum."""
-
-    tensor: Source
-    scratch: int = 0
-    step: int = CHUNK
-
-    @property
-    def where(self) -> str:
-        return self.tensor.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.type.nbytes
-
-    def run(self, folders: Folders) -> Iterator[Result]:
-        total = 0
-        for start in range(0, self.nbytes, self.step):
-            data = memoryview(bytearray(min(self.step, self.nbytes - start)))
-            folders.output.read(self.tensor, start, data)
-            total += sum(data)
-        yield Finding("QC000", "warning", self.where, f"{self.nbytes} bytes, sum {total}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +68,6 @@ class Die(Count):
 
     def run(self, folders: Folders) -> Iterator[Result]:
         os.kill(os.getpid(), signal.SIGKILL)
-        yield from ()
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep(Count):
-    """Says that it has begun, and takes its time; used by tests/test_validate_cli.py."""
-
-    def run(self, folders: Folders) -> Iterator[Result]:
-        Path(os.environ["QCONVERT_TEST_ROOM"], f"asleep-{os.getpid()}").touch()
-        time.sleep(2)
         yield from ()
 
 

@@ -14,8 +14,9 @@ import pytest
 from checkpoints import Model, Tensor, read_shard, read_tensors, run_cli, unjudged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_moe import EXPERTS, interleaved, nvfp4_moe, shuffled, source_row
+from models import NVFP4_EXPERTS, nvfp4_moe
 from ops_harness import buffer, run_op
+from trtllm_layout import interleaved, shuffled, source_row
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.prepared import DERIVED, QUANT_METHOD
@@ -220,14 +221,16 @@ def test_prepared_tensors(dialect: str, gated: bool, tmp_path: Path) -> None:
     for parameter, oracle in ((weight, shuffled), ("weight_scale", interleaved)):
         columns = {"weight_scale": 16}.get(parameter, 2)
         w13, w2 = b"", b""
-        for expert in range(EXPERTS):
+        for expert in range(NVFP4_EXPERTS):
             ins = [model.tensors[f"{_AT}.{expert}.{p}.{parameter}"].data for p in first]
             w13 += oracle(b"".join(ins), 128 * len(first), gated)
             w2 += oracle(model.tensors[f"{_AT}.{expert}.down_proj.{parameter}"].data, 256, False)
         dtype = "F8_E4M3" if columns == 16 else "U8"
-        shape = (EXPERTS, 128 * len(first), 256 // columns)
+        shape = (NVFP4_EXPERTS, 128 * len(first), 256 // columns)
         assert made[f"{_AT}.w13_{parameter}"] == Tensor(dtype, shape, w13)
-        assert made[f"{_AT}.w2_{parameter}"] == Tensor(dtype, (EXPERTS, 256, 128 // columns), w2)
+        assert made[f"{_AT}.w2_{parameter}"] == Tensor(
+            dtype, (NVFP4_EXPERTS, 256, 128 // columns), w2
+        )
     others = {name for name in model.tensors if ".experts." not in name}
     assert {name: made[name] for name in others} == {name: model.tensors[name] for name in others}
     assert len(made) == len(others) + 2 * (8 + len(DERIVED))
@@ -244,14 +247,14 @@ def test_scalars_are_fused_and_derived(dialect: str, tmp_path: Path) -> None:
     def numbers(name: str, *projections: str) -> Any:
         data = [
             [model.tensors[f"{_AT}.{e}.{p}.{name}"].data for p in projections]
-            for e in range(EXPERTS)
+            for e in range(NVFP4_EXPERTS)
         ]
-        return np.frombuffer(b"".join(map(b"".join, data)), np.float32).reshape(EXPERTS, -1)
+        return np.frombuffer(b"".join(map(b"".join, data)), np.float32).reshape(NVFP4_EXPERTS, -1)
 
     w13, in13 = (numbers(name, "gate_proj", "up_proj") for name in (tensor, activation))
     w2, in2 = (numbers(name, "down_proj")[:, 0] for name in (tensor, activation))
-    assert made[f"{_AT}.w13_{tensor}"] == Tensor("F32", (EXPERTS, 2), w13.tobytes())
-    assert made[f"{_AT}.w2_{activation}"] == Tensor("F32", (EXPERTS,), in2.tobytes())
+    assert made[f"{_AT}.w13_{tensor}"] == Tensor("F32", (NVFP4_EXPERTS, 2), w13.tobytes())
+    assert made[f"{_AT}.w2_{activation}"] == Tensor("F32", (NVFP4_EXPERTS,), in2.tobytes())
     if dialect == "modelopt":
         a1, a2 = in13.max(), in2.max()
         quant = [1 / a1, 1 / a2]
@@ -261,11 +264,11 @@ def test_scalars_are_fused_and_derived(dialect: str, tmp_path: Path) -> None:
         w13, w2 = 1 / w13, 1 / w2
     wanted = (a1 * w13[:, 0], a2 * w2, quant[1] * (a1 * w13[:, 1]))
     for name, value in zip(DERIVED, wanted, strict=False):
-        assert made[f"{_AT}.{name}"] == Tensor("F32", (EXPERTS,), value.tobytes())
+        assert made[f"{_AT}.{name}"] == Tensor("F32", (NVFP4_EXPERTS,), value.tobytes())
     for name, value in zip(DERIVED[3:], quant, strict=True):
         found = np.frombuffer(made[f"{_AT}.{name}"].data, np.float32)
         assert (found == value).all()
-        assert made[f"{_AT}.{name}"].shape == (() if dialect == "modelopt" else (EXPERTS,))
+        assert made[f"{_AT}.{name}"].shape == (() if dialect == "modelopt" else (NVFP4_EXPERTS,))
 
 
 @_BOTH
@@ -443,7 +446,7 @@ def test_a_clamp_asks_for_one_scale(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="one weight_scale_2 of gate and up, found two"):
         run_passes(plan_of(model, tmp_path), [Prepare()])
     for layer in range(2):
-        for expert in range(EXPERTS):
+        for expert in range(NVFP4_EXPERTS):
             at = f"model.layers.{layer}.mlp.experts.{expert}"
             model.tensors[f"{at}.up_proj.weight_scale_2"] = model.tensors[
                 f"{at}.gate_proj.weight_scale_2"

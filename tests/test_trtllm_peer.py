@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import read_tensors, run_cli
-from nvfp4_moe import nvfp4_moe
+from models import nvfp4_moe
 from ops_harness import buffer, run_op
 
 from qconvert.contrib.trtllm_gen.layout import Rows, Scales, row_index

@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoints import Model, run_cli
 from fake_sglang import fake_sglang, module
-from nvfp4_moe import nvfp4_moe
+from models import nvfp4_moe
 from safetensors.torch import load_file
 
 from qconvert.checkpoint import prepared

@@ -16,6 +16,7 @@ import faults
 import pytest
 import xxhash
 from checkpoints import run_cli
+from data_folders import unsealed
 from faults import Counting, Killing, Tree, convert, differing, in_child, plan_of, tree
 
 from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
@@ -181,21 +182,6 @@ def test_a_folder_from_before_seals_is_still_this_result(
     assert differing(tree(out), tree(made)) == []
 
 
-def unsealed(folder: Path) -> None:
-    """As version e869213 wrote receipt and manifest."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    del manifest["seal"]
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    *lines, _ = [json.loads(line) for line in (folder / RECEIPT).read_bytes().splitlines()]
-    for line in lines:
-        line.pop("header_xxh3", None)
-        if line["file"] == MANIFEST:
-            data = (folder / MANIFEST).read_bytes()
-            line |= {"nbytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest()}
-    texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
-    (folder / RECEIPT).write_text("".join(texts))
-
-
 def test_repairs_killed_anywhere_go_on(source: Path, kind: str, made: Path, tmp_path: Path) -> None:
     """Nothing looks finished while it is repaired, and the same command ends it."""
     wanted, damaged, out = tree(made), tmp_path / "damaged", tmp_path / "out"
@@ -238,7 +224,7 @@ def test_the_command_says_what_it_repaired(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from test_kt import qwen3_moe
+    from models import qwen3_moe
 
     model = qwen3_moe("fp8", intermediate=128, layers=1)
     model.config["vocab_size"] = 8

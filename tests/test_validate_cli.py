@@ -112,7 +112,7 @@ import sys, time
 from dataclasses import dataclass
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_tasks import Count, Sleep
+from stub_tasks import Count, Sleep
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.workers import run_tasks
 folder = Checkpoint.open(sys.argv[2])

@@ -16,8 +16,8 @@ import int_forms
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudged
-from test_int_formats import bf16_bits, to_array, weight
-from test_kt import bf16, deepseek_v3, qwen3_moe
+from int_forms import bf16_bits, to_array, weight
+from models import bf16, deepseek_v3, qwen3_moe
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType

@@ -7,7 +7,6 @@ transformers takes no notice of `linear_fp8_config`, so what it loads here has b
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,94 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import run_cli
-from safetensors.torch import load_file, save_file
-from test_kt import MODELS, kt
-
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from compressed_peer import decompressed, parsed, tensors
+from hf_models import FAMILIES, hf, saved
+from kt_pair import kt
+from models import MODELS
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.peer
-
-# Its config and auto classes are typed for humans, not for mypy.
-hf: Any = transformers
-
-Tensors = dict[str, torch.Tensor]
-
-HIDDEN, INTERMEDIATE, EXPERTS = 128, 256, 4
-
-COMMON = {
-    "vocab_size": 300,
-    "hidden_size": HIDDEN,
-    "moe_intermediate_size": INTERMEDIATE,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-
-
-def qwen3_moe() -> Any:
-    return hf.Qwen3MoeConfig(
-        **COMMON, num_hidden_layers=2, num_key_value_heads=2, head_dim=32, num_experts=EXPERTS,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-
-
-def _linear_attention() -> dict[str, Any]:
-    """A layer of linear attention and one of full."""
-    return {
-        "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": EXPERTS,
-        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 96, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    }  # fmt: skip
-
-
-def qwen3_next() -> Any:
-    return hf.Qwen3NextConfig(**COMMON, **_linear_attention())
-
-
-def qwen3_5_moe() -> Any:
-    return hf.Qwen3_5MoeTextConfig(**COMMON, **_linear_attention())
-
-
-def deepseek_v3() -> Any:
-    """A dense layer and one with experts."""
-    return hf.DeepseekV3Config(
-        **COMMON, num_hidden_layers=2, intermediate_size=320, num_key_value_heads=4,
-        n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=2, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=32, qk_rope_head_dim=16,
-        qk_nope_head_dim=32, v_head_dim=32,
-    )  # fmt: skip
-
-
-def glm4_moe() -> Any:
-    return hf.Glm4MoeConfig(
-        **COMMON, num_hidden_layers=2, intermediate_size=320, num_key_value_heads=2, head_dim=32,
-        n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=2, topk_group=1,
-        first_k_dense_replace=1,
-    )  # fmt: skip
-
-
-FAMILIES: list[Callable[[], Any]] = [qwen3_moe, qwen3_next, qwen3_5_moe, deepseek_v3, glm4_moe]
-
-
-def saved(config: Any, folder: Path) -> Path:
-    """A model with heavy-tailed weights in bf16, as transformers saves it."""
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            parameter.data.copy_(heavy_tailed(tuple(parameter.shape), generator))
-    model.save_pretrained(folder)
-    return folder
-
-
-def tensors(folder: Path) -> Tensors:
-    found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -115,35 +34,6 @@ def logits(folder: Path) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12) * 7 % 300).logits
     assert torch.isfinite(found).all()
-    return found
-
-
-def parsed(folder: Path) -> Any:
-    """The folder's quantization block as compressed-tensors reads it."""
-    from compressed_tensors.quantization import QuantizationConfig
-
-    block = json.loads((folder / "config.json").read_bytes())["quantization_config"]
-    block.pop("linear_fp8_config", None)
-    return QuantizationConfig.model_validate(block)
-
-
-def decompressed(folder: Path) -> Tensors:
-    """Every tensor of a folder, packed weights as bf16 by compressed-tensors' own hand."""
-    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-
-    scheme = parsed(folder).config_groups["group_0"]
-    stored = tensors(folder)
-    found: Tensors = {}
-    for name, value in stored.items():
-        module, _, parameter = name.rpartition(".")
-        if f"{module}.weight_packed" not in stored:
-            found[name] = value
-        elif parameter == "weight_packed":
-            parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-            state = {p: stored[f"{module}.{p}"] for p in parts if f"{module}.{p}" in stored}
-            made = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
-            assert made.dtype == torch.bfloat16
-            found[f"{module}.weight"] = made
     return found
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import read_tensors, run_cli
+from compressed_peer import decompressed, parsed
+from hf_models import qwen3_moe, saved
+from models import deepseek_v3
+from models import qwen3_moe as small_qwen3_moe
 from ops_harness import buffer, run_op
 from safetensors.torch import load_file, save_file
-from test_kt import deepseek_v3
-from test_kt import qwen3_moe as small_qwen3_moe
-from test_w4a16_peer import decompressed, parsed, qwen3_moe, saved
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.matrices.stored import read_matrix

@@ -17,9 +17,8 @@ from typing import Any
 
 import faults
 import gdn_models
-import nvfp4_moe
 from checkpoints import Model, Tensor, run_cli, write_shard
-from test_kt import qwen3_moe
+from models import nvfp4_moe, qwen3_moe
 
 from qconvert.run.files import Files
 
@@ -163,7 +162,7 @@ _MAKE: Mapping[str, Make] = {
     "single": _written(_bf16_small, 1),
     "gdn": _written(partial(gdn_models.model, "qwen3_5_moe")),
     "stacked": _written(partial(gdn_models.model, "qwen3_5_moe", stacked=True)),
-    "nvfp4": _written(nvfp4_moe.nvfp4_moe),
+    "nvfp4": _written(nvfp4_moe),
     "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
     "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
     "made": _converted("fp8", "dequant", "{src}", "{out}"),

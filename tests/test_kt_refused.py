@@ -1,0 +1,287 @@
+"""`qconvert kt`: what is refused before anything is read, and what kt-kernel reads as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Model, Tensor, read_tensors, run_cli, tree, watched_reads
+from kt_pair import kt, quantization
+from models import (
+    EXPERTS,
+    FP8_BLOCK,
+    HIDDEN,
+    INTERMEDIATE,
+    blocks,
+    cast,
+    deepseek_v3,
+    kimi,
+    mlp,
+    per_channel,
+    per_tensor,
+    qwen3_moe,
+    stacked,
+)
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.runtimes.ktransformers import reads_as_it_is
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small bf16 source, for what does not depend on how weights are stored."""
+    return qwen3_moe(layers=1).write(tmp_path_factory.mktemp("plain") / "source")
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_gpu_folder_and_its_format_come_together(plain: Path, tmp_path: Path) -> None:
+    base = ["kt", str(plain), "--cpu-out", str(tmp_path / "cpu"), "--cpu", "int4", "--numa", "1"]
+    for more in (
+        ["--gpu", "w4a16"],
+        ["--gpu-out", str(tmp_path / "gpu")],
+        ["--gpu", "source", "--gpu-out", str(tmp_path / "gpu")],
+    ):
+        done = run_cli(*base, *more)
+        assert done.code == 2
+        assert "--gpu w4a16 needs --gpu-out, and only it takes one" in done.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_folder_name_is_refused(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset shell variable must not mean the current folder."""
+    monkeypatch.chdir(tmp_path)
+    common = ["--cpu", "int4", "--numa", "1", "--jobs", "1"]
+    for more in (
+        ["--cpu-out", ""],
+        ["--cpu-out", "cpu", "--gpu", "w4a16", "--gpu-out", ""],
+    ):
+        assert run_cli("kt", plain, *common, *more).code == 2
+        assert os.listdir(tmp_path) == []
+
+
+FOLDERS: dict[str, tuple[str, str]] = {
+    "the same": ("out", "out"),
+    "GPU in CPU": ("out", "out/gpu"),
+    "CPU in GPU": ("out/cpu", "out"),
+    "CPU in the source": ("source/cpu", "gpu"),
+    "GPU in the source": ("cpu", "source/gpu"),
+    "GPU is the source": ("cpu", "source"),
+    "around the source": (".", "gpu"),
+}
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize(("cpu", "gpu"), FOLDERS.values(), ids=FOLDERS)
+def test_folders_in_one_another_are_refused(
+    cpu: str, gpu: str, dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = qwen3_moe(layers=1).write(tmp_path / "source")
+    before = tree(tmp_path)
+    reads = watched_reads(monkeypatch)
+    done = kt(source, tmp_path / cpu, tmp_path / gpu, *(["--dry-run"] if dry else []))
+    assert done.code == 1
+    assert "must lie apart from" in done.err
+    assert reads == []
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("busy", ["cpu", "gpu"])
+def test_a_folder_that_is_not_empty_is_refused_before_anything_is_read(
+    busy: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / busy).mkdir()
+    (tmp_path / busy / "letter.txt").write_text("dear")
+    before = tree(tmp_path)
+    reads = watched_reads(monkeypatch)
+    done = kt(plain, tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 1
+    assert f"{tmp_path / busy} is not empty (letter.txt)" in done.err
+    assert reads == []
+    # The other folder may have been made before this one was looked at; nothing may lie in it.
+    left = {name: data for name, data in tree(tmp_path).items() if data is not None}
+    assert left == {name: data for name, data in before.items() if data is not None}
+
+
+def test_numa_counts_that_do_not_fit_are_refused_while_planning(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = watched_reads(monkeypatch)
+    for gpu in (tmp_path / "gpu", None):
+        done = kt(plain, tmp_path / "cpu", gpu, numa=3)
+        assert done.code == 1
+        assert f"size {INTERMEDIATE} cannot be cut for 3 NUMA nodes" in done.err
+        assert "supported counts: 1, 2" in done.err
+    assert reads == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "module"),
+    [(192, 128, "0.gate_proj"), (128, 192, "0.down_proj")],
+)
+def test_columns_that_are_no_whole_groups_are_refused_naming_the_module(
+    hidden: int, intermediate: int, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMXINT8 takes multiples of 64; groups of 128 do not."""
+    model = qwen3_moe(hidden=hidden, intermediate=intermediate, layers=1)
+    source = model.write(tmp_path / "source")
+    reads = watched_reads(monkeypatch)
+    done = kt(source, tmp_path / "cpu", tmp_path / "gpu", method="int8", numa=1)
+    assert done.code == 1
+    assert f"model.layers.0.mlp.experts.{module}: expected columns in whole groups" in done.err
+    assert reads == []
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+    assert kt(source, tmp_path / "cpu", None, method="int8", numa=1).code == 0
+
+
+def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
+    model = qwen3_moe(layers=1)
+    del model.tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 1
+    assert "layer 0: up_proj of expert 1 is missing" in done.err
+
+
+# --- what kt-kernel reads as it is ------------------------------------------------------------
+
+
+READ: dict[str, tuple[Callable[[], Model], str | None]] = {
+    "bf16": (qwen3_moe, "BF16"),
+    "deepseek": (deepseek_v3, "FP8"),
+    "blocks of 128": (lambda: blocks(128, 128), "FP8"),
+    "blocks of 64": (lambda: blocks(64, 64), None),
+    "blocks of 128 x 64": (lambda: blocks(128, 64), None),
+    # kt_kernel 0.7.2 tells blocks from channels by the scale's shape, not by its name.
+    "blocks of 128, compressed-tensors": (lambda: blocks(128, 128, "weight_scale"), "FP8"),
+    "blocks of 64, compressed-tensors": (lambda: blocks(64, 64, "weight_scale"), None),
+    "a scale a row": (per_channel, "FP8_PERCHANNEL"),
+    "a scale a tensor": (per_tensor, None),
+    "packed int4": (kimi, "RAWINT4"),
+    "packed int4 without scales": (lambda: kimi(scales=False), None),
+    "stacks": (stacked, None),
+    "fp16": (lambda: cast("F16"), None),
+    "fp32": (lambda: cast("F32"), None),
+}
+
+
+@pytest.mark.parametrize(("make", "known"), READ.values(), ids=READ)
+def test_what_kt_kernel_reads_without_conversion(
+    make: Callable[[], Model], known: str | None, tmp_path: Path
+) -> None:
+    assert reads_as_it_is(Checkpoint.open(make().write(tmp_path / "source"))) == known
+
+
+def test_the_second_lossy_step_of_int4_is_named(tmp_path: Path) -> None:
+    source = kimi().write(tmp_path / "source")
+    done = kt(source, tmp_path / "cpu", None)
+    assert done.code == 0, done.err
+    assert "--kt-method RAWINT4" in done.out
+    assert "INT4 to AMX is a second lossy step" in done.out
+
+
+def test_experts_that_are_int4_are_not_packed_again(tmp_path: Path) -> None:
+    source = kimi().write(tmp_path / "source")
+    done = kt(source, tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 1
+    assert "is packed integers already" in done.err
+    assert "--gpu source" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"symmetric": False}, "weight_zero_point' is missing"),
+        ({"actorder": "group"}, "weight_g_idx' is missing"),
+        ({"actorder": "sorted"}, "expected actorder static, weight or group, found 'sorted'"),
+        ({"group_size": 64}, "expected scales"),
+        ({"group_size": 0}, "expected a group_size, found 0"),
+        ({"num_bits": 8}, "expected scales"),
+        ({"num_bits": 3}, "4 or 8 bits"),
+        ({"strategy": "tensor"}, "found strategy 'tensor'"),
+    ],
+)
+def test_integers_of_another_kind_are_refused(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    model = kimi()
+    groups = model.config["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"] |= change
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert says in done.err
+
+
+@pytest.mark.parametrize("key", ["transform_config", "sparsity_config"])
+def test_int4_that_was_transformed_is_refused(key: str, tmp_path: Path) -> None:
+    model = kimi()
+    model.config["quantization_config"][key] = {"config_groups": {"r1": {}}}
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert key in done.err
+
+
+def test_asymmetric_int4_is_refused_by_its_zero_points(tmp_path: Path) -> None:
+    model = kimi()
+    name = next(n for n in model.tensors if n.endswith(".weight_packed"))
+    zeros = name.replace("weight_packed", "weight_zero_point")
+    model.tensors[zeros] = Tensor("I32", (1, 1), bytes(4))
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert "weight_zero_point" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme static"),
+        ({"scale_fmt": "ue8m0"}, None),
+    ],
+)
+def test_fp8_settings_of_the_source_are_kept_or_refused(
+    change: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    model = deepseek_v3()
+    model.config["quantization_config"] = FP8_BLOCK | change
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
+    if says is not None:
+        assert done.code == 1
+        assert says in done.err
+        return
+    assert done.code == 0, done.err
+    assert quantization(tmp_path / "gpu")["linear_fp8_config"]["scale_fmt"] == "ue8m0"
+
+
+def test_a_draft_layer_without_its_experts_is_missed(tmp_path: Path) -> None:
+    model = deepseek_v3()
+    gone = [name for name in model.tensors if name.startswith("model.layers.2.mlp.experts.")]
+    assert gone
+    for name in gone:
+        del model.tensors[name]
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert "MTP layer 2: its experts are missing" in done.err
+
+
+def test_an_expert_the_config_does_not_count_is_refused(tmp_path: Path) -> None:
+    model = qwen3_moe()
+    model.tensors |= mlp(f"model.layers.0.mlp.experts.{EXPERTS}", HIDDEN, INTERMEDIATE, "bf16")
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", None)
+    assert done.code == 1
+    assert f"experts.{EXPERTS}." in done.err
+
+
+def test_stacked_experts_make_the_same_pair_as_experts_apart(tmp_path: Path) -> None:
+    apart = qwen3_moe(layers=1).write(tmp_path / "apart")
+    stacks = stacked().write(tmp_path / "stacks")
+    for name, source in (("a", apart), ("s", stacks)):
+        done = kt(source, tmp_path / f"{name}-cpu", tmp_path / f"{name}-gpu")
+        assert done.code == 0, done.err
+    for side in ("cpu", "gpu"):
+        assert read_tensors(tmp_path / f"a-{side}") == read_tensors(tmp_path / f"s-{side}")
