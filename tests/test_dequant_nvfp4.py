@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
-from models import numbers_only, nvfp4_moe
-from test_kt import MODELS, decoded
+from models import MODELS, decoded, numbers_only, nvfp4_moe
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError

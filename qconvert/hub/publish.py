@@ -148,7 +148,7 @@ def upload(
     except QConvertError:
         tell("")  # the client leaves a progress bar without an end
         raise
-    return Uploaded(pending, work.proof(sent, read_back=read_back), base)
+    return Uploaded(pending, work.verify(sent, read_back=read_back), base)
 
 
 def refusal(checked: CheckedFolder) -> str:
