@@ -35,6 +35,8 @@ from checkpoints import (
     write_shard,
 )
 
+from qconvert import api
+
 FIRST, SECOND = shard_name(1), shard_name(2)
 EMBED = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj"
@@ -405,7 +407,7 @@ BROKEN_TENSORS = [
         ("model.layers.1.self_attn.", "2 layers")),
     TensorCase("an expert short", _take(f"{UP}.weight", f"{UP}.weight_scale_inv"),
                (f"{UP}.weight", "2 experts")),
-    TensorCase("nothing to do", _replace_all, ("dequant", "no FP8 weight")),
+    TensorCase("nothing to do", _replace_all, ("dequant", "no FP8 or NVFP4 weight")),
 ]  # fmt: skip
 
 
@@ -441,16 +443,14 @@ def test_a_source_that_changes_under_the_plan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = fp8_moe().write(tmp_path / "source")
-    from qconvert.run import prepare as preparing
-
-    prepare = preparing.prepare_together
+    prepare = api.prepare_together
 
     def touched(*arguments: Any) -> Any:
         ready = prepare(*arguments)
         os.utime(source / SECOND, ns=(1, 1))
         return ready
 
-    monkeypatch.setattr(preparing, "prepare_together", touched)
+    monkeypatch.setattr(api, "prepare_together", touched)
     refused(source, tmp_path / "out", SECOND, "changed", at_run_time=True)
 
 

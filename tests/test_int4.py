@@ -404,7 +404,7 @@ def test_scales_that_are_not_finite(bad: float, dtype: str) -> None:
         (("BF16", (2, 4, 128)), 128, "expected a BF16 matrix"),
         (("BF16", (4, 192)), 128, r"whole groups of 128 and whole words of 8, found 192"),
         (("BF16", (4, 12)), 4, "whole groups of 4 and whole words of 8, found 12"),
-        (("BF16", (4, 128)), 0, "a group has one or more columns"),
+        (("BF16", (4, 128)), 0, "expected groups of one or more columns"),
         (("BF16", (4, 0)), 128, "whole groups of 128 and whole words of 8, found 0"),
     ],
 )

@@ -147,7 +147,7 @@ def test_split_keeps_out_of_folders_that_hold_other_things(samples: Path, tmp_pa
     (tmp_path / "out" / "notes.txt").write_text("mine")
     refused("holds notes.txt", "split", samples / "a", tmp_path / "out", "--pp", "2,2")
     split(samples / "a", tmp_path / "stages")
-    refused("not of this split", "split", samples / "a", tmp_path / "stages", "--pp", "1,1,2")
+    refused("not part of this split", "split", samples / "a", tmp_path / "stages", "--pp", "1,1,2")
     before = tree(tmp_path / "stages")
     split(samples / "a", tmp_path / "stages")
     assert tree(tmp_path / "stages") == before

@@ -226,7 +226,7 @@ def test_examples_of_quantizing_are_of_families_that_are_known() -> None:
 
 def test_the_help_says_which_bytes_are_whose() -> None:
     text = " ".join(run_cli("nvfp4", "--help").out.split())
-    assert "FP16 weights go through float32 in the compressed-tensors dialect" in text
+    assert "In the compressed-tensors dialect FP16 weights are converted to FP32 first" in text
     assert "in BF16, byte for byte" in " ".join(run_cli("w4a16", "--help").out.split())
 
 

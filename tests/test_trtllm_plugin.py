@@ -237,7 +237,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     plugin.install()
     config, tensors = folder("modelopt", tmp_path)
     del tensors[_AT.format(1) + ".w2_weight_scale"]
-    with pytest.raises(ValueError, match=r"layers.1.mlp.experts: \['w2_weight_scale'\] are not in"):
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.experts: \['w2_weight_scale'\] are missing from the folder"
+    ):
         serve(Served("modelopt"), config, tensors)
 
 

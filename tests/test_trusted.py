@@ -531,6 +531,8 @@ def test_bytes_read_again_are_compared(tmp_path: Path, monkeypatch: pytest.Monke
     _flip(_first_shard(source), _first_shard(source).stat().st_size - 1)
     monkeypatch.setattr(Checkpoint, "_sampled", known)
     _cut(out / SINGLE)
-    with pytest.raises(CheckpointError, match="not those that finished work was made from"):
+    with pytest.raises(
+        CheckpointError, match="its bytes changed since finished work was made from it"
+    ):
         convert(source, out, faults.options("single"))
     assert not (out / SINGLE).exists()
