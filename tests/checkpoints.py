@@ -47,12 +47,12 @@ class Tensor(NamedTuple):
 def tensor(dtype: str, *shape: int, seed: int = 1) -> Tensor:
     """A tensor of bytes that differ from place to place. None of them is 0x7F or more, so FP8 codes
     are no NaN; float scales are the powers of two 0.5 and 2."""
-    count = prod(shape)
+    size = prod(shape) * BITS[dtype] // 8
     if dtype == "F32":
-        numbers = [2.0 if (i + seed) % 3 else 0.5 for i in range(count)]
-        return Tensor(dtype, shape, struct.pack(f"<{count}f", *numbers))
-    size = count * BITS[dtype] // 8
-    return Tensor(dtype, shape, bytes((i * 37 + seed * 11) % 0x7F for i in range(size)))
+        period = struct.pack("<3f", *(2.0 if (i + seed) % 3 else 0.5 for i in range(3)))
+    else:
+        period = bytes((i * 37 + seed * 11) % 0x7F for i in range(0x7F))
+    return Tensor(dtype, shape, (period * (size // len(period) + 1))[:size])
 
 
 def write_shard(
