@@ -35,7 +35,7 @@ from checkpoints import (
     write_shard,
 )
 
-from qconvert import api
+from qconvert.run import prepare as preparing
 
 FIRST, SECOND = shard_name(1), shard_name(2)
 EMBED = "model.embed_tokens.weight"
@@ -443,14 +443,14 @@ def test_a_source_that_changes_under_the_plan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = fp8_moe().write(tmp_path / "source")
-    prepare = api.prepare_together
+    prepare = preparing.prepare_together
 
     def touched(*arguments: Any) -> Any:
         ready = prepare(*arguments)
         os.utime(source / SECOND, ns=(1, 1))
         return ready
 
-    monkeypatch.setattr(api, "prepare_together", touched)
+    monkeypatch.setattr("qconvert.api.prepare_together", touched)
     refused(source, tmp_path / "out", SECOND, "changed", at_run_time=True)
 
 

@@ -22,7 +22,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import card, split_front_matter
 from qconvert.hub.card.front import base_of
 from qconvert.hub.card.of_plan import with_card
-from qconvert.hub.cards import account_for_readme
+from qconvert.hub.readme import account_for_readme
 from qconvert.passes.stages import split_plan
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan, run_passes

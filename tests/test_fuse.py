@@ -14,7 +14,7 @@ from checkpoints import watched_reads
 from header_checkpoints import checkpoint, published
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.ignore import true_lists
+from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
@@ -322,7 +322,7 @@ def test_ignore_lists_name_all_of_a_set() -> None:
             "modules_to_not_convert": ["lm_head", f"{at}.in_proj_b", "in_proj_z"]
         }
     }
-    (found,) = true_lists(config, [])["quantization_config"].values()
+    (found,) = complete_ignore_lists(config, [])["quantization_config"].values()
     assert found == [
         "lm_head", f"{at}.in_proj_b", f"{at}.in_proj_a", f"{at}.in_proj_ba",
         "in_proj_z", "in_proj_qkv", "in_proj_qkvz",

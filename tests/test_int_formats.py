@@ -20,7 +20,7 @@ from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.formats.int_packed import encode
 from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.packers import PackGptq, Packing, PackQuantized, packer
-from qconvert.ops.gptq import DequantGptq
+from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Recode, RowOp
 

@@ -164,11 +164,11 @@ MUTANTS = (
         "np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)", "pass",
     ),
     Mutant(
-        "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq", "DequantGptq._zeros",
+        "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq_packed", "DequantGptq._zeros",
         "return mine + np.uint16(1)", "return mine",
     ),
     Mutant(
-        "GPTQ's groups side by side", "amx of gptq", "ops.gptq", "DequantGptq._decode",
+        "GPTQ's groups side by side", "amx of gptq", "ops.gptq_packed", "DequantGptq._decode",
         "None if side_by_side else column_group", "None",
     ),
     # --- AMX
@@ -441,7 +441,7 @@ MUTANTS = (
     ),
     Mutant(
         "no fused name in the ignore list", "fuse, listed apart", "passes.fuse", "_reorder",
-        "config=true_lists(plan.config, _unquantized(tensors, moved))", "config=plan.config",
+        "config=complete_ignore_lists(plan.config, _unquantized(tensors, moved))", "config=plan.config",
     ),
     # --- what is left out
     Mutant(

@@ -18,7 +18,7 @@ from ops_harness import buffer, run_op
 from qconvert.calibrate.settings import LayerStats
 from qconvert.calibrate.stats import begin, save_layer
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.ignore import true_lists
+from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
@@ -287,7 +287,7 @@ def test_unquantized_draft_layers_are_ignored_by_both_names(tmp_path: Path) -> N
 def test_modelopts_list_keeps_its_own_key() -> None:
     """sglang's modelopt classes read `ignore` and nothing else; names of a fused set stand together."""
     block = {"quant_method": "modelopt", "ignore": ["a.in_proj_b"]}
-    made = true_lists({"quantization_config": block}, ())["quantization_config"]
+    made = complete_ignore_lists({"quantization_config": block}, ())["quantization_config"]
     assert made == {**block, "ignore": ["a.in_proj_b", "a.in_proj_a", "a.in_proj_ba"]}
 
 

@@ -23,7 +23,7 @@ from faults import convert, plan_of, tree
 
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
 from qconvert.core.errors import CheckpointError, OutputError, RunError
-from qconvert.hub.cards import account_for_readme
+from qconvert.hub.readme import account_for_readme
 from qconvert.run.executor import execute
 from qconvert.run.files import Files
 from qconvert.run.prepare import Options

@@ -324,11 +324,11 @@ _READERS = {
     "checkpoint/safetensors.py": "descriptors",
     "cli/demo_checkpoint.py": "writes the demo's sample",
     "recipe/recipe.py": "recipes of our package",
-    "hub/cards.py": "writes a card",
+    "hub/readme.py": "writes a card",
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/trees.py": "descriptors",
     "calibrate/memory.py": "/proc",
-    "calibrate/states.py": "our own file of hidden states",
+    "calibrate/rows.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",
     "calibrate/work_dir.py": "our own state",
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
@@ -349,7 +349,7 @@ _PARSING = {
 }
 _PARSERS = {
     "core/json_text.py", "core/yaml_lines.py", "checkpoint/safetensors.py",
-    "run/workspace.py", "run/journal.py", "run/staging.py", "run/vouched.py", "run/finished.py",
+    "run/workspace.py", "run/journal.py", "run/staging.py", "run/verify.py", "run/finished.py",
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
     "validators/amx/kt_forward.py", "hub/retries.py",  # our own job; answers of the Hub

@@ -20,7 +20,7 @@ from qconvert.checkpoint.receipt import (
     sealed_lines,
     sealed_manifest,
 )
-from qconvert.hub.cards import account_for_readme
+from qconvert.hub.readme import account_for_readme
 from qconvert.validation.runner import Report, Request, validate_folder
 
 FAST, ALL = 20, 100

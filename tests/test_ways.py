@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> Path:
     return qwen3_moe("fp8", layers=1).write(tmp_path / "source")
 
 
-def _ran(*words: object) -> Callable[[], object]:
+def _ran(*words: str | Path) -> Callable[[], object]:
     return lambda: run_cli(*words, "--jobs", "1")
 
 

@@ -20,8 +20,8 @@ from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings, Target
-from qconvert.calibrate.states import InFile
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme

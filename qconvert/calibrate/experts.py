@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import Matrix, Settings, Target
 from qconvert.calibrate.solve import Quantized, rounded, solved
-from qconvert.calibrate.states import Rows
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:

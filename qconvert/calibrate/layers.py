@@ -14,8 +14,8 @@ from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import LayerStats, Matrix, Settings, Target
-from qconvert.calibrate.states import InFile, Rows, Scratch
 from qconvert.matrices.experts import Projection
 from qconvert.run.backend import Phase
 from qconvert.run.files import Files

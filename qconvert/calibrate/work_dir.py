@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.calibrate.states import InFile
+from qconvert.calibrate.rows import InFile
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.regular import read_regular

@@ -3,7 +3,8 @@
 Runtimes look for a module under the name they use, fused or split: vLLM and sglang fuse at load and
 ask whether the parts are ignored, others ask for the fused name. An entry for only the fused name
 is ignored by one or the other, so all names of a set are listed together. sglang takes `ignored_layers`
-or else `modules_to_not_convert`, never both (read in 0.5.23): one key is written.
+or else `modules_to_not_convert`, never both (read in 0.5.23): one key is written. Which modules a
+conversion leaves unquantized is decided in matrices/unquantized.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SETS = (
 )
 
 
-def true_lists(config: Mapping[str, Any], unquantized: Iterable[str]) -> dict[str, Any]:
+def complete_ignore_lists(config: Mapping[str, Any], unquantized: Iterable[str]) -> dict[str, Any]:
     """The config with the ignore list of every quantization block completed: wherever one name of a
     set is listed all are, and so are the sets of the `unquantized` modules. Order is kept; new names
     follow the first of their set. Configs without a quantization block are returned as they are."""
@@ -28,7 +29,7 @@ def true_lists(config: Mapping[str, Any], unquantized: Iterable[str]) -> dict[st
         if key in ("quantization_config", "compression_config") and isinstance(value, Mapping):
             changed[key] = _block(value, list(unquantized))
         elif isinstance(value, Mapping) and key.endswith("_config"):
-            changed[key] = true_lists(value, unquantized)
+            changed[key] = complete_ignore_lists(value, unquantized)
         else:
             changed[key] = value
     return changed

@@ -1,7 +1,9 @@
 """What all integer formats share: how a matrix is cut into groups, its codes, and the packers.
 
-Codes are counted as compressed-tensors 0.19 counts them (`quantization/lifecycle/forward_helpers.py`):
-signed, value = (code - zero) * scale, asymmetric ones too. Packers turn that into what a format stores.
+Codes are counted as compressed-tensors 0.19 counts them
+(`quantization/lifecycle/forward_helpers.py`): signed, value = (code - zero) * scale, asymmetric
+ones too. Packers turn that into what a format stores: formats/int_packed/packers.py (GPTQ's two
+versions of zero points among it); ops/ reads it back.
 """
 
 from __future__ import annotations

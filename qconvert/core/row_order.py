@@ -4,7 +4,8 @@ Cut each segment (q, k, v, z; or b, a; or gate, up) into `groups` equal runs of 
 group by group: of each group, every segment's run in turn. One group is the contiguous order
 `[q|k|v|z]` (sglang's Qwen3.5 parameter); as many groups as key heads is the interleaved order of
 Qwen3-Next checkpoints; one group a rank is what a tensor-parallel rank holds. Wrong orders have the
-same shape and load silently, which is why the order is always stated, never guessed.
+same shape and load silently, which is why the order is always stated, never guessed. Which order a
+runtime takes for a model class is decided in runtimes/consumers.py.
 
 Sources: transformers 5.17 `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`, sglang 0.5.23
 `models/qwen3_5.py` (loader), vLLM 0.33 `Qwen3NextGatedDeltaNet`.

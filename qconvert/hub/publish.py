@@ -10,7 +10,7 @@ from qconvert import __version__
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.core.errors import OutputError, QConvertError, UsageError
 from qconvert.core.shown import count
-from qconvert.hub.cards import (
+from qconvert.hub.readme import (
     account_for_readme,
     new_card,
     read_manifest,

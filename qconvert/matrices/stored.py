@@ -15,7 +15,7 @@ from qconvert.core.graph import Output, Value, concat
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
-from qconvert.ops.gptq import DequantGptq
+from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns

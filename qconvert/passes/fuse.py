@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.family import Dims
-from qconvert.checkpoint.ignore import renamed_modules, true_lists
+from qconvert.checkpoint.ignore import complete_ignore_lists, renamed_modules
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
@@ -178,7 +178,7 @@ def _reorder(
     return plan.logged(
         LogEntry(name, repr(step), len(modules), expected, notes, "layers"),
         tensors=tensors,
-        config=true_lists(plan.config, _unquantized(tensors, moved)),
+        config=complete_ignore_lists(plan.config, _unquantized(tensors, moved)),
         facts={**plan.facts, FACT: target},
         dropped={**plan.dropped, **dropped},
         aliases=plan.aliases | aliases,

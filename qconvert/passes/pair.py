@@ -12,7 +12,7 @@ from hashlib import sha256
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.matrices.experts import calibrated
-from qconvert.ops.gptq import DequantGptq
+from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.ints import DequantInts
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop

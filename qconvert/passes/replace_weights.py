@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import without_quantization
-from qconvert.checkpoint.ignore import true_lists
+from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.roles import Kind
@@ -121,7 +121,7 @@ def replace_weights(
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
     config = without_quantization(plan.config)
     if block is not None:
-        config = true_lists({**config, "quantization_config": block}, ())
+        config = complete_ignore_lists({**config, "quantization_config": block}, ())
     facts = {**plan.facts, **(facts or {})}
     calibration = plan.calibration
     if calibrate is not None and digest is not None:

@@ -19,7 +19,7 @@ from qconvert.run.resume import Progress, open_journals, progress_of
 from qconvert.run.run_units import run_units
 from qconvert.run.staging import publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
-from qconvert.run.vouched import check_sources, seen, touched
+from qconvert.run.verify import check_sources, seen, touched
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from qconvert.run.staging import (
     manifest_of,
     planned_places,
 )
-from qconvert.run.vouched import Hashing, header_of, planned_record
+from qconvert.run.verify import Hashing, header_of, planned_record
 
 if TYPE_CHECKING:
     from qconvert.run.prepare import Prepared

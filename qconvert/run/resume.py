@@ -1,4 +1,6 @@
-"""What an interrupted run left: which folders can go on, and what of the work in them is still good."""
+"""What an interrupted run left: which folders can go on, and what of the work in them is still good.
+
+Work of another plan is refused before: run/journal.py, `refuse_other_plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from qconvert.run.events import Events
 from qconvert.run.shards import OutFile
 from qconvert.run.staging import check_staged, identity_of, lost_shards, planned_places
 from qconvert.run.target import Target
-from qconvert.run.vouched import LOOK_BACK, check_units, wrong_units
+from qconvert.run.verify import LOOK_BACK, check_units, wrong_units
 from qconvert.run.workspace import JOURNAL, Workspace
 
 Records = Sequence[str]

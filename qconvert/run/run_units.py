@@ -18,7 +18,7 @@ from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place, UnitResult
-from qconvert.run.vouched import check_same_sources
+from qconvert.run.verify import check_same_sources
 from qconvert.run.worker import Progress as Made
 from qconvert.run.worker import Setup
 from qconvert.run.workspace import CALIBRATION

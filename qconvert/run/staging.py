@@ -27,7 +27,7 @@ from qconvert.core.regular import PER_TENSOR, SMALL, read_regular
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.shards import OutFile
-from qconvert.run.vouched import check_entries, header_of, seen, shard_fault
+from qconvert.run.verify import check_entries, header_of, seen, shard_fault
 from qconvert.run.workspace import Workspace, lasting
 
 if TYPE_CHECKING:

@@ -1,5 +1,8 @@
 """MXFP4 matrices of a plan: E2M1 codes, two a byte, under a power of two for each 32 columns.
 
+Nothing is decoded here: codes stay as they are and scales are relabelled in formats/nvfp4/relabel.py; as
+numbers they are read in validators/reading/decode.py alone.
+
 Format sources: OCP Microscaling Formats v1.0, 6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`.
 """
 

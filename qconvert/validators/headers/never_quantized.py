@@ -8,7 +8,7 @@ runtimes load quantized has it: `gate` next to `experts` is a router, `gate_proj
 and `gate_up_proj` never are; `embed_tokens` is an embedding, `embedding_projection` may be a linear.
 
 Some runtimes load a quantized head if the config says so (`lm_head` in GPTQ's block, or a target that
-names it). This file knows nothing of the passes, nor of their rules.
+names it). A finding is always an error. This file knows nothing of the passes, nor of their rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is kept of each token: a row, on a GPU, in memory or, if too large, in a file.
 
-Files are read and written, not mapped: mapped pages count as memory of the process.
+Where the files lie: calibrate/work_dir.py. They are read and written, not mapped: mapped pages
+count as memory of the process.
 """
 
 from __future__ import annotations
