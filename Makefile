@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test peers lint check bench clean
+.PHONY: demo test peers loaders lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -15,6 +15,10 @@ test: $(VENV)/installed
 
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
 peers: $(VENV)/installed-peers
+
+# A runtime's own loader on what qconvert makes: see tests/loaders. Its environment sees ours.
+loaders: $(VENV)-loaders/installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m loader tests/loaders
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -38,10 +42,17 @@ $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-p
 	$(PIP) --no-deps -r requirements-peers-alone.txt
 	touch $@
 
+$(VENV)-loaders/installed: $(VENV)/installed-peers requirements-loaders.txt
+	$(PYTHON) -m venv $(VENV)-loaders
+	$(VENV)-loaders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loaders.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-loaders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
+	touch $@
+
 # Against other tools and this machine's limits; minutes, and 25 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-loaders build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

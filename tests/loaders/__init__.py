@@ -1,0 +1,1 @@
+"""The runtimes' own loaders, run on a CPU over what qconvert makes."""

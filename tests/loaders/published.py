@@ -1,0 +1,307 @@
+"""Small checkpoints of every family with its published names, of sizes that runtimes take: heads and
+experts' rows divide by four ranks of tensor parallelism in blocks of 128 columns.
+
+Names and configs: transformers 5.17's classes, and the configs that the models' authors publish.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from checkpoints import Model, Tensor
+from gdn_models import bf16, numbers
+
+HIDDEN, INNER, VOCAB = 256, 512, 512
+HEADS, HEAD = 4, 128
+GDN_KEYS, GDN_VALUES, GDN_HEAD = 4, 8, 128
+BLOCK = 128
+
+
+@dataclass
+class Parts:
+    """Tensors by name; linears in block FP8, if `fp8`."""
+
+    fp8: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)  # modules of matrices that stay bf16
+
+    def plain(self, module: str, *shape: int) -> None:
+        self.named(f"{module}.weight", *shape)
+        if len(shape) == 2:
+            self.kept.append(module)
+
+    def named(self, name: str, *shape: int) -> None:
+        self.tensors[name] = bf16(numbers(name, *shape))
+
+    def float32(self, name: str, *shape: int) -> None:
+        self.tensors[name] = Tensor("F32", shape, numbers(name, *shape).tobytes())
+
+    def linear(self, module: str, rows: int, columns: int) -> None:
+        if not self.fp8:
+            self.plain(module, rows, columns)
+            return
+        name = f"{module}.weight"
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        codes = random.integers(0, 0x7F, (rows, columns), np.uint8)  # no NaN among them
+        codes |= random.integers(0, 2, (rows, columns), np.uint8) << 7
+        grid = -(-rows // BLOCK), -(-columns // BLOCK)
+        scales = 0.002 * np.exp(random.standard_normal(grid))
+        self.tensors[name] = Tensor("F8_E4M3", (rows, columns), codes.tobytes())
+        self.tensors[f"{name}_scale_inv"] = Tensor("F32", grid, scales.astype("<f4").tobytes())
+
+    def mlp(self, at: str, inner: int = INNER) -> None:
+        self.linear(f"{at}.gate_proj", inner, HIDDEN)
+        self.linear(f"{at}.up_proj", inner, HIDDEN)
+        self.linear(f"{at}.down_proj", HIDDEN, inner)
+
+    def norms(self, at: str) -> None:
+        self.plain(f"{at}.input_layernorm", HIDDEN)
+        self.plain(f"{at}.post_attention_layernorm", HIDDEN)
+
+    def attention(self, at: str, *, gated: bool = False, bias: bool = False) -> None:
+        sizes = {"q": HEADS * HEAD * (2 if gated else 1), "k": HEADS * HEAD, "v": HEADS * HEAD}
+        for part, rows in sizes.items():
+            self.linear(f"{at}.{part}_proj", rows, HIDDEN)
+            if bias:
+                self.named(f"{at}.{part}_proj.bias", rows)
+        self.linear(f"{at}.o_proj", HIDDEN, HEADS * HEAD)
+        self.plain(f"{at}.q_norm", HEAD)
+        self.plain(f"{at}.k_norm", HEAD)
+
+    def linear_attention(self, at: str, *, fused: bool) -> None:
+        keys, values = GDN_KEYS * GDN_HEAD, GDN_VALUES * GDN_HEAD
+        if fused:
+            self.linear(f"{at}.in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
+            self.plain(f"{at}.in_proj_ba", 2 * GDN_VALUES, HIDDEN)
+        else:
+            self.linear(f"{at}.in_proj_qkv", 2 * keys + values, HIDDEN)
+            self.linear(f"{at}.in_proj_z", values, HIDDEN)
+            self.plain(f"{at}.in_proj_b", GDN_VALUES, HIDDEN)
+            self.plain(f"{at}.in_proj_a", GDN_VALUES, HIDDEN)
+        self.plain(f"{at}.conv1d", 2 * keys + values, 1, 4)
+        self.plain(f"{at}.norm", GDN_HEAD)
+        self.linear(f"{at}.out_proj", HIDDEN, values)
+        self.named(f"{at}.A_log", GDN_VALUES)
+        self.named(f"{at}.dt_bias", GDN_VALUES)
+
+    def latent_attention(self, at: str) -> None:
+        self.linear(f"{at}.q_a_proj", 128, HIDDEN)
+        self.plain(f"{at}.q_a_layernorm", 128)
+        self.linear(f"{at}.q_b_proj", HEADS * 192, 128)
+        self.linear(f"{at}.kv_a_proj_with_mqa", 576, HIDDEN)
+        self.plain(f"{at}.kv_a_layernorm", 512)
+        self.linear(f"{at}.kv_b_proj", HEADS * 256, 512)
+        self.linear(f"{at}.o_proj", HIDDEN, HEADS * 128)
+
+    def experts(
+        self, at: str, count: int, *, shared: str = "", gate: bool = False, bias: bool = False
+    ) -> None:
+        self.plain(f"{at}.gate", count, HIDDEN)
+        if bias:
+            self.float32(f"{at}.gate.e_score_correction_bias", count)
+        if gate:
+            self.plain(f"{at}.shared_expert_gate", 1, HIDDEN)
+        if shared:
+            self.mlp(f"{at}.{shared}")
+        for expert in range(count):
+            self.mlp(f"{at}.experts.{expert}")
+
+    def ends(self, base: str) -> None:
+        self.plain(f"{base}.embed_tokens", VOCAB, HIDDEN)
+        self.plain(f"{base}.norm", HIDDEN)
+        self.plain("lm_head", VOCAB, HIDDEN)
+
+    def next_token_layer(self, at: str) -> None:
+        """What DeepSeek's and GLM's draft layer has beside a decoder layer."""
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            self.plain(f"{at}.{norm}", HIDDEN)
+        self.plain(f"{at}.eh_proj", HIDDEN, 2 * HIDDEN)
+        self.plain(f"{at}.embed_tokens", VOCAB, HIDDEN)
+        self.plain(f"{at}.shared_head.head", VOCAB, HIDDEN)
+
+
+Config = dict[str, Any]
+_COMMON: Config = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+         "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
+
+
+def _qwen_gdn(parts: Parts, name: str, experts: int) -> Config:
+    """qwen3_next, qwen3_5_moe(_text), qwen3_5(_text): three layers of linear attention, one of full
+    attention, and a draft layer."""
+    vision, dense = name in ("qwen3_5_moe", "qwen3_5"), name in ("qwen3_5", "qwen3_5_text")
+    base = "model.language_model" if vision else "model"
+    parts.ends(base)
+
+    def block(at: str, *, full: bool) -> None:
+        parts.norms(at)
+        if full:
+            parts.attention(f"{at}.self_attn", gated=True)
+        else:
+            parts.linear_attention(f"{at}.linear_attn", fused=name == "qwen3_next")
+        if dense:
+            parts.mlp(f"{at}.mlp")
+        else:
+            parts.experts(f"{at}.mlp", experts, shared="shared_expert", gate=True)
+
+    for layer in range(4):
+        block(f"{base}.layers.{layer}", full=layer == 3)
+    parts.plain("mtp.fc", HIDDEN, 2 * HIDDEN)
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        parts.plain(f"mtp.{norm}", HIDDEN)
+    block("mtp.layers.0", full=True)
+    text: Config = {
+        **_COMMON, "num_hidden_layers": 4, "head_dim": HEAD, "intermediate_size": INNER,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": GDN_KEYS, "linear_num_value_heads": GDN_VALUES,
+        "linear_key_head_dim": GDN_HEAD, "linear_value_head_dim": GDN_HEAD,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    }  # fmt: skip
+    if not dense:
+        text |= {"moe_intermediate_size": INNER, "shared_expert_intermediate_size": INNER,
+                 "num_experts": experts, "num_experts_per_tok": 2}  # fmt: skip
+    if name == "qwen3_next":
+        return {**text, "model_type": name, "architectures": ["Qwen3NextForCausalLM"],
+                "num_nextn_predict_layers": 1, "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25}  # fmt: skip
+    text |= {"mtp_num_hidden_layers": 1, "rope_parameters": _ROPE,
+             "model_type": "qwen3_5_text" if dense else "qwen3_5_moe_text"}  # fmt: skip
+    if not vision:
+        which = "Qwen3_5ForCausalLM" if dense else "Qwen3_5MoeForCausalLM"
+        return {**text, "architectures": [which]}
+    _tower(parts)
+    which = "Qwen3_5" if dense else "Qwen3_5Moe"
+    tower = {
+        "model_type": name, "depth": 1, "hidden_size": 64, "num_heads": 4, "intermediate_size": 64,
+        "out_hidden_size": HIDDEN, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    }  # fmt: skip
+    return {"architectures": [f"{which}ForConditionalGeneration"], "model_type": name,
+            "text_config": text, "vision_config": tower, "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False, "image_token_id": 500, "video_token_id": 501,
+            "vision_start_token_id": 502, "vision_end_token_id": 503}  # fmt: skip
+
+
+def _tower(parts: Parts) -> None:
+    at, size = "model.visual", 64
+    parts.plain(f"{at}.patch_embed.proj", size, 3, 2, 4, 4)
+    parts.named(f"{at}.patch_embed.proj.bias", size)
+    parts.plain(f"{at}.pos_embed", 16, size)
+    shapes = {
+        "blocks.0.attn.qkv": (3 * size, size), "blocks.0.attn.proj": (size, size),
+        "blocks.0.mlp.linear_fc1": (64, size), "blocks.0.mlp.linear_fc2": (size, 64),
+        "blocks.0.norm1": (size,), "blocks.0.norm2": (size,), "merger.norm": (size,),
+        "merger.linear_fc1": (4 * size, 4 * size), "merger.linear_fc2": (HIDDEN, 4 * size),
+    }  # fmt: skip
+    for module, shape in shapes.items():
+        parts.plain(f"{at}.{module}", *shape)
+        parts.named(f"{at}.{module}.bias", shape[0])
+
+
+def _qwen3_moe(parts: Parts, name: str, experts: int) -> Config:
+    parts.ends("model")
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        parts.norms(at)
+        parts.attention(f"{at}.self_attn")
+        parts.experts(f"{at}.mlp", experts)
+    return {**_COMMON, "model_type": name, "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": 2, "head_dim": HEAD, "moe_intermediate_size": INNER,
+            "intermediate_size": INNER, "num_experts": experts, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "rope_theta": 1e6}  # fmt: skip
+
+
+def _with_draft_layer(parts: Parts, attention: Callable[[str], None], experts: int) -> None:
+    """Layer 0 is dense, 1 and 2 have experts, 3 is the draft's."""
+    parts.ends("model")
+    for layer in range(4):
+        at = f"model.layers.{layer}"
+        parts.norms(at)
+        attention(f"{at}.self_attn")
+        if layer == 0:
+            parts.mlp(f"{at}.mlp", 2 * INNER)
+        else:
+            parts.experts(f"{at}.mlp", experts, shared="shared_experts", bias=True)
+    parts.next_token_layer("model.layers.3")
+
+
+def _draft_layer_config(experts: int) -> Config:
+    return {
+        **_COMMON, "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
+        "intermediate_size": 2 * INNER, "moe_intermediate_size": INNER,
+        "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "norm_topk_prob": True,
+    }  # fmt: skip
+
+
+def _deepseek_v3(parts: Parts, name: str, experts: int) -> Config:
+    _with_draft_layer(parts, parts.latent_attention, experts)
+    scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+               "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
+    return {**_draft_layer_config(experts), "model_type": name,
+            "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 128, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "moe_layer_freq": 1, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "rope_theta": 10000.0,
+            "rope_scaling": scaling, "attention_bias": False}  # fmt: skip
+
+
+def _glm4_moe(parts: Parts, name: str, experts: int) -> Config:
+    def attention(at: str) -> None:
+        parts.attention(at, bias=True)
+
+    _with_draft_layer(parts, attention, experts)
+    return {**_draft_layer_config(experts), "model_type": name,
+            "architectures": ["Glm4MoeForCausalLM"], "head_dim": HEAD, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 1.0, "use_qk_norm": True,
+            "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e6}  # fmt: skip
+
+
+_FAMILIES: dict[str, Callable[[Parts, str, int], Config]] = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_gdn
+    ),
+    "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3, "glm4_moe": _glm4_moe,
+}  # fmt: skip
+FAMILIES = tuple(_FAMILIES)
+
+
+def published(family: str, *, fp8: bool = False, stacked: bool = False, experts: int = 4) -> Model:
+    """A checkpoint of a family. `fp8`: linears in blocks of 128 x 128, as its authors publish them.
+    `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them."""
+    parts = Parts(fp8)
+    config = _FAMILIES[family](parts, family, experts)
+    if stacked:
+        _stack(parts.tensors, experts)
+    if fp8:
+        block: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                         "weight_block_size": [BLOCK, BLOCK]}  # fmt: skip
+        if family != "deepseek_v3":
+            # sglang asks for its own fused names too.
+            fused = [f"{module}a" for module in parts.kept if module.endswith("in_proj_b")]
+            block["modules_to_not_convert"] = [*parts.kept, *fused]
+        config["quantization_config"] = block
+    return Model(config, parts.tensors, {"tokenizer_config.json": b'{"model_max_length": 4096}\n'})
+
+
+def _stack(tensors: dict[str, Tensor], experts: int) -> None:
+    for first in [n for n in tensors if n.endswith(".experts.0.gate_proj.weight")]:
+        at = first.removesuffix(".0.gate_proj.weight")
+        gates_and_ups = down = b""
+        for expert in range(experts):
+            for part in ("gate_proj", "up_proj"):
+                gates_and_ups += tensors.pop(f"{at}.{expert}.{part}.weight").data
+            down += tensors.pop(f"{at}.{expert}.down_proj.weight").data
+        shape = experts, 2 * INNER, HIDDEN
+        tensors[f"{at}.gate_up_proj"] = Tensor("BF16", shape, gates_and_ups)
+        tensors[f"{at}.down_proj"] = Tensor("BF16", (experts, HIDDEN, INNER), down)
