@@ -228,7 +228,8 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         # The source and passes agree, so it is most likely the text of a new file.
         return (
             f"the plan was {was}, now {wants} (the model card is part of it: give the same "
-            "--base-model, and the source by the same folder)"
+            "--base-model, and the source by the same folder; another version of qconvert may write "
+            "another card)"
         )
     return None
 
