@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,8 @@ def dotted(name: str) -> str:
 _SOURCES = {name_of(path): path for path in sorted(_PACKAGE.rglob("*.py"))}
 _TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in _SOURCES.items()}
 _MODULES = {dotted(name): tree for name, tree in _TREES.items()}
-every_module = pytest.mark.parametrize("name", _SOURCES)
+_AT_IMPORT = {name: [*imports(tree, everywhere=False)] for name, tree in _TREES.items()}
+_EVERYWHERE = {name: [*imports(tree, everywhere=True)] for name, tree in _TREES.items()}
 
 
 def test_every_module_stands_in_a_package() -> None:
@@ -66,50 +67,53 @@ def test_every_module_stands_in_a_package() -> None:
     )
 
 
-@every_module
-def test_packages_import_lower_tiers_only(name: str) -> None:
+def _outside(names: Iterable[str]) -> set[str]:
+    """Libraries among imported modules."""
+    return {name.split(".")[0] for name in names}
+
+
+def test_packages_import_lower_tiers_only() -> None:
     """Type checkers' imports count too. `recipes` holds no code."""
-    rank, own = tiers(), name.partition("/")[0].removesuffix(".py")
-    if own not in rank:
-        return
-    for module in imports(_TREES[name], everywhere=True):
-        package, _, rest = module.partition(".")
-        other = rest.partition(".")[0]
-        if package == "qconvert" and other and other != own:
-            assert rank[other] < rank[own], f"{name} imports {module}"
+    rank, wrong = tiers(), []
+    for name in _SOURCES:
+        own = name.partition("/")[0].removesuffix(".py")
+        for module in _EVERYWHERE[name] if own in rank else ():
+            package, _, rest = module.partition(".")
+            other = rest.partition(".")[0]
+            if package == "qconvert" and other and other != own and rank[other] >= rank[own]:
+                wrong.append(f"{name} imports {module}")
+    assert wrong == []
 
 
-@every_module
-def test_no_cycle_within_a_package(name: str) -> None:
+def test_no_cycle_within_a_package() -> None:
     """A module does not lead back to itself, through whatever modules of its package."""
-    own = dotted(name)
-    seen: set[str] = set()
-    todo = [m for m in imports(_TREES[name], everywhere=False) if m in _MODULES]
-    while todo:
-        module = todo.pop()
-        assert module != own, f"{name} leads back to itself"
-        if module not in seen:
-            seen.add(module)
-            todo += [m for m in imports(_MODULES[module], everywhere=False) if m in _MODULES]
+    leads = {dotted(n): [m for m in found if m in _MODULES] for n, found in _AT_IMPORT.items()}
+    for own in leads:
+        seen: set[str] = set()
+        todo = list(leads[own])
+        while todo:
+            module = todo.pop()
+            assert module != own, f"{own} leads back to itself"
+            if module not in seen:
+                seen.add(module)
+                todo += leads[module]
 
 
-@every_module
-def test_heavy_libraries_are_imported_where_used(name: str) -> None:
-    at_import = {module.split(".")[0] for module in imports(_TREES[name], everywhere=False)}
-    assert name.startswith(_KERNELS) or not at_import & _HEAVY
+def test_heavy_libraries_are_imported_where_used() -> None:
+    wrong = {name: _outside(found) & _HEAVY for name, found in _AT_IMPORT.items()}
+    assert {n: found for n, found in wrong.items() if found and not n.startswith(_KERNELS)} == {}
 
 
-@every_module
-def test_model_libraries_stay_in_their_packages(name: str) -> None:
-    used = {module.split(".")[0] for module in imports(_TREES[name], everywhere=True)}
+def test_model_libraries_stay_in_their_packages() -> None:
     allowed = ("calibrate/", "samples/tokenizer.py", "validators/model/logits.py")
-    assert name.startswith(allowed) or not used & _MODEL_LIBRARIES
+    wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in _EVERYWHERE.items()}
+    assert {n: found for n, found in wrong.items() if found and not n.startswith(allowed)} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in _SOURCES if name.startswith("core/")])
-def test_core_is_standard_library(name: str) -> None:
-    used = {module.split(".")[0] for module in imports(_TREES[name], everywhere=False)}
-    assert used <= set(sys.stdlib_module_names) | {"qconvert"}
+def test_core_is_standard_library() -> None:
+    ours = set(sys.stdlib_module_names) | {"qconvert"}
+    wrong = {n: _outside(f) - ours for n, f in _AT_IMPORT.items() if n.startswith("core/")}
+    assert {name: found for name, found in wrong.items() if found} == {}
 
 
 # All that validators may take from below: what a folder holds and which model it is of, bytes of it,
@@ -127,14 +131,13 @@ _OF_VALIDATORS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in _SOURCES if n.startswith(("validators/", "contrib/trtllm_gen/prepared_"))],
-)
-def test_validators_stand_on_their_own_reader(name: str) -> None:
-    for module in imports(_TREES[name], everywhere=True):
-        if module.split(".")[0] == "qconvert" and module not in _FOR_VALIDATORS:
-            assert module.startswith(_OF_VALIDATORS), f"{name} imports {module}"
+def test_validators_stand_on_their_own_reader() -> None:
+    wrong = []
+    for name, found in _EVERYWHERE.items():
+        if name.startswith(("validators/", "contrib/trtllm_gen/prepared_")):
+            ours = [m for m in found if m.split(".")[0] == "qconvert" and m not in _FOR_VALIDATORS]
+            wrong += [f"{name} imports {m}" for m in ours if not m.startswith(_OF_VALIDATORS)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", ["layouts", "validators", "recipes"])
