@@ -202,7 +202,7 @@ def compiled(cache: str) -> tuple[list[str], str]:
         sizes = {"TOKENS": 16, "TALL": 64, "WIDE": 32}
         jobs.append((w4a16._multiply, types, {"GROUP": 32, "SHIFT_SCALE": True, **sizes}))
     for divides in (True, False):
-        types = {"packed": "*u8", "scales": "*u8", "owns": "*fp32", "out": "*i16"}
+        types = {"packed": "*u8", "scales": "*u8", "global_scales": "*fp32", "out": "*i16"}
         jobs.append((nvfp4._dequant, types, {"DIVIDES": divides, **tile}))
     found = []
     for kernel, types, constants in jobs:

@@ -249,7 +249,7 @@ def test_wrong_partitions_and_runtimes_are_refused(tmp_path: Path) -> None:
     write_sample(tmp_path / "s")
     for arguments, code, said in (
         (["--pp", "2,1"], 1, "is 3, it must equal num_hidden_layers = 4"),
-        (["--pp", "2"], 2, "say --for sglang or --for vllm"),
+        (["--pp", "2"], 2, "add --for sglang or --for vllm"),
         (["--pp", "two", "--for", "vllm"], 2, "'two' is not a valid partition"),
         (["--pp", "9", "--for", "vllm"], 1, "4 layers cannot be cut into 9 stages"),
         (["--pp", "2,2", "--for", "transformers"], 2, "is not one of sglang, vllm"),
