@@ -59,7 +59,7 @@ def whole(folder: Path, tokens: list[Any], attention: str) -> list[torch.Tensor]
 
 
 @every_family
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
 def test_streaming_is_the_whole_model_bit_for_bit(
     make: Make, attention: Any, tmp_path: Path
 ) -> None:

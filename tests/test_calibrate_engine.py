@@ -146,6 +146,7 @@ def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
         run(small, tmp_path / "work")
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(
     ("settings", "devices"),
     [(ROUTED, ("cpu", "cpu")), (Settings(experts="all"), ("cpu",))],
@@ -201,6 +202,7 @@ def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) ->
     assert 2 * 2 * count * HIDDEN <= most <= disk_bytes(count, HIDDEN)
 
 
+@pytest.mark.big
 def test_several_schemes_from_one_pass(small: Path, tmp_path: Path) -> None:
     """The first one's weights go on, so it is as if alone; in the first layer so is the second."""
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
@@ -248,6 +250,7 @@ def test_statistics_are_of_what_experts_saw(small: Path, tmp_path: Path) -> None
     assert stats.gate_up_mean_square.dtype == np.float32
 
 
+@pytest.mark.big
 def test_few_tokens_get_all_or_are_rounded(small: Path, tmp_path: Path) -> None:
     """With a threshold between the rarest and the most frequent expert, both kinds are there."""
     counts = run(small, tmp_path / "work").stats[0].counts
@@ -361,6 +364,7 @@ def dequantized(folder: Path, into: Path) -> Path:
     return into
 
 
+@pytest.mark.big
 def test_fp8_weights_are_read_as_bf16(tmp_path: Path) -> None:
     """An FP8 checkpoint with a draft layer gives the codes of its BF16 self, and none for the draft."""
     fp8 = fp8_sample(tmp_path / "fp8")

@@ -662,6 +662,7 @@ def test_the_smallest_memory_named_is_enough(
     assert differing(tree(folder / "least"), tree(folder / "much")) == []
 
 
+@pytest.mark.big
 def test_a_share_keeps_to_the_budget(sample: Path) -> None:
     plan = plan_of(sample)
     least = _smallest(plan)

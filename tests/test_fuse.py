@@ -371,6 +371,7 @@ def test_dequantizing_and_fusing_commute(groups: int, tmp_path: Path) -> None:
     assert fused.read_bytes() == plain.read_bytes()
 
 
+@pytest.mark.big
 def test_a_big_stack_is_cut_and_put_together_in_small_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def kernels(source: Path, out: Path) -> tuple[set[str], str]:
     return {found["rule"] for found in json.loads(done.stdout)["findings"]}, done.stdout
 
 
+@pytest.mark.big
 def test_a_real_pair_fits(pair: tuple[Path, Path]) -> None:
     rules, text = kernels(*pair)
     assert rules == set()
@@ -106,6 +107,7 @@ def test_a_real_pair_fits(pair: tuple[Path, Path]) -> None:
     assert "interpreter" in text
 
 
+@pytest.mark.big
 def test_a_pair_in_another_order_than_stated_does_not(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

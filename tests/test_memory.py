@@ -109,6 +109,7 @@ def _with_layers(layers: int) -> HeaderSet:
     return HeaderSet({**full.config, "num_hidden_layers": layers}, kept, 4)
 
 
+@pytest.mark.big
 def test_planning_is_linear_in_tensors(tmp_path: Path) -> None:
     """Counted in calls, not seconds. Quadratic work would take four times the calls."""
     counts = {}

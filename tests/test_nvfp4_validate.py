@@ -236,6 +236,7 @@ print(json.dumps([
     assert min(found[1:]) > 5000
 
 
+@pytest.mark.big
 def test_the_kernel_is_run_on_a_folder(bench: Bench) -> None:
     """All that it says of a folder whose packed weights it decodes, against numpy."""
     found = kernel(f"""

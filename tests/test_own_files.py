@@ -301,6 +301,7 @@ def test_workers_without_room_end_in_one_message(source: Path, tmp_path: Path) -
     assert codes[0] == 1
 
 
+@pytest.mark.crash
 def test_interrupted_while_workers_start(source: Path, tmp_path: Path) -> None:
     """Ctrl-C goes to the whole process group, and a worker in its imports must not answer it."""
     interrupted = 0

@@ -182,6 +182,7 @@ def test_a_folder_from_before_seals_is_still_this_result(
     assert differing(tree(out), tree(made)) == []
 
 
+@pytest.mark.crash
 def test_repairs_killed_anywhere_go_on(source: Path, kind: str, made: Path, tmp_path: Path) -> None:
     """Nothing looks finished while it is repaired, and the same command ends it."""
     wanted, damaged, out = tree(made), tmp_path / "damaged", tmp_path / "out"
@@ -250,6 +251,7 @@ def test_a_pair_is_repaired_together(experts: Path, tmp_path: Path, side: str) -
     assert all(receipt.already_done for receipt in _pair(experts, tmp_path / "a"))
 
 
+@pytest.mark.crash
 def test_a_pair_s_repair_killed_anywhere_goes_on(experts: Path, tmp_path: Path) -> None:
     damaged, root = tmp_path / "damaged", tmp_path / "root"
     _pair(experts, damaged)

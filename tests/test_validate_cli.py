@@ -147,6 +147,7 @@ def _until(true: object, what: str) -> None:
     raise AssertionError(f"waited a minute for {what}")
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(
     how: signal.Signals, pair: tuple[Path, Path], tmp_path: Path

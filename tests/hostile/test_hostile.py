@@ -21,7 +21,7 @@ from qconvert.cli.main import cli
 
 SEED = int(os.environ.get("QCONVERT_HOSTILE_SEED", "1"))
 BOUNDED, CHECKED = 120, 1500
-_PARTS, _CHECKED_PARTS = 4, 30
+_PARTS, _CHECKED_PARTS = 1, 30
 
 
 def _bounded() -> list[Case]:
