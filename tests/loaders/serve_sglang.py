@@ -215,9 +215,9 @@ def _answer(line: str) -> dict[str, Any]:
     logging.getLogger().addHandler(watch)
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).propagate = True
-    OnCpu().__enter__()
     try:
-        load(job, said.__setitem__)
+        with OnCpu():
+            load(job, said.__setitem__)
     except Exception as error:  # what a loader raises is the answer
         frames = traceback.extract_tb(error.__traceback__)
         inside = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
