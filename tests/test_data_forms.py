@@ -245,6 +245,7 @@ def test_awkward_rows_as_w4a16(tmp_path: Path) -> None:
     assert {f.rule for f in report.findings} <= {"QC068"}  # its scales are absurd indeed
 
 
+@pytest.mark.big
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), freedom=st.sampled_from([1.5, 3, 8]))
 def test_heavy_tails_as_w4a16(
@@ -465,6 +466,7 @@ def test_a_source_of_other_sizes(tmp_path: Path) -> None:
     assert any("linear attention of other sizes" in text for text in report.not_checked)
 
 
+@pytest.mark.big
 def test_experts_for_a_cpu_kernel_are_others_work(tmp_path: Path) -> None:
     source = qwen3_moe(layers=1).write(tmp_path / "source")
     words = ("--method", "int4", "--numa", "1", "--jobs", "1")

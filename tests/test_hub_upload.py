@@ -696,6 +696,7 @@ def _shell(words: list[str], **settings: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
+@pytest.mark.big
 def test_the_clients_environment_is_respected(folder: Path, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     words = ["upload", str(folder), REPO, "--base-model", BASE, "--level", "headers", "--json"]

@@ -128,6 +128,7 @@ def wrong_inputs() -> tuple[dict[str, tuple[float, float, bool]], dict[str, str]
     return {case.name: (case.difference, case.bound, case.fits) for case in found}, refusals()
 
 
+@pytest.mark.big
 def test_wrong_inputs_show() -> None:
     found, refused = ours("wrong_inputs")
     fitting = {name for name, (_, _, fits) in found.items() if fits}

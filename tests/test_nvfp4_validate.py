@@ -213,6 +213,7 @@ def test_the_kernel_gives_what_its_reference_gives() -> None:
     assert set(found) == {0.0}
 
 
+@pytest.mark.big
 def test_wrong_inputs_show() -> None:
     found = kernel("""
 import json

@@ -285,6 +285,7 @@ def _command(source: Path, out: Path, limit: int | None = None) -> subprocess.Po
     )
 
 
+@pytest.mark.big
 def test_workers_without_room_end_in_one_message(source: Path, tmp_path: Path) -> None:
     """Where exactly there is too little room depends on the machine; at the first limit always."""
     codes = []

@@ -807,6 +807,7 @@ def test_memory_does_not_show(one: tuple[Path, Path], tmp_path: Path) -> None:
         assert tree(out) == tree(one[1])
 
 
+@pytest.mark.big
 def test_results_too_large_to_be_gathered_are_written_in_parts(tmp_path: Path) -> None:
     """Where the least memory has no room for the whole results of a matrix."""
     source = apart(plain("BF16"), 3840, 1024, layers=1).model.write(tmp_path / "source")
