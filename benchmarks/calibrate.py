@@ -21,7 +21,7 @@ from typing import Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import LayerDone, Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.cli.demo_checkpoint import heavy_tailed
@@ -55,10 +55,10 @@ def main() -> None:
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no GPU found; give --devices cpu with small --samples and --experts")
     print(torch.cuda.get_device_name(0) if on_gpu else "cpu", f"torch {torch.__version__}")
-    schemes: list[IntScheme | Target] = [IntScheme()]
+    schemes: list[IntScheme | ExpertSchemes] = [IntScheme()]
     if asked.amx:
         row = IntScheme(4, None, scale_dtype="F32", narrow=True)
-        schemes.append(Target(row, row))
+        schemes.append(ExpertSchemes(row, row))
     settings = Settings(
         experts="all" if asked.all else "routed", together=asked.together, gather=asked.gather
     )

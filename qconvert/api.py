@@ -49,7 +49,7 @@ from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.run.events import Events
-from qconvert.run.executor import Receipt, run_together
+from qconvert.run.executor import RunResult, run_together
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
@@ -385,7 +385,7 @@ def plan_stages(
     known: Runtime | None = check_runtime(runtime)
     unchecked = None if runtime is None else parse_consumer(runtime).unchecked
     text = stages if isinstance(stages, str) else ",".join(map(str, stages))
-    partition = partition_of(text, whole.census.dims.num_layers, known)
+    partition = partition_of(text, whole.role_index.dims.num_layers, known)
     plans = [part.check() for part in split_plan(whole, partition, known)]
     outs = [folder / part.facts["stage"]["folder"] for part in plans]
     folders = _judged(plans, outs, checkpoint, options, base_model, together=False)
@@ -636,9 +636,9 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
 
 
-def _result(planned: PlannedFolder, receipt: Receipt) -> Result:
+def _result(planned: PlannedFolder, done: RunResult) -> Result:
     return Result(
-        receipt.out, receipt.fingerprint, planned.tensors, receipt.nbytes, receipt.files,
-        planned.warnings, receipt.remarks, receipt.already_done, receipt.resumed_units,
-        receipt.repaired,
+        done.out, done.fingerprint, planned.tensors, done.nbytes, done.files,
+        planned.warnings, done.remarks, done.already_done, done.resumed_units,
+        done.repaired,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from qconvert.calibrate import layers
 from qconvert.calibrate.engine import calibrate, disk_bytes
 from qconvert.calibrate.memory import Budget
-from qconvert.calibrate.settings import LayerStats, Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
@@ -206,9 +206,9 @@ def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) ->
 def test_several_schemes_from_one_pass(small: Path, tmp_path: Path) -> None:
     """The first one's weights go on, so it is as if alone; in the first layer so is the second."""
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
-    both = run(small, tmp_path / "both", schemes=[G32, Target(row, replace(row, group=64))])
+    both = run(small, tmp_path / "both", schemes=[G32, ExpertSchemes(row, replace(row, group=64))])
     first = run(small, tmp_path / "first")
-    second = run(small, tmp_path / "second", schemes=[Target(row, replace(row, group=64))])
+    second = run(small, tmp_path / "second", schemes=[ExpertSchemes(row, replace(row, group=64))])
     for key, (one, two) in both.made.items():
         assert same(one, first.made[key][0]), key
         assert key[0] > 0 or same(two, second.made[key][0]), key

@@ -13,7 +13,7 @@ import torch
 from calibrate_models import FAMILIES, HIDDEN, Kept, Make, hf, plan_of, qwen3_moe, samples, saved
 
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
@@ -134,7 +134,7 @@ def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
     shard = IntScheme(4, 128, scale_dtype="F32", narrow=True)
     kept.take(calibrate(
-        plan_of(folder), samples(24, 64), [Target(row, shard)], SETTINGS,
+        plan_of(folder), samples(24, 64), [ExpertSchemes(row, shard)], SETTINGS,
         work_dir=tmp_path / "room", memory=None, key="k",
     ))  # fmt: skip
     ours = {}

@@ -37,7 +37,7 @@ from qconvert.ops.fp8 import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run import workspace
 from qconvert.run.events import Silent
-from qconvert.run.executor import Receipt, execute
+from qconvert.run.executor import RunResult, execute
 from qconvert.run.files import Files
 from qconvert.run.memory import PLAN_BYTES_PER_TENSOR
 from qconvert.run.prepare import Options, prepare
@@ -697,7 +697,7 @@ def test_interrupting_from_outside_keeps_what_is_done(
     with pytest.raises(KeyboardInterrupt):
         execute(plan_of(small), out, how, events=Interrupting(), files=OneByOne())
     _unpublished(out)
-    receipt: Receipt = execute(plan_of(small), out, how)
+    receipt: RunResult = execute(plan_of(small), out, how)
     assert receipt.resumed_units == 3
     convert(small, tmp_path / "whole", how)
     assert differing(tree(out), tree(tmp_path / "whole")) == []

@@ -13,7 +13,7 @@ import headers
 import pytest
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Census, Family, Role, census, families, family_for
+from qconvert.checkpoint.family import Family, Role, RoleIndex, families, family_for, role_index
 from qconvert.core.errors import PlanError
 from qconvert.core.names import parse
 from qconvert.passes.experts import Stack, Unstack
@@ -66,13 +66,13 @@ def _family(name: str) -> Family:
 
 
 @cache
-def _census(model: str) -> Census:
+def _role_index(model: str) -> RoleIndex:
     """Of the model with EXPERTS experts: one more costs time and shows nothing new."""
     found = headers.few(model, EXPERTS)
-    return census(family_for(found.config, ()), found.config, found.tensors)
+    return role_index(family_for(found.config, ()), found.config, found.tensors)
 
 
-def _by_role(taken: Census) -> dict[tuple[Role, str], list[str]]:
+def _by_role(taken: RoleIndex) -> dict[tuple[Role, str], list[str]]:
     """Names by role and parameter, in checkpoint order."""
     grouped: dict[tuple[Role, str], list[str]] = {}
     for name, place in taken.places.items():
@@ -110,7 +110,7 @@ def test_header_sets_add_up_to_what_was_published(model: str) -> None:
 
 @every_model
 def test_every_name_has_one_role(model: str) -> None:
-    taken = _census(model)
+    taken = _role_index(model)
     assert taken.family.name == FAMILY_OF[model]
     assert taken.unknown == ()
     assert list(taken.places) == list(headers.few(model, EXPERTS).tensors)
@@ -123,31 +123,31 @@ def test_every_name_has_one_role(model: str) -> None:
 
 @every_model
 def test_nothing_is_missing(model: str) -> None:
-    assert _census(model).absent() == []
+    assert _role_index(model).absent() == []
 
 
 @every_model
 def test_a_lost_tensor_is_missed(model: str) -> None:
     """Lose one tensor of every role that has several: each role misses its own and no other."""
-    found, grouped = headers.few(model, EXPERTS), _by_role(_census(model))
+    found, grouped = headers.few(model, EXPERTS), _by_role(_role_index(model))
     lost = {key: names[len(names) // 2] for key, names in grouped.items() if len(names) > 1}
     left = found.tensors.keys() - set(lost.values())
-    taken = census(_census(model).family, found.config, sorted(left))
+    taken = role_index(_role_index(model).family, found.config, sorted(left))
     assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
 
 
 @every_model
 def test_a_lost_role_is_missed(model: str) -> None:
     """The same for roles of a single tensor, of which nothing is left to take the name from."""
-    found, grouped = headers.few(model, EXPERTS), _by_role(_census(model))
+    found, grouped = headers.few(model, EXPERTS), _by_role(_role_index(model))
     lost = {key: names[0] for key, names in grouped.items() if len(names) == 1}
     left = found.tensors.keys() - set(lost.values())
-    taken = census(_census(model).family, found.config, sorted(left))
+    taken = role_index(_role_index(model).family, found.config, sorted(left))
     assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
 
 
 def test_deepseek_v3_counts() -> None:
-    taken = _census("deepseek-v3")
+    taken = _role_index("deepseek-v3")
     weights = Counter(p.role.name for p in taken.places.values() if p.parameter == "weight")
     scales = Counter(
         p.role.name for p in taken.places.values() if p.parameter == "weight_scale_inv"
@@ -164,24 +164,24 @@ def test_deepseek_v3_counts() -> None:
 
 @every_model
 def test_draft_tensors(model: str) -> None:
-    taken = _census(model)
+    taken = _role_index(model)
     draft = [name for name in taken.places if taken.family.is_mtp(name, taken.dims)]
     assert len(draft) == MTP_TENSORS[model]
     assert draft == [n for n, place in taken.places.items() if place.role.name.startswith("mtp.")]
 
 
 def test_dims() -> None:
-    deepseek = _census("deepseek-v3").dims
+    deepseek = _role_index("deepseek-v3").dims
     assert (deepseek.num_layers, deepseek.num_experts, deepseek.mtp_layers) == (61, EXPERTS, 1)
     assert deepseek.groups["moe"] == tuple(range(3, 61))
     assert deepseek.gdn is None
-    dense = _census("qwen3.5-27b-fp8").dims
+    dense = _role_index("qwen3.5-27b-fp8").dims
     assert (dense.num_layers, dense.num_experts, dense.hidden_size) == (64, 0, 5120)
     assert dense.gdn == (16, 48, 128, 128)
     assert dense.groups["full_attention"] == tuple(range(3, 64, 4))
     assert not dense.tied
-    assert _census("qwen3.5-0.8b").dims.tied
-    assert _census("qwen3-next-80b-a3b").dims.mtp_layers == 1
+    assert _role_index("qwen3.5-0.8b").dims.tied
+    assert _role_index("qwen3-next-80b-a3b").dims.mtp_layers == 1
 
 
 @pytest.mark.parametrize("silent", ["layer_types", "full_attention_interval"])
@@ -194,7 +194,7 @@ def test_either_way_of_stating_the_full_attention_layers_will_do(model: str, sil
     text["layer_types"] = kinds * (text["num_hidden_layers"] // 4)
     del text[silent]
     restated = {**config, "text_config": text} if "text_config" in config else text
-    assert _census(model).family.dims(restated) == _census(model).dims
+    assert _role_index(model).family.dims(restated) == _role_index(model).dims
 
 
 def test_dense_layers_of_a_moe_model() -> None:
@@ -214,7 +214,7 @@ def test_dense_layers_of_a_moe_model() -> None:
     ],
 )
 def test_both_forms_of_linear_attention_have_roles(model: str, layer: str) -> None:
-    taken = _census(model)
+    taken = _role_index(model)
     for name in ("qkvz", "ba", "qkv", "z", "b", "a"):
         place = taken.family.place(f"{layer}.linear_attn.in_proj_{name}.weight", taken.dims)
         assert place is not None
@@ -222,7 +222,7 @@ def test_both_forms_of_linear_attention_have_roles(model: str, layer: str) -> No
 
 
 def test_scales_of_stacked_experts_have_roles() -> None:
-    taken = _census("qwen3.5-35b-a3b")
+    taken = _role_index("qwen3.5-35b-a3b")
     name = "model.language_model.layers.7.mlp.experts.gate_up_proj_scale_inv"
     place = taken.family.place(name, taken.dims)
     assert place is not None
@@ -230,23 +230,23 @@ def test_scales_of_stacked_experts_have_roles() -> None:
 
 
 def test_a_lost_scale_of_stacked_experts_is_missed() -> None:
-    config, taken = headers.few("qwen3.5-35b-a3b", EXPERTS).config, _census("qwen3.5-35b-a3b")
+    config, taken = headers.few("qwen3.5-35b-a3b", EXPERTS).config, _role_index("qwen3.5-35b-a3b")
     stacked = [n for n, p in taken.places.items() if p.role.name == "stacked_experts.down_proj"]
     scales = [f"{name}_scale_inv" for name in stacked]
-    scaled = census(taken.family, config, [*taken.places, *scales[:-1]])
+    scaled = role_index(taken.family, config, [*taken.places, *scales[:-1]])
     role = taken.places[stacked[0]].role
     assert scaled.missing(role, "weight_scale_inv") == scales[-1:]
 
 
 def test_layers_beyond_the_config_have_no_role() -> None:
-    taken = _census("deepseek-v3")
+    taken = _role_index("deepseek-v3")
     for layer in ("62", "1000"):
         assert taken.family.place(f"model.layers.{layer}.mlp.gate.weight", taken.dims) is None
     assert taken.family.place("model.layers.0.mlp.gate.weight", taken.dims) is None
 
 
 def test_int4_experts_of_kimi_k2_thinking() -> None:
-    taken = _census("kimi-k2-thinking")
+    taken = _role_index("kimi-k2-thinking")
     for name in ("gate_proj", "up_proj", "down_proj"):
         found = taken.present[f"experts.{name}"]
         assert sorted(found) == ["weight_packed", "weight_scale", "weight_shape"]
@@ -271,7 +271,7 @@ def test_kimi_k25_is_kimi_k2_under_another_prefix() -> None:
     names = [f"language_model.{name}" for name in small]
     names += [f"{name}.{parameter}" for name in tower for parameter in ("weight", "bias")]
     names += ["vision_tower.patch_embed.pos_emb.weight"]
-    taken = census(family_for(config, ()), config, names)
+    taken = role_index(family_for(config, ()), config, names)
     assert (taken.family.name, taken.unknown, taken.absent()) == ("kimi_k2", (), [])
     assert sum(p.role.name.startswith("vision.") for p in taken.places.values()) == 2 * 12 + 11
     for lost in (
@@ -280,7 +280,7 @@ def test_kimi_k25_is_kimi_k2_under_another_prefix() -> None:
         "vision_tower.encoder.blocks.1.wqkv.bias",
         "mm_projector.proj.2.weight",
     ):
-        assert census(taken.family, config, set(names) - {lost}).absent() == [lost]
+        assert role_index(taken.family, config, set(names) - {lost}).absent() == [lost]
 
 
 def _is_within(name: str, layers: int, experts: int) -> bool:
@@ -391,7 +391,7 @@ def test_what_transformers_saves_has_roles(
     made.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     names = list(_header(tmp_path / "model.safetensors"))
-    taken = census(family_for(saved, ()), saved, names)
+    taken = role_index(family_for(saved, ()), saved, names)
     assert taken.family.name == family
     assert taken.unknown == ()
     assert taken.absent() == []

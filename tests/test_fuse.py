@@ -106,7 +106,7 @@ def test_published_qwen3_next_unfuses_and_back() -> None:
 
 
 def test_consumers() -> None:
-    dims = published("qwen3.5-35b-a3b").census.dims
+    dims = published("qwen3.5-35b-a3b").role_index.dims
     found = {
         (name, family): parse_consumer(name).gdn_groups(family, dims)
         for name in ("sglang", "vllm", "transformers")
@@ -303,7 +303,7 @@ def test_as_class_drops_vision_by_name_and_renames_ignore_lists() -> None:
     assert plan.config["model_type"] == "qwen3_next"
     assert set(plan.dropped.values()) == {"as_class: qwen3_next has no vision tower"}
     assert all(".visual." in name for name in plan.dropped)
-    assert plan.census.unknown == ()
+    assert plan.role_index.unknown == ()
     ignored = plan.config["quantization_config"]["modules_to_not_convert"]
     assert not any(name.startswith("model.language_model.") for name in ignored)
     assert any(name.endswith(".in_proj_ba") for name in ignored)

@@ -106,7 +106,7 @@ def test_published_repos_with_drafts_left_out(published: Mapping[str, Checkpoint
     said = {}
     for model in ("deepseek-v3", "glm-4.5-air", "qwen3-next-80b-a3b", "qwen3.5-0.8b"):
         whole = published[model]
-        family, dims = whole.census.family, whole.census.dims
+        family, dims = whole.role_index.family, whole.role_index.dims
         gone = dict.fromkeys(n for n in whole if family.is_mtp(n, dims))
         said[model] = [(f.rule, f.severity) for f in findings(changed(whole, **gone))]
     draft = [("QC023", "warning")]
@@ -122,11 +122,11 @@ def test_a_draft_layer_lacks_nothing_that_the_model_has(
     """Lose the draft layers' tensors of one role after the other. What drafts may share with the model
     is none of them."""
     whole = published[model]
-    census = whole.census
-    roles = {p.role for p in census.places.values() if p.role.name.startswith("mtp.")}
+    role_index = whole.role_index
+    roles = {p.role for p in role_index.places.values() if p.role.name.startswith("mtp.")}
     assert len(roles) > 15
     for role in roles:
-        gone = [n for n, place in census.places.items() if place.role == role]
+        gone = [n for n, place in role_index.places.items() if place.role == role]
         rules = {f.rule for f in findings(changed(whole, **dict.fromkeys(gone)))}
         shared = role.name in ("mtp.embed_tokens", "mtp.shared_head.head")
         experts = ".experts." in role.module
@@ -153,7 +153,7 @@ def test_every_weight_is_held_to_the_config(
     """One tensor of each role gets a last dimension more: found, but for what no config states."""
     whole = published[model]
     first: dict[str, str] = {}
-    for name, place in whole.census.places.items():
+    for name, place in whole.role_index.places.items():
         if place.parameter in ("", "weight", "weight_packed"):
             first.setdefault(place.role.name, name)
     wider = {}
@@ -442,7 +442,7 @@ def test_the_root_s_flag_ties(
         config = {k: v for k, v in whole.config.items() if k != "tie_word_embeddings"}
         config |= {} if root is None else {"tie_word_embeddings": root}
         now = replace(whole, config={**config, "text_config": text})
-        assert now.census.dims.tied is tied
+        assert now.role_index.dims.tied is tied
         assert {f.rule for f in findings(now, [structure])} == rules
 
 

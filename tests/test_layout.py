@@ -12,7 +12,7 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
-from qconvert.core.row_order import Layout
+from qconvert.core.row_order import RowOrder
 from qconvert.ops.fp8 import DequantFp8
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -53,7 +53,7 @@ def test_fusing_equals_an_independent_loop_and_splits_back(
         Source(name, TensorType(dtype, (rows, columns)), 0, 0).output
         for name, rows in zip("qkvz", segments, strict=True)
     ]
-    layout = Layout(segments, groups)
+    layout = RowOrder(segments, groups)
     fused = layout.fuse(parts)
 
     heads = nk // groups  # key heads of a group
@@ -73,7 +73,7 @@ def test_interleaved_is_how_qwen3_next_reads_it() -> None:
     nk, r, dk, dv, hidden = 4, 3, 2, 5, 7
     q, k = (torch.randn(nk * dk, hidden) for _ in range(2))
     v, z = (torch.randn(nk * r * dv, hidden) for _ in range(2))
-    layout = Layout((nk * dk, nk * dk, nk * r * dv, nk * r * dv), nk)
+    layout = RowOrder((nk * dk, nk * dk, nk * r * dv, nk * r * dv), nk)
     names = dict(zip("qkvz", (q, k, v, z), strict=True))
     parts = [
         Source(name, TensorType("F32", (t.shape[0], hidden)), 0, 0).output
@@ -102,10 +102,10 @@ def test_interleaved_is_how_qwen3_next_reads_it() -> None:
     ],
 )
 def test_when_block_scales_may_move(segments: tuple[int, ...], groups: int, may: bool) -> None:
-    layout = Layout(segments, groups)
+    layout = RowOrder(segments, groups)
     assert layout.scales_may_move(128) is may
     if may:
-        assert layout.of_blocks(128) == Layout(tuple(s // 128 for s in segments), groups)
+        assert layout.of_blocks(128) == RowOrder(tuple(s // 128 for s in segments), groups)
     else:
         with pytest.raises(PlanError, match="not whole blocks of 128"):
             layout.of_blocks(128)
@@ -113,12 +113,12 @@ def test_when_block_scales_may_move(segments: tuple[int, ...], groups: int, may:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(PlanError, match="3 groups do not divide"):
-        Layout((4, 4), 3)
+        RowOrder((4, 4), 3)
     a = Source("a", TensorType("BF16", (4, 2)), 0, 0).output
     with pytest.raises(PlanError, match="expected a segment of 6 rows"):
-        Layout((4, 6), 1).fuse([a, a])
+        RowOrder((4, 6), 1).fuse([a, a])
     with pytest.raises(PlanError, match="expected 10 fused rows"):
-        Layout((4, 6), 1).split(a)
+        RowOrder((4, 6), 1).split(a)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,7 +137,7 @@ def test_fusing_and_dequantizing_commute(
     scales of 4x4 blocks may move."""
     groups = data.draw(st.sampled_from([g for g in range(1, nk + 1) if nk % g == 0]))
     segments = (nk * dk, nk * dk, nk * r * dv, nk * r * dv)
-    layout, op = Layout(segments, groups), DequantFp8((4, 4))
+    layout, op = RowOrder(segments, groups), DequantFp8((4, 4))
     assert layout.scales_may_move(4)
     random = np.random.default_rng(0)
     grid_columns = -(-columns // 4)

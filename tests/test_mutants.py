@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "stack: experts from the last on", "stack fp8", "passes.experts", "_stacked",
-        "range(census.dims.num_experts)", "reversed(range(census.dims.num_experts))",
+        "range(role_index.dims.num_experts)", "reversed(range(role_index.dims.num_experts))",
     ),
     Mutant(
         "unstack: up called gate", "unstack", "passes.experts", "_halves",
@@ -415,12 +415,12 @@ MUTANTS = (
     # --- linear attention
     Mutant(
         "rows of fused projections from the last group on", "interleave", "core.row_order",
-        "Layout.runs", "yield segment, group * size, (group + 1) * size",
+        "RowOrder.runs", "yield segment, group * size, (group + 1) * size",
         "yield segment, (self.groups - 1 - group) * size, (self.groups - group) * size",
     ),
     Mutant(
         "interleaved by half as many heads", "interleave", "passes.fuse", "_moved",
-        "Layout(qkvz, target), range(4)", "Layout(qkvz, target // 2), range(4)",
+        "RowOrder(qkvz, target), range(4)", "RowOrder(qkvz, target // 2), range(4)",
     ),
     Mutant(
         "k before q", "fuse", "passes.fuse", "_moved",
@@ -433,7 +433,7 @@ MUTANTS = (
     ),
     Mutant(
         "block scales left where they were", "unfuse", "passes.fused_rows", "_layout_of",
-        "return layout.of_blocks(block[0])", "return Layout(layout.of_blocks(block[0]).segments, 1)",
+        "return layout.of_blocks(block[0])", "return RowOrder(layout.of_blocks(block[0]).segments, 1)",
     ),
     Mutant(
         "another order in the manifest", "fuse", "passes.fuse", "_reorder",

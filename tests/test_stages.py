@@ -52,7 +52,7 @@ def test_wrong_partitions_are_refused_with_the_runtimes_condition() -> None:
 
 def stage_names(model: str, stages: int, runtime: str | None) -> list[set[str]]:
     plan = Plan.identity(published(model))
-    layers = plan.census.dims.num_layers
+    layers = plan.role_index.dims.num_layers
     partition = default_partition(layers, stages, "vllm" if runtime == "vllm" else "sglang")
     return [
         set(stage.check().tensors)
@@ -69,7 +69,7 @@ def test_stages_hold_everything_and_share_only_what_may_be_shared(model: str, ru
         return
     found = stage_names(model, 4, runtime)
     assert set().union(*found) == set(published(model))
-    taken = published(model).census
+    taken = published(model).role_index
     drafts = {name for name in taken.places if taken.family.is_mtp(name, taken.dims)}
     for name in published(model):
         holders = [i for i, names in enumerate(found) if name in names]

@@ -27,7 +27,7 @@ from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
 from qconvert.run.events import Silent
-from qconvert.run.executor import Receipt, execute, run_together
+from qconvert.run.executor import RunResult, execute, run_together
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal
 from qconvert.run.prepare import Options, prepare_together
@@ -232,7 +232,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.write(tmp_path_factory.mktemp("pair") / "source")
 
 
-def _pair(source: Path, root: Path, files: Files | None = None) -> list[Receipt]:
+def _pair(source: Path, root: Path, files: Files | None = None) -> list[RunResult]:
     start = Plan.identity(Checkpoint.open(source))
     plans = pair_plans(start, ExpertsToAmx("int4", 1), ExpertsToW4A16())
     ready = prepare_together(plans, Options(jobs=1, commit_bytes=1, max_shard_size=40_000))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
 from qconvert.calibrate.memory import least_bytes
-from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
@@ -64,7 +64,7 @@ class GptqBackend:
         return load_tokens(request, self.calibration.model.checkpoint.root, remarks.append), remarks
 
     def needs(self) -> Needs:
-        dims, memory = self.calibration.model.census.dims, 0
+        dims, memory = self.calibration.model.role_index.dims, 0
         # What there is where no device was named, only torch knows: too slow to import for this.
         if self.packers and "cpu" in self.calibration.request.devices:
             schemes = len(self.packers["gate_proj"])
@@ -160,7 +160,7 @@ class GptqBackend:
         """Write the map of hot experts next to the statistics; a remark says how to serve with it."""
         from qconvert.calibrate.hotness import OPTIONS, save_hotness
 
-        request, dims = self.calibration.request, self.calibration.model.census.dims
+        request, dims = self.calibration.request, self.calibration.model.role_index.dims
         if request.save_stats is None:
             return
         try:
@@ -178,7 +178,7 @@ def work_dir_bytes(calibration: Calibrating) -> int:
     from qconvert.calibrate.engine import disk_bytes
 
     request = calibration.request
-    hidden = calibration.model.census.dims.hidden_size
+    hidden = calibration.model.role_index.dims.hidden_size
     return disk_bytes(request.samples * request.length, hidden)
 
 
@@ -225,11 +225,11 @@ def _settings(request: Calibration) -> Settings:
     )  # fmt: skip
 
 
-def _targets(packers: Mapping[str, tuple[Packer, ...]], model: Plan) -> list[Target]:
+def _targets(packers: Mapping[str, tuple[Packer, ...]], model: Plan) -> list[ExpertSchemes]:
     """What to solve for, in the order of the packers, which all matrices of a kind share."""
-    dims = model.census.dims
+    dims = model.role_index.dims
     columns = {"gate_proj": dims.hidden_size, "down_proj": dims.moe_intermediate_size}
     return [
-        Target(gate.scheme_of(columns["gate_proj"]), down.scheme_of(columns["down_proj"]))
+        ExpertSchemes(gate.scheme_of(columns["gate_proj"]), down.scheme_of(columns["down_proj"]))
         for gate, down in zip(packers["gate_proj"], packers["down_proj"], strict=True)
     ]

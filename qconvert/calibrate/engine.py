@@ -21,7 +21,7 @@ from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile
-from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
@@ -43,7 +43,7 @@ Event = Matrix | LayerDone | Phase | Remark
 def calibrate(
     plan: Plan,
     tokens: Sequence[Tokens],
-    schemes: Sequence[IntScheme | Target],
+    schemes: Sequence[IntScheme | ExpertSchemes],
     settings: Settings,
     *,
     work_dir: Path,
@@ -68,7 +68,7 @@ def calibrate(
     """
     if not tokens or any(sample.ndim != 1 or not sample.size for sample in tokens):
         raise PlanError("calibration takes one or more samples of one or more token ids each")
-    targets = [s if isinstance(s, Target) else Target(s, s) for s in schemes]
+    targets = [s if isinstance(s, ExpertSchemes) else ExpertSchemes(s, s) for s in schemes]
     keep_nothing_freed()
     source = Plan.identity(plan.checkpoint)
     found = routed_experts(source)
@@ -87,7 +87,7 @@ def calibrate(
         files=files or Files(),
         readers=readers,
         clock=clock or Clock(),
-        experts=source.census.dims.num_experts,
+        experts=source.role_index.dims.num_experts,
     )
     _check_shapes(layers.matrices, targets)
     kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files)
@@ -112,7 +112,7 @@ def _by_layer(projections: Sequence[Projection]) -> Matrices:
     return found
 
 
-def _check_shapes(matrices: Matrices, targets: Sequence[Target]) -> None:
+def _check_shapes(matrices: Matrices, targets: Sequence[ExpertSchemes]) -> None:
     for layer in matrices.values():
         for (_, kind), one in layer.items():
             for target in targets:

@@ -10,7 +10,7 @@ from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
-from qconvert.calibrate.settings import Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
@@ -107,7 +107,7 @@ class Bench:
     device: str
     layer: int
     act: Any
-    targets: Sequence[Target]
+    targets: Sequence[ExpertSchemes]
     settings: Settings
     weights: Weights
     clock: Clock

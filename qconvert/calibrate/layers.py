@@ -15,7 +15,7 @@ from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile, Rows, Scratch
-from qconvert.calibrate.settings import LayerStats, Matrix, Settings, Target
+from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.matrices.experts import Projection
 from qconvert.run.backend import Phase
 from qconvert.run.files import Files
@@ -79,7 +79,7 @@ class Layers:
     model: Model
     matrices: Matrices
     lengths: Sequence[int]
-    targets: Sequence[Target]
+    targets: Sequence[ExpertSchemes]
     settings: Settings
     folder: Path
     budget: Budget

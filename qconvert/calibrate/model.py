@@ -331,10 +331,10 @@ def class_config(plan: Plan) -> dict[str, Any]:
 
 def _text_names(plan: Plan) -> dict[str, str]:
     """Names in the checkpoint of the text model's tensors, by what the text model alone calls them."""
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     found: dict[str, str] = {}
     for name in plan.tensors:
-        place = plan.census.places.get(name)
+        place = plan.role_index.places.get(name)
         if plan.family.is_mtp(name, dims) or (place and place.role.name.startswith("vision.")):
             continue
         plain = name

@@ -65,7 +65,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExpertSchemes:
     """One format to solve for: gate and up have one scheme, down may have another (AMX cuts its columns
     into a part a NUMA node)."""
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from qconvert.checkpoint.family import Census, Family, census, family_for
+from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.core.errors import CheckpointError, UsageError
@@ -234,14 +234,14 @@ class Checkpoint(Mapping[str, Source]):
         return family_for(self.config, self.sources)
 
     @cached_property
-    def census(self) -> Census:
+    def role_index(self) -> RoleIndex:
         """Every tensor sorted by role."""
-        return census(self.family, self.config, self.sources)
+        return role_index(self.family, self.config, self.sources)
 
     @property
     def model_line(self) -> str:
         """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
-        dims, family = self.census.dims, self.family
+        dims, family = self.role_index.dims, self.family
         parts = [count(dims.num_layers, "layer")]
         if dims.num_experts:
             parts.append(count(dims.num_experts, "expert"))
@@ -265,7 +265,7 @@ class Checkpoint(Mapping[str, Source]):
         prepared = {parse(name).layer for name in self if name.endswith(ends)}
         found = [
             name
-            for name in self.census.absent()
+            for name in self.role_index.absent()
             if not (".experts." in name and parse(name).layer in prepared)
         ]
         stage = (self.manifest or {}).get("stage")
@@ -276,7 +276,7 @@ class Checkpoint(Mapping[str, Source]):
 
         def held(name: str) -> bool:
             layer = parse(name).layer
-            if self.family.is_mtp(name, self.census.dims):
+            if self.family.is_mtp(name, self.role_index.dims):
                 return bool(last)
             if layer is not None:
                 return bool(first <= layer < stop)

@@ -206,7 +206,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Census:
+class RoleIndex:
     """Every tensor name sorted by role. `present[role][parameter]` holds (layer, expert) pairs."""
 
     family: Family
@@ -285,7 +285,7 @@ class Census:
         return next((name for name, place in self.places.items() if place.role.name == role), None)
 
 
-def census(family: Family, config: Config, names: Iterable[str]) -> Census:
+def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleIndex:
     """Sort names by role. One dict look-up per name: linear in the number of tensors.
 
     Names that fit no role are listed in `unknown`; they are copied unchanged.
@@ -315,7 +315,7 @@ def census(family: Family, config: Config, names: Iterable[str]) -> Census:
         role: {parameter: frozenset(pairs) for parameter, pairs in by_parameter.items()}
         for role, by_parameter in present.items()
     }
-    return Census(family, dims, places, tuple(unknown), frozen)
+    return RoleIndex(family, dims, places, tuple(unknown), frozen)
 
 
 def discover(*packages: str) -> list[Any]:

@@ -29,13 +29,13 @@ def quantization_lines(checkpoint: Checkpoint) -> list[str]:
 
 def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint as its headers and config describe it."""
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     dtypes: dict[str, dict[str, int]] = {}
     for source in checkpoint.values():
         entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += source.type.nbytes
-    formats, known = Formats.of(checkpoint), checkpoint.census.places
+    formats, known = Formats.of(checkpoint), checkpoint.role_index.places
     stored: dict[str, dict[str, int]] = {}
     roles: dict[str, dict[str, int]] = {}
     for name, source in checkpoint.items():
@@ -87,7 +87,7 @@ def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]
     return {
         **inspect_json(whole),
         "path": str(folders[0].parent),
-        "missing": whole.census.absent(),
+        "missing": whole.role_index.absent(),
         "made_by": {**made, "lossy_steps": losses},
         "stages": [
             {

@@ -101,7 +101,7 @@ def plan_lines(
 
 def unknown_names(checkpoint: Checkpoint) -> list[str]:
     """Tensors without a role in the family or among qconvert's own."""
-    return [name for name in checkpoint.census.unknown if own_role(name) is None]
+    return [name for name in checkpoint.role_index.unknown if own_role(name) is None]
 
 
 def outlook_lines(look: Outlook | None) -> list[str]:
@@ -170,7 +170,7 @@ def _table(plan: Plan) -> list[str]:
 
 def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
     """Outputs grouped by role and by what becomes of them."""
-    places = plan.census.places
+    places = plan.role_index.places
     first = _first_ports(plan)
     rows: dict[tuple[str, str], _Row] = {}
     becomes = _Becomes.of(plan)
@@ -303,7 +303,7 @@ def format_time(seconds: float) -> str:
 def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> dict[str, Any]:
     """Everything in `plan_lines`, and an entry for every tensor."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     becomes = _Becomes.of(plan)
     return {
         "model_type": checkpoint.config.get("model_type"),

@@ -39,14 +39,14 @@ class RunError(QConvertError):
 
 class RowError(RunError):
     """Invalid data in one row. `row` counts from the first row of the op's arguments
-    (or, if `turned`, from their first column); a caller that knows the tensor adds its name to the
+    (or, if `by_column`, from their first column); a caller that knows the tensor adds its name to the
     message."""
 
-    def __init__(self, row: int, what: str, *, turned: bool = False) -> None:
-        super().__init__(f"{'column' if turned else 'row'} {row} {what}")
+    def __init__(self, row: int, what: str, *, by_column: bool = False) -> None:
+        super().__init__(f"{'column' if by_column else 'row'} {row} {what}")
         self.row = row
         self.what = what
-        self.turned = turned
+        self.by_column = by_column
 
 
 class ScaleError(RunError):

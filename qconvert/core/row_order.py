@@ -21,7 +21,7 @@ from qconvert.core.graph import Output, concat
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowOrder:
     """An order of rows. `segments` are the rows of each segment; `groups` divides every one."""
 
     segments: tuple[int, ...]
@@ -69,11 +69,11 @@ class Layout:
         the scales would belong to rows of several segments, and only requantizing could help."""
         return all(rows // self.groups % block_rows == 0 for rows in self.segments)
 
-    def of_blocks(self, block_rows: int) -> Layout:
+    def of_blocks(self, block_rows: int) -> RowOrder:
         """The layout of the scale grid's rows. Raises PlanError if they cannot move."""
         if not self.scales_may_move(block_rows):
             raise PlanError(
                 f"runs of {[rows // self.groups for rows in self.segments]} rows are not whole "
                 f"blocks of {block_rows}, so block scales cannot move with their rows; dequantize first"
             )
-        return Layout(tuple(rows // block_rows for rows in self.segments), self.groups)
+        return RowOrder(tuple(rows // block_rows for rows in self.segments), self.groups)

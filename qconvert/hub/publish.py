@@ -19,7 +19,7 @@ from qconvert.hub.readme import (
     write_card,
 )
 from qconvert.hub.trees import hidden_files, local_files
-from qconvert.hub.upload import Arrived, Pending, Target, Upload, considered
+from qconvert.hub.upload import Arrived, Destination, Pending, Upload, considered
 from qconvert.run.events import Events
 from qconvert.validation.runner import Level, Report, Request, validate_folder
 
@@ -138,7 +138,7 @@ def upload(
                 "README.md names no base model, so the Hub lists the repo under none; add "
                 "--base-model ORG/NAME"
             )
-    target = Target(to, message or _message(checked.folder), private, create_pr)
+    target = Destination(to, message or _message(checked.folder), private, create_pr)
     work = Upload(
         checked.folder, target, events=events, say=tell, follow_links=checked.follow_links
     )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Destination:
     """A repo, whose `revision` is a branch (created where it is missing) or `refs/pr/N`; `create_pr`
     opens a pull request instead of a commit; `private` is for a repo that is created."""
 
@@ -91,7 +91,7 @@ class Upload:
     def __init__(
         self,
         folder: Path,
-        target: Target,
+        target: Destination,
         *,
         events: Events | None = None,
         say: Say = print,

@@ -33,8 +33,8 @@ def check_experts(plan: Plan, instead: str) -> None:
             "its experts are prepared for trtllm-gen (qconvert prepare made this folder); give them "
             "back first: qconvert unprepare"
         )
-    if not plan.census.dims.num_experts:
-        if any(".experts." in name or plan.census.kind(name).routed for name in plan.tensors):
+    if not plan.role_index.dims.num_experts:
+        if any(".experts." in name or plan.role_index.kind(name).routed for name in plan.tensors):
             fix = "correct config.json" if plan.family.name != "generic" else _UNKNOWN
             raise PlanError(
                 f"{model_name(plan)}: the config counts no experts by a name that is known, and tensors "
@@ -55,7 +55,7 @@ def check_experts(plan: Plan, instead: str) -> None:
 
 def check_linear_attention(plan: Plan, what: str) -> None:
     """Raise PlanError for a model without Gated DeltaNet layers; `what` is what was to be done."""
-    if plan.census.dims.gdn is not None:
+    if plan.role_index.dims.gdn is not None:
         return
     if plan.family.name == "generic" and any(".linear_attn." in name for name in plan.tensors):
         raise PlanError(

@@ -54,7 +54,7 @@ class Experts:
 
     def without_drafts(self, plan: Plan) -> Experts:
         """Those of the model's own layers."""
-        dims, family = plan.census.dims, plan.family
+        dims, family = plan.role_index.dims, plan.family
 
         def own(names: Iterable[str]) -> frozenset[str]:
             return frozenset(name for name in names if not family.is_mtp(name, dims))
@@ -70,7 +70,7 @@ def routed_experts(plan: Plan) -> Experts:
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
     _check_dims(plan)
     found, read = _found(plan)
-    of_experts = [name for name in plan.tensors if plan.census.kind(name).routed]
+    of_experts = [name for name in plan.tensors if plan.role_index.kind(name).routed]
     stale = frozenset(name for name in of_experts if name.endswith(STALE))
     _check_all_read(plan, of_experts, read | stale)
     drafts = _draft_layers(plan)
@@ -80,7 +80,7 @@ def routed_experts(plan: Plan) -> Experts:
 
 
 def _check_dims(plan: Plan) -> None:
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     if not dims.num_experts:
         raise PlanError("the config counts no experts, and there are tensors of experts")
     stated = {"hidden_size": dims.hidden_size, "moe_intermediate_size": dims.moe_intermediate_size}
@@ -98,8 +98,8 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
     stored twice, that the config does not count, or of another shape than it says."""
     found: _Found = {}
     read: set[str] = set()
-    counted = plan.census.dims.num_experts
-    for name, place in plan.census.places.items():
+    counted = plan.role_index.dims.num_experts
+    for name, place in plan.role_index.places.items():
         for projection, names in _read(plan, name, place):
             key = projection.layer, projection.expert, projection.kind
             if key in found:
@@ -117,7 +117,7 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
 def _check_all_read(plan: Plan, of_experts: Iterable[str], known: Set[str]) -> None:
     """Raise PlanError for a tensor of an expert that would be lost: a bias, a second scale, an expert
     beyond the config's."""
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     for name in of_experts:
         if name not in known:
             raise PlanError(
@@ -129,7 +129,7 @@ def _check_all_read(plan: Plan, of_experts: Iterable[str], known: Set[str]) -> N
 
 def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
     """Raise PlanError for a layer, an expert or a matrix that is missing."""
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
     for layer in dims.groups.get("moe", ()):
         if (layer, False) not in layers:
@@ -148,7 +148,7 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
 
 def _expected(plan: Plan, drafts: int) -> int:
     """Matrices of the experts of all the config's layers and so many draft layers."""
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     layers = len(dims.groups.get("moe", ())) + drafts
     return layers * dims.num_experts * len(PROJECTIONS)
 
@@ -188,7 +188,7 @@ def calibrated(
 def _draft_layers(plan: Plan) -> list[int]:
     """Numbers of the draft layers that must have experts: all the config counts, where there is any
     draft tensor; none where they were left out as a whole."""
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     if not any(plan.family.is_mtp(name, dims) for name in plan.tensors):
         return []
     groups = dims.groups.get("mtp_moe", ())
@@ -200,10 +200,10 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
     role = place.role.kind
     if role not in (*_PROJECTION, *_STACKED) or place.layer is None:
         return
-    draft = plan.family.is_mtp(name, plan.census.dims)
+    draft = plan.family.is_mtp(name, plan.role_index.dims)
     layer = place.layer
-    if draft and layer < plan.census.dims.num_layers:
-        layer += plan.census.dims.num_layers
+    if draft and layer < plan.role_index.dims.num_layers:
+        layer += plan.role_index.dims.num_layers
     if role in _PROJECTION:
         if place.parameter not in ("weight", "weight_packed", "qweight"):
             return
@@ -214,7 +214,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
         return
     if place.parameter not in ("", "weight"):
         return
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     shape = plan.tensors[name].type.shape
     if len(shape) != 3 or shape[0] != dims.num_experts:
         raise PlanError(
@@ -239,7 +239,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
 
 
 def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
     wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
     found = projection.weight.rows, projection.weight.columns

@@ -29,7 +29,7 @@ def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]
         module, parameter = split_parameter(name)
         if parameter != "weight" or len(output.type.shape) != 2:
             continue
-        if plan.census.kind(name) in _NEVER_ASKED:
+        if plan.role_index.kind(name) in _NEVER_ASKED:
             continue
         found[module] = output.type.dtype in WEIGHT_DTYPES
     return found
@@ -39,12 +39,12 @@ def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
     """Modules of linears that runtimes are known to load quantized, and their kinds, except those of the
     tensors `taken` (experts). A name that no role fits is not among them. Nor are draft layers: a draft
     that is wrong more often costs more than its bytes."""
-    known, dims = set(taken), plan.census.dims
+    known, dims = set(taken), plan.role_index.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
         if name in known or parameter not in ("weight", "weight_packed", "qweight"):
             continue
-        kind = plan.census.kind(name)
+        kind = plan.role_index.kind(name)
         if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):
             continue
         yield module, kind

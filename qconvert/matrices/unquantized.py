@@ -48,13 +48,13 @@ def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
     name does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
     runtimes name vision towers as they like; experts that stay are one pattern."""
-    census, dims = plan.census, plan.census.dims
+    role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
     found, vision, kept = [], False, False
     for name, output in others.items():
-        place = census.places.get(name)
+        place = role_index.places.get(name)
         vision = vision or (place is not None and place.role.name.startswith("vision."))
-        if census.kind(name).routed and not experts:
+        if role_index.kind(name).routed and not experts:
             kept = True
             continue
         if not name.endswith(".weight") or len(output.type.shape) != 2:

@@ -19,7 +19,7 @@ _NUMBERED_ON = "model.decoder."
 
 def draft_prefixes(plan: Plan) -> list[str]:
     """How names of draft layers begin, [] where there is none."""
-    dims, family = plan.census.dims, plan.family
+    dims, family = plan.role_index.dims, plan.family
     found: dict[str, None] = {}
     for name in plan.tensors:
         if not family.is_mtp(name, dims):
@@ -64,7 +64,7 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
         if not _is_matrix(plan, name, output):
             continue
         draft = next((prefix for prefix in drafts if name.startswith(prefix)), None)
-        place = plan.census.places.get(name)
+        place = plan.role_index.places.get(name)
         module, _ = split_parameter(name)
         above = module.rpartition(".")[0]
         if draft is not None:
@@ -81,7 +81,7 @@ def kept_expert_globs(plan: Plan, others: Named) -> list[str]:
     """Globs of draft layers that have FP8 experts of their own."""
     found: dict[str, None] = {}
     for draft in draft_prefixes(plan):
-        inside = [n for n in others if n.startswith(draft) and plan.census.kind(n).routed]
+        inside = [n for n in others if n.startswith(draft) and plan.role_index.kind(n).routed]
         if any(others[name].type.dtype in WEIGHT_DTYPES for name in inside):
             found |= dict.fromkeys(_draft_globs(draft))
     return list(found)
@@ -103,7 +103,7 @@ def _is_matrix(plan: Plan, name: str, output: Output) -> bool:
     if kind.dtype in WEIGHT_DTYPES:
         return False
     return (name.endswith(".weight") and len(kind.shape) == 2) or (
-        plan.census.kind(name).routed and len(kind.shape) == 3
+        plan.role_index.kind(name).routed and len(kind.shape) == 3
     )
 
 

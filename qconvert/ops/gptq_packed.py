@@ -106,7 +106,7 @@ class DequantGptq:
         try:
             self._decode(ins, outs[0], scratch)
         except RowError as error:
-            raise RowError(self.first + error.row, error.what, turned=True) from error
+            raise RowError(self.first + error.row, error.what, by_column=True) from error
         return {}
 
     def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:

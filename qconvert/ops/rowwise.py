@@ -125,7 +125,7 @@ class Recode:
             except RowError as error:
                 if isinstance(self.decoder, Columns):
                     column = self.decoder.first + error.row
-                    raise RowError(column, error.what, turned=True) from error
+                    raise RowError(column, error.what, by_column=True) from error
                 raise
             at += results
         return counts

@@ -66,7 +66,7 @@ class ExpertsToAmx:
     def experts(self, plan: Plan) -> Experts:
         """The plan's experts, if the kernels can hold and compute them."""
         _check_activation(plan)
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         if dims.num_experts and dims.hidden_size and dims.moe_intermediate_size:
             check_dims(self.method, dims.hidden_size, dims.moe_intermediate_size, self.numa)
         return routed_experts(plan)
@@ -121,7 +121,7 @@ class ExpertsToAmx:
     ) -> Plan:
         """The plan of the CPU folder; `gpu` says in its README what the GPU side is, `digest` what a
         calibration was asked for."""
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         drafts = sorted({p.layer for p in experts.projections if p.draft})
         done = {"keep": "kept", "drop": "dropped"}[self.mtp]
         notes = [f"MTP experts of layer {', '.join(map(str, drafts))} {done}"] if drafts else []

@@ -56,7 +56,7 @@ class AsClass:
         source = {"qwen3_next": "qwen3_5", "qwen3_5_text": "qwen3_next"}[self.to]
         if plan.family.name != source:
             raise PlanError(f"{self.to} can only be made from {source}, found {plan.family.name}")
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         if dims.gdn is None:
             raise PlanError("the config has no linear-attention layers")
         wanted = dims.gdn[0] if self.to == "qwen3_next" else 0

@@ -96,7 +96,7 @@ def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> O
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:
     """Every layer and expert of every role with a dequantized weight must exist. Returns how many
     weights that makes, None for a family that cannot count."""
-    found = plan.census
+    found = plan.role_index
     touched = {}
     for name in weights:
         place = found.places.get(name)

@@ -35,7 +35,7 @@ class Drop:
             raise PlanError("give either `what: mtp` or `match: PATTERN`")
         if self.match is not None and not self.why:
             raise PlanError(f"`match: {self.match}` needs `why:`, the reason to record")
-        dims = plan.checkpoint.census.dims
+        dims = plan.checkpoint.role_index.dims
         family = plan.checkpoint.family
 
         def goes(name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.family import Census
+from qconvert.checkpoint.family import RoleIndex
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, concat, stack
@@ -42,29 +42,32 @@ class Unstack:
     optional: bool = False
 
     def __call__(self, plan: Plan) -> Plan:
-        if self.optional and not plan.census.dims.num_experts:
+        if self.optional and not plan.role_index.dims.num_experts:
             return plan.logged(LogEntry(self.name, repr(self), 0, 0, ("a dense model",)))
-        census = _census(plan)
+        role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
         matched = 0
         for name, output in plan.tensors.items():
-            place = census.places.get(name)
+            place = role_index.places.get(name)
             if place is None or place.role.kind not in _STACKED:
                 tensors[name] = output
                 continue
             _refuse_packed(name, place.parameter)
             matched += 1
             both = place.role.kind is Kind.STACKED_GATE_UP
-            if output.type.shape[:1] != (census.dims.num_experts,) or len(output.type.shape) != 3:
+            if (
+                output.type.shape[:1] != (role_index.dims.num_experts,)
+                or len(output.type.shape) != 3
+            ):
                 raise PlanError(
-                    f"{name!r}: expected [{census.dims.num_experts} experts, rows, columns], "
+                    f"{name!r}: expected [{role_index.dims.num_experts} experts, rows, columns], "
                     f"found {output.type}"
                 )
             if not place.parameter:
-                _check_orientation(name, output, census, both=both)
-            base, names = experts_module(name), _names(census)
+                _check_orientation(name, output, role_index, both=both)
+            base, names = experts_module(name), _names(role_index)
             suffix = place.parameter or "weight"
-            for expert in range(census.dims.num_experts):
+            for expert in range(role_index.dims.num_experts):
                 matrix = output.index(expert)
                 for projection, rows in _halves(plan, name, matrix, suffix, both=both):
                     tensors[f"{base}.{expert}.{names[projection]}.{suffix}"] = rows
@@ -72,7 +75,7 @@ class Unstack:
             raise PlanError(
                 "expected a 3-D expert stack, found none; the experts are already matrices"
             )
-        expected = _expected(census, _STACKED)
+        expected = _expected(role_index, _STACKED)
         return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
 
 
@@ -84,12 +87,12 @@ class Stack:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
-        census = _census(plan)
+        role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
         groups: dict[tuple[str, str], dict[tuple[Kind, int], Output]] = {}
         matched = 0
         for name, output in plan.tensors.items():
-            place = census.places.get(name)
+            place = role_index.places.get(name)
             if place is None or place.expert is None or place.role.kind not in _APART:
                 tensors[name] = output
                 continue
@@ -99,21 +102,21 @@ class Stack:
             groups.setdefault(at, {})[place.role.kind, place.expert] = output
         if not matched:
             raise PlanError("expected expert matrices, found none; the experts are already stacked")
-        names = _names(census)
+        names = _names(role_index)
         gate, up, down = _APART
         for (base, parameter), found in groups.items():
             if parameter != "weight":
                 _check_scale_join(plan, base, groups.get((base, "weight"), {}))
             suffix = "" if parameter == "weight" else parameter.removeprefix("weight")
             for kind, parts in ((_STACKED[0], (gate, up)), (_STACKED[1], (down,))):
-                made = _stacked(base, parameter, found, census, parts)
+                made = _stacked(base, parameter, found, role_index, parts)
                 tensors[f"{base}.{names[kind]}{suffix}"] = made
-        expected = _expected(census, _APART)
+        expected = _expected(role_index, _APART)
         return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
 
 
-def _census(plan: Plan) -> Census:
-    found = plan.census
+def _role_index(plan: Plan) -> RoleIndex:
+    found = plan.role_index
     check_experts(plan, "there is nothing to stack or unstack")
     if found.family.stacked_transposed:
         raise PlanError(
@@ -133,14 +136,14 @@ def _refuse_packed(name: str, parameter: str) -> None:
         )
 
 
-def _check_orientation(name: str, output: Output, census: Census, *, both: bool) -> None:
+def _check_orientation(name: str, output: Output, role_index: RoleIndex, *, both: bool) -> None:
     """gate_up [E, 2I, H] and down [E, H, I]: the family's order, checked against hidden_size."""
-    hidden = census.dims.hidden_size
+    hidden = role_index.dims.hidden_size
     found = output.type.shape[2 if both else 1]
     if found != hidden:
         order = "[E, 2I, H]" if both else "[E, H, I]"
         raise PlanError(
-            f"{name!r}: {census.family.name} stacks are {order} with H = {hidden}, "
+            f"{name!r}: {role_index.family.name} stacks are {order} with H = {hidden}, "
             f"found {output.type}"
         )
 
@@ -176,7 +179,7 @@ def _check_scale_cut(plan: Plan, name: str, grid_rows: int) -> None:
 def _check_scale_join(plan: Plan, base: str, weights: Mapping[tuple[Kind, int], Output]) -> None:
     """gate's scales can be followed by up's only if gate's rows end with a block."""
     gate = weights.get((Kind.EXPERT_GATE, 0))
-    first = f"{base}.0.{_names(plan.census)[Kind.EXPERT_GATE]}"
+    first = f"{base}.0.{_names(plan.role_index)[Kind.EXPERT_GATE]}"
     block = fp8_scheme(plan.checkpoint, first).block
     if gate is None or block is None:
         raise PlanError(
@@ -195,16 +198,16 @@ def _stacked(
     base: str,
     parameter: str,
     found: Mapping[tuple[Kind, int], Output],
-    census: Census,
+    role_index: RoleIndex,
     projections: tuple[Kind, ...],
 ) -> Output:
     experts = []
-    for expert in range(census.dims.num_experts):
+    for expert in range(role_index.dims.num_experts):
         parts = []
         for projection in projections:
             part = found.get((projection, expert))
             if part is None:
-                name = f"{base}.{expert}.{_names(census)[projection]}.{parameter}"
+                name = f"{base}.{expert}.{_names(role_index)[projection]}.{parameter}"
                 raise PlanError(f"{name!r} is missing")
             parts.append(part)
         experts.append(concat(parts))
@@ -214,19 +217,19 @@ def _stacked(
         raise PlanError(f"{base}: its experts differ in type or shape: {error}") from error
 
 
-def _expected(census: Census, kinds: tuple[Kind, ...]) -> int:
+def _expected(role_index: RoleIndex, kinds: tuple[Kind, ...]) -> int:
     """How many tensors the config implies: all layers (and experts) of the roles that are present."""
     return sum(
-        len(census.expected(role, parameter))
-        for role in census.family.roles
-        if role.name in census.present and role.kind in kinds
-        for parameter in census.present[role.name]
+        len(role_index.expected(role, parameter))
+        for role in role_index.family.roles
+        if role.name in role_index.present and role.kind in kinds
+        for parameter in role_index.present[role.name]
     )
 
 
-def _names(census: Census) -> dict[Kind, str]:
+def _names(role_index: RoleIndex) -> dict[Kind, str]:
     """The family's names for gate, up and down of a routed expert, and for the stacks of all."""
-    return _NAMES | census.family.expert_names()
+    return _NAMES | role_index.family.expert_names()
 
 
 PASSES = (Unstack, Stack)

@@ -19,7 +19,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import PARAMETERS
-from qconvert.core.row_order import Layout
+from qconvert.core.row_order import RowOrder
 from qconvert.matrices.causes import check_linear_attention
 from qconvert.passes.fused_rows import Block, fuse_module, is_per_tensor, params_of, split_module
 from qconvert.plan.plan import LogEntry, Plan
@@ -59,7 +59,7 @@ class Fuse:
 
     def __call__(self, plan: Plan) -> Plan:
         family = plan.family.name
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         if self.what != "gdn":
             who = parse_consumer(self.consumer).name if self.consumer else "any known loader"
             projection = {"gate_up": "gate_up_proj", "qkv": "qkv_proj"}[self.what]
@@ -110,7 +110,7 @@ class Unfuse:
         return f"Unfuse(source_groups={self.source_groups!r}{whom})"
 
     def __call__(self, plan: Plan) -> Plan:
-        family, dims = plan.family.name, plan.census.dims
+        family, dims = plan.family.name, plan.role_index.dims
         if self.consumer is not None and dims.gdn is not None:
             consumer = parse_consumer(self.consumer)
             if not consumer.takes_gdn(0, family, dims):
@@ -152,7 +152,7 @@ def _reorder(
     """From the plan's current order to `target` groups (0: split). `needs_class` names the model
     class that alone takes that order: the plan is not valid until `as_class` has run."""
     name = step.name
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     check_linear_attention(plan, name)
     assert dims.gdn is not None
     modules = _modules(plan, dims)
@@ -335,13 +335,13 @@ def _moved(
     qkvz, ba = (keys, keys, values, values), (nv, nv)
     if source:
         sets = [
-            *_split(plan, f"{at}.{_QKVZ}", Layout(qkvz, source), block),
-            *_split(plan, f"{at}.{_BA}", Layout(ba, source), block),
+            *_split(plan, f"{at}.{_QKVZ}", RowOrder(qkvz, source), block),
+            *_split(plan, f"{at}.{_BA}", RowOrder(ba, source), block),
         ]
         origin = [f"{at}.{_QKVZ}"] * 4 + [f"{at}.{_BA}"] * 2
     else:
         sets = [
-            *_split(plan, f"{at}.{_QKV}", Layout((keys, keys, values), 1), block),
+            *_split(plan, f"{at}.{_QKV}", RowOrder((keys, keys, values), 1), block),
             *(params_of(plan.tensors, f"{at}.{part}") for part in (_Z, _B, _A)),
         ]
         origin = [f"{at}.{part}" for part in (_QKV, _QKV, _QKV, _Z, _B, _A)]
@@ -350,7 +350,10 @@ def _moved(
         return plan.checkpoint.read_scalar(_scalar_source(scale))
 
     if target:
-        parts = [(_QKVZ, Layout(qkvz, target), range(4)), (_BA, Layout(ba, target), range(4, 6))]
+        parts = [
+            (_QKVZ, RowOrder(qkvz, target), range(4)),
+            (_BA, RowOrder(ba, target), range(4, 6)),
+        ]
         for part, layout, members in parts:
             module = f"{at}.{part}"
             names = [origin[i] for i in members]
@@ -358,13 +361,13 @@ def _moved(
             yield module, fuse_module(module, names, chosen, layout, block, read)
     else:
         module = f"{at}.{_QKV}"
-        layout = Layout((keys, keys, values), 1)
+        layout = RowOrder((keys, keys, values), 1)
         yield module, fuse_module(module, origin[:3], sets[:3], layout, block, read)
         for part, params in zip((_Z, _B, _A), sets[3:], strict=True):
             yield f"{at}.{part}", dict(params)
 
 
-def _split(plan: Plan, module: str, layout: Layout, block: Block) -> list[dict[str, Output]]:
+def _split(plan: Plan, module: str, layout: RowOrder, block: Block) -> list[dict[str, Output]]:
     try:
         return split_module(module, params_of(plan.tensors, module), layout, block)
     except PlanError as error:

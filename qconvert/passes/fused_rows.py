@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import PARAMETERS
-from qconvert.core.row_order import Layout
+from qconvert.core.row_order import RowOrder
 
 Params = Mapping[str, Output]
 
@@ -46,7 +46,7 @@ def params_of(tensors: Mapping[str, Output], module: str) -> dict[str, Output]:
 
 
 def split_module(
-    module: str, params: Params, layout: Layout, block: Block
+    module: str, params: Params, layout: RowOrder, block: Block
 ) -> list[dict[str, Output]]:
     """Take a module apart into one set of parameters a segment."""
     sets: list[dict[str, Output]] = [{} for _ in layout.segments]
@@ -62,7 +62,7 @@ def fuse_module(
     module: str,
     names: Sequence[str],
     sets: Sequence[Params],
-    layout: Layout,
+    layout: RowOrder,
     block: Block,
     read_scalar: Callable[[Output], bytes],
 ) -> dict[str, Output]:
@@ -100,8 +100,8 @@ def is_per_tensor(parameter: str, output: Output, block: Block) -> bool:
 
 
 def _layout_of(
-    module: str, parameter: str, output: Output, layout: Layout, block: Block
-) -> Layout | None:
+    module: str, parameter: str, output: Output, layout: RowOrder, block: Block
+) -> RowOrder | None:
     """The layout of a parameter's rows, None for a per-tensor scale, which has none."""
     if parameter in _ROWWISE:
         return layout

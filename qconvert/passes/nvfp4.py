@@ -98,7 +98,7 @@ class ToNvfp4:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
         if self.stats is not None:
             raise PlanError("input scales are not taken for MXFP4 sources: leave stats out")
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         drafts = [module for module in modules if plan.family.is_mtp(module, dims)]
         if drafts and self.dialect == "modelopt":
             raise PlanError(
@@ -111,7 +111,7 @@ class ToNvfp4:
         others = {name: o for name, o in plan.tensors.items() if name not in taken}
         made: dict[str, Output] = {}
         check_described(plan)
-        kinds = {module: plan.census.kind(f"{module}.weight_packed") for module in modules}
+        kinds = {module: plan.role_index.kind(f"{module}.weight_packed") for module in modules}
         for module, kind in kinds.items():
             if not kind.quantizable:
                 raise PlanError(f"{module!r} is MXFP4, and no linear layer that runtimes load so")
@@ -131,7 +131,7 @@ class ToNvfp4:
         if every:
             check_described(plan)
         experts = None
-        if not every or plan.census.dims.num_experts:
+        if not every or plan.role_index.dims.num_experts:
             experts = routed_experts(plan)
         linears: dict[str, Linear] = {}
         left: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class ToNvfp4:
     def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
         if self.stats is None:
             return None
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         layers = tuple(dict.fromkeys(p.layer for p in _projections(chosen)))
         return input_maxima(
             Path(self.stats), layers, dims.num_experts, dims.hidden_size, dims.moe_intermediate_size
@@ -189,7 +189,7 @@ class ToNvfp4:
             notes.append("weights only: no input scales")
             if hybrid and self.dialect == "modelopt":
                 notes.append("sglang 0.5.23 loads NVFP4 experts beside FP8 with input scales alone")
-        dims = plan.census.dims
+        dims = plan.role_index.dims
         if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
             notes.append("MTP layers as they are")
         if chosen.left:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Census
+from qconvert.checkpoint.family import RoleIndex
 from qconvert.checkpoint.open import HEAD, STAGE_FACT
 from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
@@ -24,8 +24,8 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     Raises PlanError for a wrong partition, for a family that the runtime runs in one stage only, and for
     tensors whose stage is unknown.
     """
-    census = plan.census
-    sizes = check_partition(partition, census.dims.num_layers)
+    role_index = plan.role_index
+    sizes = check_partition(partition, role_index.dims.num_layers)
     if "amx" in (plan.checkpoint.manifest or {}) or layout_of(plan.config) is not None:
         check_experts(plan, "")
     if plan.family.name == "generic":
@@ -38,15 +38,15 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
             "sglang's Qwen3-Next asserts that there is one pipeline stage; use vLLM (--for vllm), "
             "or one stage"
         )
-    has_mtp = any(plan.family.is_mtp(name, census.dims) for name in plan.tensors)
+    has_mtp = any(plan.family.is_mtp(name, role_index.dims) for name in plan.tensors)
     stages = [Stage(number, sizes) for number in range(len(sizes))]
     owned: list[dict[str, Output]] = [{} for _ in stages]
     for name, output in plan.tensors.items():
-        for number in stages_of(name, census, stages, runtime, has_mtp=has_mtp):
+        for number in stages_of(name, role_index, stages, runtime, has_mtp=has_mtp):
             owned[number][name] = output
-    needs_head = runtime != "vllm" and _needs_head(plan, census)
+    needs_head = runtime != "vllm" and _needs_head(plan, role_index)
     return [
-        _stage_plan(plan, stage, owned[stage.number], census, runtime, needs_head=needs_head)
+        _stage_plan(plan, stage, owned[stage.number], role_index, runtime, needs_head=needs_head)
         for stage in stages
     ]
 
@@ -55,7 +55,7 @@ def _stage_plan(
     plan: Plan,
     stage: Stage,
     tensors: Mapping[str, Output],
-    census: Census,
+    role_index: RoleIndex,
     runtime: Runtime | None,
     *,
     needs_head: bool,
@@ -76,7 +76,7 @@ def _stage_plan(
             ",".join(map(str, stage.partition)),
         ),
     }
-    embed = census.named("embed_tokens")
+    embed = role_index.named("embed_tokens")
     aliases = plan.aliases
     if last and len(stage.partition) > 1 and needs_head and embed is not None:
         held[HEAD] = plan.tensors[embed]
@@ -112,9 +112,9 @@ def _linkable(checkpoint: Checkpoint, held: Mapping[str, Output]) -> tuple[int, 
     return tuple(sorted({checkpoint[name].shard for name in whole} - spoiled))
 
 
-def _needs_head(plan: Plan, census: Census) -> bool:
+def _needs_head(plan: Plan, role_index: RoleIndex) -> bool:
     """Tied embeddings of a text-only class: sglang's expects a separate head in the last stage."""
-    return census.dims.tied and "vision_config" not in plan.config and HEAD not in plan.tensors
+    return role_index.dims.tied and "vision_config" not in plan.config and HEAD not in plan.tensors
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class ExpertsToW4A16:
             check_experts(plan, "quantize its other layers: --target Linear")
         else:
             check_described(plan)
-            if not plan.census.dims.num_experts:
+            if not plan.role_index.dims.num_experts:
                 return None
         return routed_experts(plan)
 
@@ -288,7 +288,7 @@ class ExpertsToW4A16:
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
         for module in modules:
-            if plan.census.kind(f"{module}.weight").routed:
+            if plan.role_index.kind(f"{module}.weight").routed:
                 raise PlanError(
                     f"{module!r} is FP8 and stays FP8 beside packed linears, which no known runtime "
                     "loads: target the experts too, or dequantize the checkpoint first (qconvert "

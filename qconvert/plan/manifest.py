@@ -10,7 +10,7 @@ from qconvert.plan.plan import Plan
 def described(plan: Plan) -> dict[str, Any]:
     """What is made, by which passes, what is lost and left out. It holds no time and no path, so the
     same plan is described by the same bytes anywhere."""
-    dims = plan.checkpoint.census.dims
+    dims = plan.checkpoint.role_index.dims
     rules: dict[str, list[str]] = {}
     for name, rule in sorted(plan.dropped.items()):
         rules.setdefault(rule, []).append(name)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Census, Family, census, family_for
+from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source, Value
@@ -93,9 +93,9 @@ class Plan:
         return family_for(self.config, self.tensors)
 
     @cached_property
-    def census(self) -> Census:
+    def role_index(self) -> RoleIndex:
         """The planned tensors sorted by role."""
-        return census(self.family, self.config, self.tensors)
+        return role_index(self.family, self.config, self.tensors)
 
     def logged(self, entry: LogEntry, **changes: Any) -> Plan:
         """This plan with some fields replaced and a pass added to the log."""
@@ -341,7 +341,7 @@ def _check_scales(plan: Plan) -> None:
 
 def _check_ties(plan: Plan) -> None:
     tied = plan.family.tied
-    found = plan.census
+    found = plan.role_index
     if not found.dims.tied or tied is None:
         return
     names = [name for role in tied if (name := found.named(role)) is not None]
@@ -359,13 +359,13 @@ def _check_whole_groups(plan: Plan) -> None:
     would load without error and generate garbage."""
     if not plan.dropped:
         return
-    census = plan.checkpoint.census
-    dims, family = census.dims, plan.checkpoint.family
+    role_index = plan.checkpoint.role_index
+    dims, family = role_index.dims, plan.checkpoint.family
     kept: dict[str, str] = {}
     gone: dict[str, str] = {}
     for name in plan.checkpoint:
         groups = []
-        if census.kind(name).routed:
+        if role_index.kind(name).routed:
             groups.append(f"the experts of {(experts_module(name) or name).rpartition('.')[0]}")
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")

@@ -23,7 +23,7 @@ from qconvert.run.verify import check_sources, seen, touched
 
 
 @dataclass(frozen=True)
-class Receipt:
+class RunResult:
     """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
     whether it had been finished before. `repaired` are files of a finished folder that were not as
     they had been made, and are again, with what was wrong."""
@@ -47,7 +47,7 @@ def execute(
     events: Events | None = None,
     files: Files | None = None,
     backend: Backend | None = None,
-) -> Receipt:
+) -> RunResult:
     """Run a checked plan into folder `out`. Calibrated weights are the `backend`'s to compute.
 
     Interrupted, by anything, the same call goes on where it stopped; the result is byte for byte
@@ -66,7 +66,7 @@ def run_prepared(
     events: Events | None = None,
     files: Files | None = None,
     backend: Backend | None = None,
-) -> Receipt:
+) -> RunResult:
     """The second half of `execute`, for callers that have shown the user the first."""
     return run_together([(ready, out)], events=events, files=files, backend=backend)[0]
 
@@ -77,7 +77,7 @@ def run_together(
     events: Events | None = None,
     files: Files | None = None,
     backend: Backend | None = None,
-) -> list[Receipt]:
+) -> list[RunResult]:
     """Run plans that were prepared together, each into its folder, from one read of the source.
 
     The first folder's journal tells what is done of all of them, and that folder is published last:
@@ -116,18 +116,18 @@ def _settle(targets: Sequence[Target]) -> None:
                 target.space.settle()
 
 
-def _already(target: Target, backend: Backend | None) -> Receipt:
+def _already(target: Target, backend: Backend | None) -> RunResult:
     ready = target.ready
     remarks = tuple(backend.unused()) if backend is not None else ()
     names = tuple(publish_order(ready))
-    return Receipt(
+    return RunResult(
         target.out, ready.fingerprint, names, ready.layout.nbytes, remarks, already_done=True
     )
 
 
 def _fill(
     targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
-) -> list[Receipt]:
+) -> list[RunResult]:
     """Run what is left to run, and publish. Journals are closed afterwards."""
     try:
         progress = progress_of(targets, told)
@@ -145,7 +145,7 @@ def _fill(
                 target.journal.close()
     remarks = tuple(dict.fromkeys(progress.remarks))
     return [
-        Receipt(
+        RunResult(
             target.out, target.ready.fingerprint, tuple(publish_order(target.ready)),
             target.ready.layout.nbytes, remarks, resumed, repaired=target.faults,
             share=target.ready.share,

@@ -15,7 +15,7 @@ from qconvert.run.backend import calibrated_in
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.files import can_link, existing_parent
 from qconvert.run.memory import Share, share_out
-from qconvert.run.shards import DEFAULT_SHARD_BYTES, Layout, Link, lay_out
+from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
@@ -48,7 +48,7 @@ class Prepared:
     options: Options
     fingerprint: str
     units: tuple[Unit, ...]
-    layout: Layout
+    layout: ShardLayout
     share: Share
 
 

@@ -29,7 +29,7 @@ class OutFile:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """All files of an output. `places` maps a tensor to (file index, offset in that file)."""
 
     files: tuple[OutFile, ...]
@@ -75,7 +75,7 @@ def lay_out(
     max_bytes: int,
     metadata: Mapping[str, str],
     links: Sequence[Link] = (),
-) -> Layout:
+) -> ShardLayout:
     """Fill files in the order a model runs in, each with at most `max_bytes` of tensor data (a
     larger tensor gets a file of its own). `links` come first, as they are."""
     linked = {name for link in links for name, _, _ in link.tensors}
@@ -103,7 +103,7 @@ def lay_out(
         placed = tuple((n, t, at) for (n, t), at in zip(ordered, offsets, strict=True))
         files.append(OutFile(_name(number, count), header, placed, last))
         places.update({n: (number, at) for n, _, at in placed})
-    return Layout(tuple(files), places)
+    return ShardLayout(tuple(files), places)
 
 
 def _name(number: int, count: int) -> str:

@@ -404,7 +404,7 @@ def _place_of(node: Apply, part: Part, error: RowError) -> str:
     which expert where the tensor is a stack."""
     arg, (at, _) = node.args[0], part.args[0]
     origin, start, _ = arg.pieces[0]
-    if error.turned:
+    if error.by_column:
         stack = isinstance(origin, Source) and len(origin.type.shape) == 3
         which = f"expert {start // origin.type.row_nbytes}, " if stack else ""
         return f"{which}column {error.row}"

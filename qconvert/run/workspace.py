@@ -24,7 +24,7 @@ from qconvert.core.regular import open_regular, read_regular
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 from qconvert.run.lock import Lock, take_lock
-from qconvert.run.shards import Layout, OutFile
+from qconvert.run.shards import OutFile, ShardLayout
 
 JOURNAL = "journal.jsonl"
 STAGE = "stage"
@@ -194,7 +194,7 @@ class Workspace:
         staged = self.stage / name
         return staged if is_there(staged) else self.out / name
 
-    def begin(self, layout: Layout, run: str) -> Journal:
+    def begin(self, layout: ShardLayout, run: str) -> Journal:
         """Create every shard at full size with its header, then the journal. Once the journal's
         first line can be read, the shards are known to be there. `run` names this beginning: the same
         plan may be begun again, with another folder beside it."""

@@ -57,7 +57,9 @@ for another count or method crash it or are served as noise. {RUNTIME}
 def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
     """The `--kt-method` with which kt-kernel 0.7.2 reads a checkpoint's experts without conversion,
     None if it reads none (`kt_kernel/utils/loader.py`: it looks for one matrix per expert)."""
-    names = (name for name, place in checkpoint.census.places.items() if place.expert is not None)
+    names = (
+        name for name, place in checkpoint.role_index.places.items() if place.expert is not None
+    )
     name = next((n for n in names if n.endswith((".weight", ".weight_packed", ".qweight"))), None)
     if name is None:
         return None
@@ -66,7 +68,7 @@ def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
         return _integers(checkpoint, module, parameter)
     dtypes = {
         checkpoint[n].type.dtype
-        for n, place in checkpoint.census.places.items()
+        for n, place in checkpoint.role_index.places.items()
         if place.expert is not None and place.parameter == "weight"
     }
     if dtypes != {"F8_E4M3"}:

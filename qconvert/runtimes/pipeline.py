@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Census, Place
+from qconvert.checkpoint.family import Place, RoleIndex
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.shown import count
 from qconvert.runtimes.consumers import parse_consumer
@@ -119,35 +119,35 @@ def owners_of(
 ) -> Sequence[int]:
     """Numbers of the stages that hold a tensor of a whole checkpoint, by a runtime's rules. Raises
     PlanError for a tensor whose place is unknown."""
-    census = whole.census
-    has_mtp = any(census.family.is_mtp(n, census.dims) for n in whole)
+    role_index = whole.role_index
+    has_mtp = any(role_index.family.is_mtp(n, role_index.dims) for n in whole)
     stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
-    return stages_of(name, census, stages, runtime, has_mtp=has_mtp)
+    return stages_of(name, role_index, stages, runtime, has_mtp=has_mtp)
 
 
 def stages_of(
     name: str,
-    census: Census,
+    role_index: RoleIndex,
     stages: Sequence[Stage],
     runtime: Runtime | None,
     *,
     has_mtp: bool,
 ) -> Sequence[int]:
     last = len(stages) - 1
-    place = census.places.get(name)
+    place = role_index.places.get(name)
     if place is None:
         raise PlanError(
-            f"{name!r}: not described by family {census.family.name}, so its stage is unknown; "
+            f"{name!r}: not described by family {role_index.family.name}, so its stage is unknown; "
             "drop it by a rule, or describe it in layouts/"
         )
-    if census.family.is_mtp(name, census.dims):
+    if role_index.family.is_mtp(name, role_index.dims):
         return [last]
     if place.role.name.startswith("vision."):
         return range(len(stages))  # runtimes build the tower without asking for their stage
     if place.role.name == "embed_tokens":
         if runtime != "sglang":  # vLLM builds them in every stage; unknown runtimes may
             return range(len(stages))
-        return sorted({0, last}) if census.dims.tied or has_mtp else [0]
+        return sorted({0, last}) if role_index.dims.tied or has_mtp else [0]
     if place.layer is not None:
         return [_owner_of_layer(name, place, stages)]
     if place.role.name in ("norm", "lm_head"):

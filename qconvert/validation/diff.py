@@ -64,7 +64,7 @@ def _difference(
 
 
 def _role(checkpoint: Checkpoint, name: str) -> str:
-    place = checkpoint.census.places.get(name)
+    place = checkpoint.role_index.places.get(name)
     if place is not None:
         return place.role.name
     return own_role(name) or split_parameter(parse(name).template)[0]

@@ -23,7 +23,7 @@ from qconvert.checkpoint.checkpoint import (
     Shard,
     quantization_in,
 )
-from qconvert.checkpoint.family import Census, census
+from qconvert.checkpoint.family import RoleIndex, role_index
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.graph import Output, Source, Value
 from qconvert.plan.manifest import described
@@ -64,11 +64,11 @@ class PlannedCheckpoint(Checkpoint):
         return quantization_in(self.config, _modelopt_of(self.plan), self.root / HF_QUANT_CONFIG)
 
     @cached_property
-    def census(self) -> Census:
+    def role_index(self) -> RoleIndex:
         """The plan's, which has been computed already, unless the family is another."""
         if self.family is self.plan.family:
-            return self.plan.census
-        return census(self.family, self.config, self.sources)
+            return self.plan.role_index
+        return role_index(self.family, self.config, self.sources)
 
 
 def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:

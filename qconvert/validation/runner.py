@@ -268,7 +268,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "pair": folder.partner is not None,
         "amx": "amx" in (manifest or {}),
         "model": "amx" not in (manifest or {}),
-        "gdn": checkpoint.census.dims.gdn is not None and "amx" not in (manifest or {}),
+        "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
         "nvfp4": any(name.endswith(_NVFP4) for name in checkpoint),
         "prepared": any(name.endswith(_PREPARED) for name in checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,

@@ -50,7 +50,7 @@ class Prepare:
                 "the source is already prepared, and a second shuffle would destroy it; to change "
                 "it, restore the experts first: qconvert unprepare"
             )
-        if not plan.census.dims.num_experts:
+        if not plan.role_index.dims.num_experts:
             check_experts(plan, "there is nothing to prepare")
         layers, tensors = layers_of(plan.tensors)
         left = [base for base, layer in layers.items() if dialect_of(layer) is None]
@@ -116,7 +116,7 @@ def _one_form(plan: Plan, layers: Mapping[str, Layer]) -> Form:
     """The form that all layers share."""
     first: Form | None = None
     for base, layer in layers.items():
-        form = form_of(base, layer, plan.census.dims.num_experts)
+        form = form_of(base, layer, plan.role_index.dims.num_experts)
         try:
             check_sizes(form.hidden, form.intermediate, form.gated)
         except PlanError as error:
@@ -134,7 +134,7 @@ def _expected_layers(plan: Plan, layers: Mapping[str, Layer]) -> int | None:
     """How many layers have experts, if the family says so; draft layers count if they are present."""
     if plan.family.name == "generic":
         return None
-    dims = plan.census.dims
+    dims = plan.role_index.dims
     drafts = sum(plan.family.is_mtp(f"{base}.", dims) for base in layers)
     return len(dims.groups.get("moe", ())) + drafts
 

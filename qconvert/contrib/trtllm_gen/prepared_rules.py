@@ -147,7 +147,7 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
         ("qconvert.json", (checkpoint.manifest or {}).get(FACT)),
     ):
         yield from _unlike(config.where, layout, where, other)
-    moe = checkpoint.census.dims.groups.get("moe", ())
+    moe = checkpoint.role_index.dims.groups.get("moe", ())
     if (
         checkpoint.family.name != "generic"
         and len(layers) < len(moe)

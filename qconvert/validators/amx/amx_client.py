@@ -136,7 +136,7 @@ def _prepare(folder: Folder) -> tuple[Block, Sources, list[int]]:
     except PlanError as error:
         raise NotChecked(f"QC040: {error}") from error
     sources = matching_source(block, folder)
-    served = [n for n in block.layers if n < folder.source.census.dims.num_layers]
+    served = [n for n in block.layers if n < folder.source.role_index.dims.num_layers]
     if not served:
         raise NotChecked("it holds draft layers only, which kt-kernel does not serve")
     return block, sources, sorted({served[0], served[-1]})

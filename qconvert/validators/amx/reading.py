@@ -139,7 +139,7 @@ def mismatches(block: Block, folder: Folder, experts: Routed) -> list[str]:
     """Where manifest and source differ. Draft layers are either all present or all
     absent."""
     assert folder.source is not None
-    dims = folder.source.census.dims
+    dims = folder.source.role_index.dims
     found = [
         f"{what} is {here} here and {there} in the source"
         for what, here, there in (

@@ -159,7 +159,7 @@ def _of_text(checkpoint: Checkpoint) -> Settings:
     found = {k: v for k, v in settings(text).items() if k not in _OF_IMAGES}
     if checkpoint.family.name not in _SAME_MODEL:
         return found
-    every = list(range(checkpoint.census.dims.num_layers))
+    every = list(range(checkpoint.role_index.dims.num_layers))
     if checkpoint.family.name == "qwen3_5":
         dense = not found.get("num_experts")
         found |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -168,7 +168,7 @@ def _of_text(checkpoint: Checkpoint) -> Settings:
         always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         found = {**always, **found}
         if _has_drafts(checkpoint, checkpoint):
-            found.setdefault("mtp_num_hidden_layers", checkpoint.census.dims.mtp_layers)
+            found.setdefault("mtp_num_hidden_layers", checkpoint.role_index.dims.mtp_layers)
     if found["mlp_only_layers"] == every or not found.get("num_experts"):
         found |= {"mlp_only_layers": every, "num_experts": 0}
     return found
@@ -200,16 +200,16 @@ def _differences(
 
 
 def _has_drafts(here: Checkpoint, source: Checkpoint) -> bool:
-    return any(source.family.is_mtp(name, source.census.dims) for name in here)
+    return any(source.family.is_mtp(name, source.role_index.dims) for name in here)
 
 
 def _tied(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
     """A stage has a separate head instead of the embeddings; a separate head of the source must stay."""
-    known = source.census.dims.tied or _states_tied(source)
+    known = source.role_index.dims.tied or _states_tied(source)
     if _states_tied(here) and not known:
         message = f"{_TIED} is true, but the source has a separate head"
         yield Finding("QC083", "error", CONFIG, message)
-    if source.census.dims.tied and not here.census.dims.tied and not _may_be_untied(here):
+    if source.role_index.dims.tied and not here.role_index.dims.tied and not _may_be_untied(here):
         message = f"{_TIED} is not true as in the source, and no head is stored"
         yield Finding("QC083", "error", CONFIG, message)
 
@@ -222,7 +222,7 @@ def _states_tied(checkpoint: Checkpoint) -> bool:
 
 def _may_be_untied(here: Checkpoint) -> bool:
     head = here.family.tied[0] if here.family.tied is not None else "lm_head"
-    return here.census.named(head) is not None or "stage" in (here.manifest or {})
+    return here.role_index.named(head) is not None or "stage" in (here.manifest or {})
 
 
 # --- FP8 -----------------------------------------------------------------------------------------

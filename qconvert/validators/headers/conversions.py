@@ -113,7 +113,7 @@ def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[F
         form = matrix.form
         if form.codes is None or form.grid is None or matrix.role in seen:
             continue
-        cut = checkpoint.census.kind(matrix.tensor).cut
+        cut = checkpoint.role_index.kind(matrix.tensor).cut
         if cut is Cut.WHOLE:
             continue
         packed_rows = form.transposed or not form.codes.symmetric

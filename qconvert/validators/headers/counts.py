@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Census, Config, Role, first_int, text_config, vision_config
+from qconvert.checkpoint.family import (
+    Config,
+    Role,
+    RoleIndex,
+    first_int,
+    text_config,
+    vision_config,
+)
 from qconvert.core.errors import PlanError
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
@@ -73,16 +80,16 @@ class Counts:
 
 
 def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
-    census = checkpoint.census
-    experts = census.dims.num_experts
-    if census.family.name == "generic":
+    role_index = checkpoint.role_index
+    experts = role_index.dims.num_experts
+    if role_index.family.name == "generic":
         return  # configs count experts by many keys, some without those that have no weights
-    for name, place in census.places.items():
+    for name, place in role_index.places.items():
         if place.expert is not None and place.expert >= experts:
             message = f"belongs to expert {place.expert}, but the config counts {experts}"
             yield Finding("QC019", "error", name, message)
-    for name in census.unknown:
-        roles, layer, _, _ = census.family.candidates(name)
+    for name in role_index.unknown:
+        roles, layer, _, _ = role_index.family.candidates(name)
         groups = sorted({role.layers for role in roles if role.layers not in ("", "*")})
         if groups and not _is_vision(name):
             message = f"is in layer {layer} of {'/'.join(groups)} layers, but the config has none"
@@ -94,11 +101,13 @@ def _is_vision(name: str) -> bool:
 
 
 def _vision(checkpoint: Checkpoint, config: Config) -> Iterator[Finding]:
-    census = checkpoint.census
-    if not any(role.name.startswith("vision.") for role in census.family.roles):
+    role_index = checkpoint.role_index
+    if not any(role.name.startswith("vision.") for role in role_index.family.roles):
         return  # a family without a tower, or an undescribed one
-    tower = next((n for n, p in census.places.items() if p.role.name.startswith("vision.")), None)
-    tower = tower or next((name for name in census.unknown if _is_vision(name)), None)
+    tower = next(
+        (n for n, p in role_index.places.items() if p.role.name.startswith("vision.")), None
+    )
+    tower = tower or next((name for name in role_index.unknown if _is_vision(name)), None)
     if tower is not None and not config:
         message = "belongs to a vision tower, but config.json has no vision_config"
         yield Finding("QC024", "warning", tower, message)
@@ -113,12 +122,12 @@ def _dropped(checkpoint: Checkpoint) -> set[str]:
 
 
 def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
-    census = checkpoint.census
-    family, dims = census.family, census.dims
+    role_index = checkpoint.role_index
+    family, dims = role_index.family, role_index.dims
     roles = [role for role in family.roles if role.name.startswith("mtp.")]
     if not roles or any(family.is_mtp(name, dims) for name in _dropped(checkpoint)):
         return
-    if not any(role.name in census.present for role in roles):
+    if not any(role.name in role_index.present for role in roles):
         text = text_config(checkpoint.config)
         stated = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
         if stated:
@@ -129,20 +138,22 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     for role in roles:
         layers = dims.groups.get(role.layers, ()) if role.layers else (0,)
-        if layers and role.name not in census.present and _needed(role, census):
+        if layers and role.name not in role_index.present and _needed(role, role_index):
             name = role.module.replace("{L}", str(layers[0]))
             message = "is missing, but other tensors of the draft (MTP) layers are present"
             yield Finding("QC023", "error", f"{name}.weight", message)
 
 
-def _needed(role: Role, census: Census) -> bool:
+def _needed(role: Role, role_index: RoleIndex) -> bool:
     """Whether draft layers without this role are incomplete. Parts they share with the model's own
     layers must be the same in both; QC018 checks the form of experts."""
     member = member_of(role.module)
     if role.name in _SHARED or (member is not None and member.forms is EXPERTS):
         return False
     own = role.name.removeprefix("mtp.")
-    return own in census.present or not any(body.name == own for body in census.family.roles)
+    return own in role_index.present or not any(
+        body.name == own for body in role_index.family.roles
+    )
 
 
 VALIDATOR = Counts()

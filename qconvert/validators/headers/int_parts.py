@@ -127,11 +127,11 @@ def _gptq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Findi
             "zero point of 0: expected gptq_v2"
         )
         yield Finding("QC087", "error", config.where, message)
-    census = checkpoint.census
+    role_index = checkpoint.role_index
     for name in names:
         module = name.removesuffix(".qweight")
         kind = checkpoint[name].type
-        place = census.places.get(name)
+        place = role_index.places.get(name)
         shape = None if place is None else shapes.get(place.role.name.removeprefix("mtp."))
         if len(kind.shape) != 2 or kind.dtype != "I32":
             yield Finding("QC089", "error", name, f"expected I32 [K / word, N], found {kind}")
@@ -192,7 +192,7 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
     """For layers with any packed expert: how each matrix is stored, and in which scheme by the
     config."""
     layers: dict[tuple[bool, int | None], dict[tuple[object, ...], str]] = {}
-    for name, place in checkpoint.census.places.items():
+    for name, place in checkpoint.role_index.places.items():
         role = place.role.name
         base = role.removeprefix("mtp.")
         if place.expert is None or not base.startswith("experts."):

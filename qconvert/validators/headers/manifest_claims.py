@@ -89,7 +89,7 @@ class ManifestClaims:
 
 
 def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
-    gdn = checkpoint.census.dims.gdn
+    gdn = checkpoint.role_index.dims.gdn
     fused = split = None
     for where, present in forms_in(checkpoint).items():
         if where.forms is LINEAR_ATTENTION:
@@ -120,7 +120,7 @@ def _stage(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     if stage is None:
         return
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     if sum(stage.partition) != dims.num_layers:
         message = (
             f"the partition {list(stage.partition)} adds up to {sum(stage.partition)} layers, but "
@@ -137,8 +137,8 @@ def _stage(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _of_other_stages(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
     """Layers of the model that another stage owns. Modules without a layer may be in several stages."""
-    census = checkpoint.census
-    for name, place in census.places.items():
+    role_index = checkpoint.role_index
+    for name, place in role_index.places.items():
         role = place.role
         draft = role.name.startswith("mtp.")
         if role.name.startswith("vision.") or (place.layer is None and not draft):
@@ -163,7 +163,7 @@ def _dropped(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Findi
 
 
 def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     layers = manifest.get("layers")
     if type(layers) is int and layers != dims.num_layers:
         message = f"config.json counts {dims.num_layers} layers, but {MANIFEST} {layers}"
@@ -182,7 +182,7 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
 def _draft_count(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
     """Draft layers that were all dropped must not be counted: runtimes would look for them. Another
     folder may hold those of a stage or of a pair."""
-    dims, family = checkpoint.census.dims, checkpoint.family
+    dims, family = checkpoint.role_index.dims, checkpoint.family
     if "stage" in manifest or "amx" in manifest or not dims.mtp_layers:
         return
     gone = [

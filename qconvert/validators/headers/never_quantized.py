@@ -93,7 +93,7 @@ def _quantized_module(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _kind(checkpoint: Checkpoint, name: str, module: str, holders: frozenset[str]) -> Kind | None:
-    place = checkpoint.census.places.get(name)
+    place = checkpoint.role_index.places.get(name)
     kind = Kind.UNKNOWN if place is None else place.role.kind
     if kind is Kind.UNKNOWN:
         kind = _named(module, holders)

@@ -145,13 +145,13 @@ def _beside(checkpoint: Checkpoint, form: TwoForms, name: str) -> set[str]:
 def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Roles of one form that no layer has, although layers must have it and have not the other form. A
     role that some layers have is QC013's."""
-    census = checkpoint.census
+    role_index = checkpoint.role_index
     try:
         stage = stage_of(checkpoint)
     except PlanError:
         return  # QC054: the layers of this stage are unknown
     sets: dict[tuple[TwoForms, str], dict[Side, dict[str, Role]]] = {}
-    for role in census.family.roles:
+    for role in role_index.family.roles:
         member = member_of(role.module)
         if member is None or member.forms not in (EXPERTS, LINEAR_ATTENTION):
             continue
@@ -159,11 +159,15 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         layers.setdefault(member.side, {})[member.name] = role
     for (forms, group), sides in sets.items():
         draft = group.startswith("mtp")
-        if draft and not any(r.name in census.present for s in sides.values() for r in s.values()):
+        if draft and not any(
+            r.name in role_index.present for s in sides.values() for r in s.values()
+        ):
             continue  # QC023: draft layers may be left out, as a whole
-        layers_of = [n for n in census.dims.groups.get(group, ()) if holds(stage, n, draft=draft)]
+        layers_of = [
+            n for n in role_index.dims.groups.get(group, ()) if holds(stage, n, draft=draft)
+        ]
         there = {
-            side: {n for n, role in roles.items() if role.name in census.present}
+            side: {n for n, role in roles.items() if role.name in role_index.present}
             for side, roles in sides.items()
         }
         if forms is EXPERTS and prepared_tensors(checkpoint):
@@ -183,7 +187,7 @@ def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Find
     interleaved by key head, Qwen3.5's split ones, and sglang's also those that are fused in one group.
     A layer with both forms is QC016's."""
     checkpoint = folder.checkpoint
-    family, gdn = checkpoint.family.name, checkpoint.census.dims.gdn
+    family, gdn = checkpoint.family.name, checkpoint.role_index.dims.gdn
     here = [present for where, present in found.items() if where.forms is LINEAR_ATTENTION]
     fused = [next(iter(one.fused.values())) for one in here if one.fused and not one.split]
     split = [next(iter(one.split.values())) for one in here if one.split and not one.fused]

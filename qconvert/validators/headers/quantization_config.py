@@ -116,7 +116,7 @@ class QuantizationConfig:
         listed = ignored(taken)
         yield from _broken(taken, listed)
         yield from _left_out(taken, listed, quantized)
-        if checkpoint.census.family.name == "generic":
+        if checkpoint.role_index.family.name == "generic":
             return  # unknown which of its modules are linear layers
         yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
@@ -141,7 +141,7 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
     """Modules with a matrix that runtimes build as a linear layer."""
-    for name, place in checkpoint.census.places.items():
+    for name, place in checkpoint.role_index.places.items():
         if (
             place.parameter == "weight"
             and len(checkpoint[name].type.shape) == 2
@@ -179,7 +179,7 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
 
 def _never_quantized(checkpoint: Checkpoint, quantized: dict[str, str]) -> Iterator[Finding]:
     for weight in quantized.values():
-        place = checkpoint.census.places.get(weight)
+        place = checkpoint.role_index.places.get(weight)
         if place is not None and place.role.name.rpartition(".")[2] in _NEVER_QUANTIZED:
             message = "is quantized, but runtimes build it unquantized, whatever the config says"
             yield Finding("QC034", "error", weight, message)
@@ -189,7 +189,7 @@ def _uncovered(
     checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
 ) -> Iterator[Finding]:
     """`named` are the modules that targets name, None for all linear layers."""
-    every_name = checkpoint.census.family.name == "qwen3_5"
+    every_name = checkpoint.role_index.family.name == "qwen3_5"
     for module in plain:
         stem, _, last = module.rpartition(".")
         asked = [module]
@@ -213,12 +213,12 @@ def _draft_names(
     checkpoint: Checkpoint, listed: Listed, named: Listed | None, plain: list[str]
 ) -> Iterator[Finding]:
     """Draft layers that are numbered on from the model's own (DeepSeek, GLM)."""
-    census = checkpoint.census
+    role_index = checkpoint.role_index
     for module in plain:
         _, layers, rest = module.partition(".layers.")
-        if not layers or module.startswith(census.family.mtp or ("mtp.",)):
+        if not layers or module.startswith(role_index.family.mtp or ("mtp.",)):
             continue
-        if not census.family.is_mtp(f"{module}.weight", census.dims):
+        if not role_index.family.is_mtp(f"{module}.weight", role_index.dims):
             continue
         draft = f"{_DRAFT}.{rest.partition('.')[2]}"
         if named is not None and not named.names(draft):

@@ -85,8 +85,8 @@ class Shapes:
         yield from _roles(checkpoint)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint)
-        census = checkpoint.census
-        roles = expected_shapes(checkpoint.config, census.dims, census.family.name)
+        role_index = checkpoint.role_index
+        roles = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
         yield from int_parts(checkpoint, roles)
         known_family(checkpoint)
         readable_quantization(checkpoint)
@@ -96,9 +96,9 @@ class Shapes:
 
 
 def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
-    census = checkpoint.census
-    roles = (place.role.name for place in census.places.values())
-    if census.dims.gdn is not None or not any(role.startswith("gdn.") for role in roles):
+    role_index = checkpoint.role_index
+    roles = (place.role.name for place in role_index.places.values())
+    if role_index.dims.gdn is not None or not any(role.startswith("gdn.") for role in roles):
         return
     text = text_config(checkpoint.config)
     stated = [f"{key} is {text.get(key)!r}" for key in _GDN_SIZES if not first_int(text, key)]
@@ -107,10 +107,10 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
-    census = checkpoint.census
-    wanted = expected_shapes(checkpoint.config, census.dims, census.family.name)
-    either = census.family.stacked_transposed
-    for name, place in census.places.items():
+    role_index = checkpoint.role_index
+    wanted = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
+    either = role_index.family.stacked_transposed
+    for name, place in role_index.places.items():
         shape = wanted.get(place.role.name.removeprefix("mtp."))
         if shape is None:
             continue

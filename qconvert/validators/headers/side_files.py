@@ -115,7 +115,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     if not any(name in _TOKENIZERS or name.endswith(_TIKTOKEN) for name in files):
         message = f"no tokenizer file ({', '.join(_TOKENIZERS[:3])}, ...)"
         yield Finding("QC028", "warning", _TOKENIZERS[0], message)
-    tower = any(p.role.name.startswith("vision.") for p in checkpoint.census.places.values())
+    tower = any(p.role.name.startswith("vision.") for p in checkpoint.role_index.places.values())
     if vision_config(checkpoint.config) and tower and files.isdisjoint(_PROCESSORS):
         message = f"missing, but there is a vision tower (or {_PROCESSORS[1]})"
         yield Finding("QC029", "warning", _PROCESSORS[0], message)

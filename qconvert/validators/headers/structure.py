@@ -280,7 +280,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         return  # QC054: the tensors of this stage are unknown
     absent = checkpoint.absent()
     forms = forms_in(checkpoint) if absent else {}
-    family = checkpoint.census.family.name
+    family = checkpoint.role_index.family.name
     stored = _modules(checkpoint) if absent and unread_quantization(checkpoint) else frozenset()
     for name in absent:
         if _is_otherwise_there(name, checkpoint) or split_parameter(name)[0] in stored:
@@ -309,9 +309,9 @@ def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
-    census = checkpoint.census
-    if census.dims.tied and census.family.tied is not None:
-        names = [n for role in census.family.tied if (n := census.named(role)) is not None]
+    role_index = checkpoint.role_index
+    if role_index.dims.tied and role_index.family.tied is not None:
+        names = [n for role in role_index.family.tied if (n := role_index.named(role)) is not None]
         if len({checkpoint[name].type for name in names}) > 1:
             yield Finding("QC014", "error", names[0], f"tied to {names[1]}, but of another type")
 
@@ -326,10 +326,10 @@ def _tied_and_not(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
     """For tensors that may have several prefixes; a finding for the first of each layer that differs."""
-    census = checkpoint.census
-    longest = sorted(census.family.prefixes, key=len, reverse=True)
+    role_index = checkpoint.role_index
+    longest = sorted(role_index.family.prefixes, key=len, reverse=True)
     found: dict[str, list[tuple[int | None, str]]] = {}
-    for name, place in census.places.items():
+    for name, place in role_index.places.items():
         if place.role.module.startswith("@"):
             prefix = next(prefix for prefix in longest if name.startswith(prefix))
             found.setdefault(prefix, []).append((place.layer, name))

@@ -79,7 +79,7 @@ def _layers(folder: Folder) -> tuple[dict[int, str], str]:
     source, ours = folder.source, folder.checkpoint
     if source is None:
         return {}, "no layer of the folder was checked: give --against SRC"
-    if ours.census.dims.gdn is None or source.census.dims.gdn is None:
+    if ours.role_index.dims.gdn is None or source.role_index.dims.gdn is None:
         return {}, "the model has no linear attention"
     fused = _modules(ours, _FUSED[0])
     both = sorted(fused.keys() & _modules(source, "").keys())
@@ -96,7 +96,7 @@ def _layers(folder: Folder) -> tuple[dict[int, str], str]:
 def _modules(checkpoint: Checkpoint, part: str) -> dict[int, str]:
     """`...linear_attn` of each layer that has the part, or (``) any of them."""
     found: dict[int, str] = {}
-    for name, place in checkpoint.census.places.items():
+    for name, place in checkpoint.role_index.places.items():
         if place.layer is None or not place.role.name.startswith("gdn."):
             continue
         at, _, _ = name.partition(".linear_attn.")
@@ -120,7 +120,7 @@ def _real(folder: Folder, layer: int, device: str) -> Iterator[Case]:
     from qconvert.validators.kernels.triton import gdn
 
     assert folder.source is not None
-    dims = folder.checkpoint.census.dims.gdn
+    dims = folder.checkpoint.role_index.dims.gdn
     assert dims is not None
     heads = gdn.Heads(*dims)
     ours = _weights(

@@ -139,7 +139,7 @@ def _layers(folder: Folder, source: Model, served: Model) -> list[int]:
 
 def _check_memory(folder: Folder, served: Model) -> None:
     types = [t.type for t in served.checkpoint.values() if len(t.type.shape) == 2]
-    dims = served.checkpoint.census.dims
+    dims = served.checkpoint.role_index.dims
     largest = max([dims.hidden_size * dims.moe_intermediate_size, *(t.numel for t in types)])
     need, memory = _BESIDE + _AT_ONCE * largest, folder.request.memory
     if memory is not None and need > memory:

@@ -245,7 +245,7 @@ def route(x: torch.Tensor, weights: Weights, layer: int) -> Pair:
     `DeepseekV3TopkRouter`). If there is no readable router, experts are spread evenly."""
     import torch
 
-    config, dims = weights.model.config, weights.model.checkpoint.census.dims
+    config, dims = weights.model.config, weights.model.checkpoint.role_index.dims
     count = min(int(config.get("num_experts_per_tok") or _CHOICES), dims.num_experts)
     module = f"{weights.model.prefixes[layer]}.mlp.gate"
     if f"{module}.weight" not in weights.model.checkpoint:
@@ -282,16 +282,16 @@ def hidden_states(weights: Weights, layer: int, norm: str) -> torch.Tensor:
     import torch
 
     model = weights.model
-    embeddings = model.checkpoint.census.named("embed_tokens")
+    embeddings = model.checkpoint.role_index.named("embed_tokens")
     if embeddings is None:
-        return _gaussian(model.checkpoint.census.dims.hidden_size, layer)
+        return _gaussian(model.checkpoint.role_index.dims.hidden_size, layer)
     rows = model.checkpoint[embeddings].type.shape[0]
     ids = np.random.default_rng(layer).integers(0, rows, _TOKENS).tolist()
     try:
         states = np.concatenate([weights.plain(embeddings, n, n + 1) for n in ids])
         scale = weights.plain(f"{model.prefixes[layer]}.{norm}.weight")
     except PlanError:
-        return _gaussian(model.checkpoint.census.dims.hidden_size, layer)
+        return _gaussian(model.checkpoint.role_index.dims.hidden_size, layer)
     x = torch.from_numpy(states)
     x = x * (x.square().mean(1, keepdim=True) + _EPS).rsqrt()
     base = 1.0 if model.checkpoint.family.name in _NORMS_FROM_ONE else 0.0

@@ -119,14 +119,14 @@ def plain_tensors(model: Model, layers: int) -> Iterator[Plain]:
     checkpoint = model.checkpoint
     seen: set[str] = set()
     for name in sorted(checkpoint, key=natural_key):
-        tensor, place = checkpoint[name], checkpoint.census.places.get(name)
+        tensor, place = checkpoint[name], checkpoint.role_index.places.get(name)
         if place is not None and place.role.name.startswith("vision."):
             continue
         layer = parse(name).layer
         late = ".layers." in name and layer is not None and layer >= layers
         if (
             late
-            or checkpoint.family.is_mtp(name, checkpoint.census.dims)
+            or checkpoint.family.is_mtp(name, checkpoint.role_index.dims)
             or name.endswith(_COMPUTED)
         ):
             continue
@@ -158,7 +158,7 @@ def plain_name(name: str) -> str:
 
 
 def _experts(model: Model, layer: int) -> Iterator[Plain]:
-    dims = model.checkpoint.census.dims
+    dims = model.checkpoint.role_index.dims
     if layer not in model.prefixes:
         raise PlanError(f"layer {layer} is missing")
     at, form = plain_name(model.prefixes[layer]), model.expert_format(layer)
@@ -176,7 +176,7 @@ def _linear_attention(model: Model, at: str) -> Iterator[Plain]:
     Qwen3-Next in its own, because no loader takes another; for Qwen3.5 in the manifest's, and without
     a manifest in the contiguous one, which sglang takes."""
     checkpoint = model.checkpoint
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     if dims.gdn is None:
         raise PlanError(f"{at}: the config has no linear-attention layers")
     sizes, heads = segment_rows(dims), dims.gdn[0]

@@ -50,11 +50,11 @@ class Model:
 
     @property
     def layers(self) -> int:
-        return self.checkpoint.census.dims.num_layers
+        return self.checkpoint.role_index.dims.num_layers
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        return self.checkpoint.census.dims.groups.get("moe", ())
+        return self.checkpoint.role_index.dims.groups.get("moe", ())
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -69,14 +69,16 @@ class Model:
             layer = parse(name).layer
             if ".layers." not in name or layer is None:
                 continue
-            if layer < self.layers and not checkpoint.family.is_mtp(name, checkpoint.census.dims):
+            if layer < self.layers and not checkpoint.family.is_mtp(
+                name, checkpoint.role_index.dims
+            ):
                 found[layer] = f"{name.partition('.layers.')[0]}.layers.{layer}"
         return found
 
     @cached_property
     def experts(self) -> Mapping[tuple[int, Kind, int], Matrix]:
         """By layer, projection and number; none of a dense model. Raises PlanError."""
-        if not self.checkpoint.census.dims.num_experts:
+        if not self.checkpoint.role_index.dims.num_experts:
             return {}
         return routed_experts(self.checkpoint).matrices
 

@@ -36,7 +36,7 @@ def routed_experts(checkpoint: Checkpoint) -> Routed:
     matrix that is missing, of another shape than the config says, or in an unsupported form."""
     if "amx" in (checkpoint.manifest or {}):
         raise PlanError("its experts are in a CPU kernel's format, but the source's are not")
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     if checkpoint.family.name == "generic":
         kind_of_model = checkpoint.config.get("model_type")
         raise PlanError(f"model_type {kind_of_model!r} is not known, so its experts are unknown")
@@ -88,7 +88,7 @@ def _check_whole(
     checkpoint: Checkpoint, found: Mapping[tuple[int, Kind, int], Matrix], layers: set[int]
 ) -> None:
     """Raises PlanError if an expert is missing in a layer that has some, or that must have them."""
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     wanted = layers | set(dims.groups.get("moe", ()))
     if any(checkpoint.family.is_mtp(name, dims) for name in checkpoint):
         drafts = dims.groups.get("mtp_moe", ())

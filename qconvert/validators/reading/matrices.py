@@ -93,7 +93,7 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
             found[name] = list(_of_tensor(checkpoint, forms, name, groups))
             used |= _scales(checkpoint, name)
         except Unread as why:
-            place = checkpoint.census.places.get(name)
+            place = checkpoint.role_index.places.get(name)
             made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
             found[name] = [replace(made, note=str(why))]
     by_key: dict[Key, Matrix] = {}
@@ -111,7 +111,7 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
 def gdn_groups(checkpoint: Checkpoint) -> int | None:
     """In how many groups fused linear attention is, by the manifest or else the family's convention;
     None if neither states it or the number is invalid."""
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     if dims.gdn is None or dims.gdn[0] < 1:
         return None
     stated = (checkpoint.manifest or {}).get(GROUPS_FACT)
@@ -147,7 +147,7 @@ def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
 
 def whole(checkpoint: Checkpoint, name: str) -> Matrix:
     """A tensor's rows as stored. Raises Unread if its numbers cannot be read."""
-    place = checkpoint.census.places.get(name)
+    place = checkpoint.role_index.places.get(name)
     return _made((name, None, None, ""), name, place, Forms(checkpoint).of(name), ())
 
 
@@ -155,7 +155,7 @@ def _of_tensor(
     checkpoint: Checkpoint, forms: Forms, name: str, groups: int | None
 ) -> Iterator[Matrix]:
     """The matrices of one tensor: one, or those of all experts, or segments."""
-    place = checkpoint.census.places.get(name)
+    place = checkpoint.role_index.places.get(name)
     key = _key_of(checkpoint, name, place)
     if place is None or checkpoint.family.name == "generic":
         yield _made(key, name, place, forms.of(name), ())
@@ -180,7 +180,7 @@ def _key_of(checkpoint: Checkpoint, name: str, place: Place | None) -> Key:
 
 
 def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> Iterator[Matrix]:
-    dims, kind = checkpoint.census.dims, checkpoint[name].type
+    dims, kind = checkpoint.role_index.dims, checkpoint[name].type
     if len(kind.shape) != 3 or kind.shape[0] != dims.num_experts:
         raise Unread(f"expected a stack of {dims.num_experts} experts, found {kind}")
     base, _, projection = place.role.name.replace(_STACKED, _EXPERTS).rpartition(".")
@@ -199,7 +199,7 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
 def _is_turned(checkpoint: Checkpoint, shape: tuple[int, ...], *, both: bool) -> bool:
     """Whether a stack holds columns before rows. Families that publish it so are also saved the other
     way round, and only shapes tell."""
-    hidden = checkpoint.census.dims.hidden_size
+    hidden = checkpoint.role_index.dims.hidden_size
     # gate_up is [E, H, 2I] if transposed and else [E, 2I, H]; down is [E, I, H] and [E, H, I].
     of_hidden = shape[1] if both else shape[2]
     return checkpoint.family.stacked_transposed and of_hidden == hidden
@@ -213,7 +213,7 @@ def _of_gdn(
     segments: tuple[str, ...],
     groups: int | None,
 ) -> Iterator[Matrix]:
-    rows = segment_rows(checkpoint.census.dims)
+    rows = segment_rows(checkpoint.role_index.dims)
     sizes = [rows[segment] for segment in segments]
     if place.role.name.removeprefix(_GDN) not in FUSED:
         groups = 1

@@ -214,11 +214,11 @@ def forms_in(checkpoint: Checkpoint) -> dict[Where, Present]:
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int | None]]:
     """Name, module template and layer of every matrix."""
-    census = checkpoint.census
-    for name, place in census.places.items():
+    role_index = checkpoint.role_index
+    for name, place in role_index.places.items():
         if place.parameter in _MATRICES:
             yield name, place.role.module, place.layer
-    for name in census.unknown:
+    for name in role_index.unknown:
         template, layer, _ = parse(name)
         module, parameter = split_parameter(template)
         if parameter in _MATRICES:

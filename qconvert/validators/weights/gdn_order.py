@@ -78,7 +78,7 @@ class GdnOrder:
     def __call__(self, folder: Folder) -> Iterator[Yield]:
         checkpoint, source = folder.checkpoint, folder.source
         assert source is not None
-        if source.census.dims.gdn != checkpoint.census.dims.gdn:
+        if source.role_index.dims.gdn != checkpoint.role_index.dims.gdn:
             raise NotChecked("the source has linear attention of other sizes, or none")
         theirs = matrices(source)
         layers = []
@@ -124,7 +124,7 @@ def said(checkpoint: Checkpoint, *, fused: bool) -> tuple[int | None, str]:
 def _modules(checkpoint: Checkpoint) -> dict[int, dict[str, str]]:
     """For each layer, its projections' weights by their last name."""
     found: dict[int, dict[str, str]] = {}
-    for name, place in checkpoint.census.places.items():
+    for name, place in checkpoint.role_index.places.items():
         role = place.role.name
         if role.startswith("gdn.in_proj_") and place.parameter == "weight":
             assert place.layer is not None
@@ -159,7 +159,7 @@ def _task(
         names, (groups, who) = [modules[part] for part in split], said(checkpoint, fused=False)
     else:
         return None  # missing tensors and incomplete sets are found in the headers
-    dims = checkpoint.census.dims
+    dims = checkpoint.role_index.dims
     assert dims.gdn is not None
     sizes = segment_rows(dims)
     stored = tuple(_whole(checkpoint, name) for name in names)

@@ -70,7 +70,7 @@ def _groups(checkpoint: Checkpoint) -> Iterator[Group]:
             continue  # the only block of a small matrix
         if parameter not in (*_TWO_LEVEL, *_ACTIVATIONS, "weight_scale"):
             continue
-        kind = checkpoint.census.kind(name)
+        kind = checkpoint.role_index.kind(name)
         joined = joined_with(kind)
         if len(joined) > 1:
             at = module.rpartition(".")[0], joined, parameter

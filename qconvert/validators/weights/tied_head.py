@@ -69,10 +69,10 @@ class TiedHead:
 
     def __call__(self, folder: Folder) -> Iterator[CompareTied]:
         checkpoint = folder.checkpoint
-        census = checkpoint.census
-        if not census.dims.tied or census.family.tied is None:
+        role_index = checkpoint.role_index
+        if not role_index.dims.tied or role_index.family.tied is None:
             return
-        head, embeddings = (census.named(role) for role in census.family.tied)
+        head, embeddings = (role_index.named(role) for role in role_index.family.tied)
         if head is None or embeddings is None:
             return
         one, other = checkpoint[head], checkpoint[embeddings]

@@ -97,7 +97,7 @@ class Values:
                 )  # QC100
                 kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
         for name, source in checkpoint.items():
-            place = checkpoint.census.places.get(name)
+            place = checkpoint.role_index.places.get(name)
             kind = (place.role.name if place else "", source.type.dtype)
             blank = blanks.get(name, 0)
             judged = name in graded or is_part(checkpoint, name)

@@ -133,7 +133,7 @@ def _missing(
     dropped = {name for names in manifest.get("dropped", {}).values() for name in names}
     assert folder.source is not None
     # A head that differs from the embeddings cannot be left out, whatever the folder's config says.
-    tied = folder.checkpoint.census.dims.tied and folder.source.census.dims.tied
+    tied = folder.checkpoint.role_index.dims.tied and folder.source.role_index.dims.tied
     gone: dict[str, str] = {}
     moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 checks all of theirs
     for key, matrix in theirs.items():
@@ -158,7 +158,7 @@ def _whole(matrix: Matrix) -> tuple[int | None, str]:
 
 def _counterpart(folder: Folder, key: Key, theirs: Mapping[Key, Matrix]) -> Matrix | None:
     assert folder.source is not None
-    if key not in theirs and key[0] == "lm_head" and folder.source.census.dims.tied:
+    if key not in theirs and key[0] == "lm_head" and folder.source.role_index.dims.tied:
         return theirs.get(("embed_tokens", *key[1:]))
     return theirs.get(key)
 
