@@ -25,6 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -75,6 +76,7 @@ __all__ = (
     "Outlook",
     "OutputError",
     "PlanError",
+    "PlanOptions",
     "Planned",
     "PlannedFolder",
     "PlannedStages",
@@ -109,6 +111,28 @@ __all__ = (
 Steps = Recipe | Pass | tuple[Pass, ...] | list[Pass] | str | Path
 # Called after each write with the bytes written and the bytes to write in total.
 Callback = Callable[[int, int], None]
+
+
+class PlanOptions(TypedDict, total=False):
+    """What `plan`, `plan_pair`, `plan_stages` and `run` take by keyword.
+
+    `memory` of all processes (bytes, or `512MiB`; None: 1 GiB, or what all cores need, at most half of
+    what is free); `jobs` worker processes (None: as many cores as pay); `max_shard_size` of an output
+    file (None: the recipe's, else 5 GB); `sha256` puts that hash of each file into the receipt as well;
+    `verify` hashes everything that an earlier run left in `out` before continuing it; `base_model` is
+    the source's repo for the model card (None: what the source names); `follow_links` follows links
+    that lead out of the source. `for_run` refuses an `out` inside the source, or around it, before
+    planning; a run refuses it in any case.
+    """
+
+    memory: int | str | None
+    jobs: int | None
+    max_shard_size: int | str | None
+    sha256: bool
+    verify: bool
+    base_model: str | None
+    follow_links: bool
+    for_run: bool
 
 
 @dataclass(frozen=True)
@@ -271,35 +295,21 @@ def plan(
     recipe: Steps,
     source: str | Path | Checkpoint,
     out: str | Path | None = None,
-    *,
-    memory: int | str | None = None,
-    jobs: int | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = False,
-    verify: bool = False,
-    base_model: str | None = None,
-    follow_links: bool = False,
-    for_run: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> Planned:
-    """Plan a recipe over a source, and judge the resulting folder. Reads headers only.
-
-    `memory` of all processes (bytes, or `512MiB`; None: 1 GiB, or what all cores need, at most half of
-    what is free); `jobs` worker processes (None: as many cores as pay); `max_shard_size` of an output
-    file (None: the recipe's, else 5 GB); `sha256` puts that hash of each file into the receipt as well;
-    `verify` hashes everything that an earlier run left in `out` before continuing it; `base_model` is
-    the source's repo for the model card (None: what the source names). `for_run` refuses an `out`
-    inside the source, or around it, before planning; a run refuses it in any case.
+    """Plan a recipe over a source, and judge the resulting folder. Reads headers only. The options are
+    those of PlanOptions.
 
     Raises RecipeError, CheckpointError, PlanError (a pass does not apply; the result would fail
     validation; memory is too small), UsageError for an invalid size.
     """
-    steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
+    steps, checkpoint = _recipe(recipe), _source(source, options)
     folder = None if out is None else Path(out)
-    if for_run and folder is not None:
+    if folder is not None and options.get("for_run"):
         check_apart(folder, checkpoint)
-    options = _options(steps, memory, jobs, max_shard_size, sha256=sha256, verify=verify)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
-    return Planned(checkpoint, _judged([made], [folder], checkpoint, options, base_model))
+    running, card = _running(steps, options), options.get("base_model")
+    return Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
 
 
 def plan_after(
@@ -328,28 +338,19 @@ def plan_pair(
     gpu_out: str | Path,
     *,
     gpu: ExpertsToW4A16 | None = None,
-    memory: int | str | None = None,
-    jobs: int | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = False,
-    verify: bool = False,
-    base_model: str | None = None,
-    follow_links: bool = False,
-    for_run: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> Planned:
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
     the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
-    checkpoint = _checkpoint(source, follow_links=follow_links)
+    checkpoint = _source(source, options)
     outs = (Path(cpu_out), Path(gpu_out))
-    if for_run:
+    if options.get("for_run"):
         for out in outs:
             check_apart(out, checkpoint)
         check_folders_apart(outs[1], outs[0])
-    options = _options(
-        Recipe("pair", ()), memory, jobs, max_shard_size, sha256=sha256, verify=verify
-    )
     plans = pair_plans(Plan.identity(checkpoint), cpu, gpu or ExpertsToW4A16())
-    return Planned(checkpoint, _judged(plans, outs, checkpoint, options, base_model))
+    running, card = _running(Recipe("pair", ()), options), options.get("base_model")
+    return Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
 
 
 def plan_stages(
@@ -360,14 +361,7 @@ def plan_stages(
     runtime: str | None = None,
     *,
     link: bool = True,
-    memory: int | str | None = None,
-    jobs: int | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = False,
-    verify: bool = False,
-    base_model: str | None = None,
-    follow_links: bool = False,
-    for_run: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> PlannedStages:
     """As `plan`, with the result split into one folder per pipeline stage, made one after another.
 
@@ -375,12 +369,11 @@ def plan_stages(
     `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `link`: a shard that belongs to one
     stage unchanged is hard-linked to the source's, where possible.
     """
-    steps, checkpoint = _recipe(recipe), _checkpoint(source, follow_links=follow_links)
+    steps, checkpoint = _recipe(recipe), _source(source, options)
     folder = Path(out)
-    if for_run:
+    if options.get("for_run"):
         check_apart(folder, checkpoint)
-    options = _options(steps, memory, jobs, max_shard_size, sha256=sha256, verify=verify)
-    options = replace(options, link_near=folder if link else None)
+    running = replace(_running(steps, options), link_near=folder if link else None)
     whole = run_passes(Plan.identity(checkpoint), steps.passes)
     known: Runtime | None = check_runtime(runtime)
     unchecked = None if runtime is None else parse_consumer(runtime).unchecked
@@ -388,7 +381,8 @@ def plan_stages(
     partition = partition_of(text, whole.role_index.dims.num_layers, known)
     plans = [part.check() for part in split_plan(whole, partition, known)]
     outs = [folder / part.facts["stage"]["folder"] for part in plans]
-    folders = _judged(plans, outs, checkpoint, options, base_model, together=False)
+    card = options.get("base_model")
+    folders = _judged(plans, outs, checkpoint, running, card, together=False)
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     planned = PlannedStages(
@@ -396,7 +390,7 @@ def plan_stages(
         environment=tuple(f"{variable}={sizes}" for variable in variables),
         notes=() if unchecked is None else (unchecked,),
     )  # fmt: skip
-    if for_run:
+    if options.get("for_run"):
         planned.check_out()
     return planned
 
@@ -407,14 +401,8 @@ def run(
     out: str | Path,
     *,
     dry_run: bool = False,
-    memory: int | str | None = None,
-    jobs: int | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = False,
-    verify: bool = False,
-    base_model: str | None = None,
-    follow_links: bool = False,
     events: Events | Callback | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Result:
     """Run a recipe on a source and write the folder `out`; options as for `plan`. With `dry_run` nothing
     is written, and whatever the run would refuse is refused.
@@ -437,10 +425,8 @@ def run(
     Raises as `plan` does, OutputError (foreign or locked folder, other plan, full disk), RunError (data
     that cannot be right). Nothing is published unless all of it is.
     """
-    planned = plan(
-        recipe, source, out, memory=memory, jobs=jobs, max_shard_size=max_shard_size, sha256=sha256,
-        verify=verify, base_model=base_model, follow_links=follow_links, for_run=not dry_run,
-    )  # fmt: skip
+    options["for_run"] = not dry_run
+    planned = plan(recipe, source, out, **options)
     if not dry_run:
         return carry_out(planned, events=events)[0]
     (look,) = looks = planned.foreseen()
@@ -581,17 +567,16 @@ def _size(given: int | str | None) -> int | None:
     return None if given is None else parse_size(given)
 
 
-def _options(
-    recipe: Recipe,
-    memory: int | str | None,
-    jobs: int | None,
-    max_shard_size: int | str | None,
-    *,
-    sha256: bool,
-    verify: bool,
-) -> Options:
-    shard = _size(max_shard_size) or recipe.max_shard_size or DEFAULT_SHARD_BYTES
-    return Options(_size(memory), jobs, shard, sha256, verify=verify)
+def _source(source: str | Path | Checkpoint, options: PlanOptions) -> Checkpoint:
+    return _checkpoint(source, follow_links=options.get("follow_links", False))
+
+
+def _running(recipe: Recipe, options: PlanOptions) -> Options:
+    shard = _size(options.get("max_shard_size")) or recipe.max_shard_size or DEFAULT_SHARD_BYTES
+    return Options(
+        _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
+        verify=options.get("verify", False),
+    )  # fmt: skip
 
 
 def _judged(

@@ -183,15 +183,19 @@ def decoded(model: Model, module: str) -> bytes:
     return values.view(torch.uint8).numpy().tobytes()
 
 
-def per_channel() -> Model:
-    """FP8 with a scale a row, as compressed-tensors writes it."""
-    model = qwen3_moe("fp8", layers=1)
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    model.config["quantization_config"] = {
+def _float_quantized(weights: dict[str, Any]) -> dict[str, Any]:
+    return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
+
+
+def per_channel() -> Model:
+    """FP8 with a scale a row, as compressed-tensors writes it."""
+    model = qwen3_moe("fp8", layers=1)
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    model.config["quantization_config"] = _float_quantized(weights)
     tensors = {}
     for name, value in model.tensors.items():
         if not name.endswith("_scale_inv"):
@@ -222,11 +226,7 @@ def blocks(rows: int, columns: int, scale: str = "weight_scale_inv") -> Model:
     else:
         weights = {"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True}
         weights["block_structure"] = [rows, columns]
-        model.config["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        }
+        model.config["quantization_config"] = _float_quantized(weights)
     tensors = {}
     for name, value in model.tensors.items():
         if not name.endswith("_scale_inv"):

@@ -437,7 +437,7 @@ def test_kt_kernel_still_writes_the_goldens(tmp_path: Path) -> None:
 A_METHOD = st.sampled_from(METHODS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     method=A_METHOD,
     blocks=st.integers(1, 3),
@@ -462,7 +462,7 @@ def test_codes_come_back(
     assert np.array_equal(tile_floats(method, weight, scale, columns), codes * unit)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     method=A_METHOD,
     rounding=st.sampled_from(ROUNDINGS),
@@ -483,7 +483,7 @@ def test_parts_do_not_show(
         assert a[1].tobytes() == b[1].tobytes()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     method=A_METHOD,
     blocks=st.integers(1, 3),

@@ -25,11 +25,11 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
-    "Events", "Finding", "Measure", "Outlook", "OutputError", "PlanError", "Planned", "PlannedFolder",
-    "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Report", "Result", "RunError",
-    "Uploaded", "UsageError", "Verdict", "carry_out", "check_foreseen", "check_upload", "destination",
-    "diff", "load_recipe", "open_checkpoint", "plan", "plan_after", "plan_pair", "plan_stages",
-    "refusal", "run", "upload", "validate", "validate_kernels",
+    "Events", "Finding", "Measure", "Outlook", "OutputError", "PlanError", "PlanOptions", "Planned",
+    "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Report", "Result",
+    "RunError", "Uploaded", "UsageError", "Verdict", "carry_out", "check_foreseen", "check_upload",
+    "destination", "diff", "load_recipe", "open_checkpoint", "plan", "plan_after", "plan_pair",
+    "plan_stages", "refusal", "run", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 
 
@@ -135,18 +135,16 @@ def test_a_plan_says_what_a_user_wants(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_defaults_are_the_command_lines() -> None:
+def test_the_defaults_are_the_command_lines(source: Path) -> None:
     """Options of a command that were not given are what a function takes by itself."""
     plain: Any = dict.fromkeys(RunOptions.__annotations__)
     for flag in ("sha256", "verify", "dry_run", "follow_links"):
         plain[flag] = False
     given = plan_options(plain)
-    for function in (api.plan, api.plan_pair, api.plan_stages, api.run):
-        known = inspect.signature(function).parameters
-        for name, value in given.items():
-            if name != "for_run":
-                assert known[name].default == value, (function.__name__, name)
-                assert known[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert set(given) == set(api.PlanOptions.__annotations__)
+    asked, plainly = api.plan("copy", source, **given), api.plan("copy", source)
+    assert asked.folders[0].ready.options == plainly.folders[0].ready.options
+    assert asked.folders[0].fingerprint == plainly.folders[0].fingerprint
     assert inspect.signature(api.validate).parameters["level"].default == "headers"
 
 

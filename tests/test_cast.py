@@ -101,7 +101,7 @@ def nearest_bf16(value: Fraction) -> int:
     return min(bits, 0x7F80)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(bits=st.integers(0, 0x7F7FFFFF))
 def test_the_nearest_is_taken(bits: int) -> None:
     raw = struct.pack("<I", bits)
@@ -109,7 +109,7 @@ def test_the_nearest_is_taken(bits: int) -> None:
     assert int(cast(raw, "F32", (1, 1))[0]) == nearest_bf16(Fraction(value))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 40),
     columns=st.integers(0, 300),
@@ -178,7 +178,7 @@ def test_columns_of_many_shapes(shape: tuple[int, int]) -> None:
             assert np.array_equal(found, matrix[:, first : first + count].T)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 600), width=st.integers(1, 300), data=st.data())
 def test_any_columns(rows: int, width: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, width - 1))

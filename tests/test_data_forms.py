@@ -48,7 +48,7 @@ def one_fp8(folder: Path, codes: Array, scale: Tensor, name: str, how: dict[str,
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(1, 9), st.integers(1, 9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=SHAPES,
     form=st.sampled_from(["block", "channel", "channel 2-D", "tensor", "scalar"]),
@@ -246,7 +246,7 @@ def test_awkward_rows_as_w4a16(tmp_path: Path) -> None:
 
 
 @pytest.mark.big
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), freedom=st.sampled_from([1.5, 3, 8]))
 def test_heavy_tails_as_w4a16(
     tmp_path_factory: pytest.TempPathFactory, seed: int, freedom: float

@@ -638,7 +638,7 @@ def _smallest(plan: Plan) -> int:
     return int(found.group(1)) * MIB
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=st.integers(1, 700),
     columns=st.integers(1, 3000),

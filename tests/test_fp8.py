@@ -150,7 +150,7 @@ def test_every_code_with_every_scale_size(dtype: str) -> None:
         check(codes[i : i + 1], scale[i : i + 1], (1, row.size), dtype, None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 300),
     columns=st.integers(1, 300),
@@ -165,7 +165,7 @@ def test_any_block(
     check(codes, scale, block, "F32", limit)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     significands=st.lists(st.integers(1, 1023), min_size=1, max_size=4),
     bits=st.sampled_from([0, 8, 9, 23]),

@@ -81,7 +81,7 @@ def tensor_types(draw: st.DrawFn) -> TensorType:
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     tensors=st.dictionaries(names.filter(lambda name: name != "__metadata__"), tensor_types()),
     metadata=st.dictionaries(names, names, max_size=3),
@@ -105,7 +105,7 @@ def test_what_is_built_is_read_back(
     assert [entry.offset for entry in header.entries] == sorted(offsets)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_damaged_header_is_refused_or_says_the_same(data: st.DataObject) -> None:
     """Any byte of the header changed: an error of ours, never another, and never an entry that lies

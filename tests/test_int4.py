@@ -189,7 +189,7 @@ def test_groups_that_are_no_whole_words(group: int) -> None:
     check_dequantized(packed, from_bits(scale).float(), "F32", group, None)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.integers(0, 60),
     groups=st.integers(1, 12),
@@ -259,7 +259,7 @@ def test_the_quotient_is_rounded_to_bf16(make: Any) -> None:
     assert 0.005 < differ < 0.2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     group=st.sampled_from([8, 32, 48, 128]),
     rows=st.integers(1, 20),
@@ -279,7 +279,7 @@ def test_error_bound(group: int, rows: int, scale: float, seed: int) -> None:
     assert np.all(error <= 0.55 * scales.astype(np.float64)[..., None])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     group=st.sampled_from([8, 24, 32, 128]),
     rows=st.integers(0, 20),

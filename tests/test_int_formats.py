@@ -78,7 +78,7 @@ def quantized(draw: st.DrawFn) -> tuple[IntScheme, Packing, Codes]:
 
 
 @given(quantized())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_packed_is_read_back(case: tuple[IntScheme, Packing, Codes]) -> None:
     """Packed, taken apart by the oracle, and decoded by the op whole and in parts: one value."""
     scheme, packing, codes = case

@@ -62,7 +62,7 @@ def model(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], folder
 # --- Decoding -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([None, 8, 16]),
@@ -106,7 +106,7 @@ def test_compressed_tensors_in_any_form(
     assert np.array_equal(read_matrix(folder, f"{M}.weight_packed"), wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([None, 8, 16]),

@@ -36,7 +36,7 @@ def gdn(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     return nk, r, draw(st.integers(1, 4)), draw(st.integers(1, 4)), groups
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(dims=gdn(), dtype=st.sampled_from(DTYPES), columns=st.integers(1, 3))
 def test_fusing_equals_an_independent_loop_and_splits_back(
     dims: tuple[int, int, int, int, int], dtype: str, columns: int
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused() -> None:
         RowOrder((4, 6), 1).split(a)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nk=st.sampled_from([1, 2, 4]),
     r=st.sampled_from([1, 2, 3, 4, 8]),

@@ -259,7 +259,7 @@ def meaning(made: Any, shape: tuple[int, int], dialect: Dialect) -> Array:
 
 
 @both
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from([kind for kind in KINDS if kind != "mixed"]),

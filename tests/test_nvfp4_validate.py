@@ -63,7 +63,7 @@ def stored(dialect: Dialect, dtype: str, values: Array) -> tuple[Array, Array, f
 
 
 @both
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from([kind for kind in KINDS if kind != "mixed"]),

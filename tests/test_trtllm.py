@@ -107,7 +107,7 @@ _ORDERS: list[tuple[Order, Callable[[bytes, int, bool], bytes]]] = [
 
 @pytest.mark.parametrize(("order", "oracle"), _ORDERS)
 @given(tiles=st.integers(1, 4), words=st.integers(1, 5), limit=st.sampled_from([1, 3000, 1 << 20]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_gather_and_scatter(
     order: Order, oracle: Callable[[bytes, int, bool], bytes], tiles: int, words: int, limit: int
 ) -> None:
@@ -551,7 +551,7 @@ def prepared_arrays(
     tp=st.sampled_from([1, 2, 4]), steps=st.integers(1, 3), tiles=st.integers(1, 2),
     gated=st.booleans(), scales=st.booleans(), seed=st.integers(0, 1 << 30),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_slice_of_the_prepared_is_the_slice_prepared(
     tp: int, steps: int, tiles: int, gated: bool, scales: bool, seed: int
 ) -> None:

@@ -453,7 +453,7 @@ def values_of(stored: Stored, tensors: Mapping[str, Tensor]) -> Bits:
     return np.frombuffer(result, np.uint16).reshape(stored.rows, stored.columns)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(["BF16", "F32", "fp8", "int4", "turned"]),
     rows=st.integers(1, 300),

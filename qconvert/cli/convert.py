@@ -26,7 +26,7 @@ from qconvert.cli.options import (
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
-    from qconvert.api import Planned, Result
+    from qconvert.api import Planned, PlanOptions, Result
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
@@ -48,19 +48,6 @@ class RunOptions(TypedDict):
     base_model: str | None
     as_json: bool
     follow_links: bool
-
-
-class PlanOptions(TypedDict):
-    """The options that planning takes."""
-
-    memory: int | None
-    jobs: int | None
-    max_shard_size: int | None
-    sha256: bool
-    verify: bool
-    base_model: str | None
-    follow_links: bool
-    for_run: bool
 
 
 _PLANNING: Callable[[F], F] = stacked(

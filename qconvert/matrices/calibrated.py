@@ -8,18 +8,19 @@ units with one to a backend (`qconvert/calibrate/`), a layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
-from qconvert.core.graph import Apply, Buffer, Part, whole
+from qconvert.core.graph import Apply, Buffer
 from qconvert.core.int_scheme import Packer
+from qconvert.ops.base import Uncut
 from qconvert.ops.rowwise import RowOp
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
+class Calibrated(Uncut):
     """A matrix in any stored form -> the results of each packer in turn, from calibrated codes.
 
     `layer`, `expert` and `kind` (gate_proj, up_proj, down_proj) say which matrix it is; `request` is a
@@ -37,12 +38,6 @@ class Calibrated:
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
         return tuple(kind for packer in self.packers for kind in packer.infer(decoded))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
-
-    def scratch(self, *args: TensorType) -> int:
-        return 0
 
     @property
     def several(self) -> bool:

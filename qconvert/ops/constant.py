@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import pack
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer
+from qconvert.ops.base import Exact, Uncut
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Uncut, Exact):
     """Nothing -> `dtype` `shape`, whose little-endian bytes are `hex`. (As text, because an op's repr
     is its identity.) Raises PlanError if the digits are not bytes or have another length."""
 
@@ -31,15 +32,6 @@ class Constant:
         if size != kind.nbytes:
             raise PlanError(f"expected {kind.nbytes} bytes for {kind}, found {size}")
         return (kind,)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
-
-    def scratch(self, *args: TensorType) -> int:
-        return 0
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

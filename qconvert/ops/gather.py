@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Part
+from qconvert.ops.base import Exact
 from qconvert.ops.buffers import array
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _tiles(data: memoryview, rows: int, columns: int) -> Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(Exact):
     """`order.halves` matrices [R, C] of one type -> one [halves * R, C], tile by tile."""
 
     order: Order
@@ -99,9 +100,6 @@ class Gather:
         """A tile of rows, where they come from several matrices."""
         return 0 if self.order.halves == 1 else self.order.tile * args[0].row_nbytes
 
-    def loss(self, *args: TensorType) -> str | None:
-        return None
-
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
@@ -113,7 +111,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(Exact):
     """One matrix [M, C] -> `order.halves` matrices [M / halves, C]: the inverse of `Gather`."""
 
     order: Order
@@ -134,9 +132,6 @@ class Scatter:
     def scratch(self, *args: TensorType) -> int:
         """A tile of rows, where they go to several matrices."""
         return 0 if self.order.halves == 1 else self.order.tile * args[0].row_nbytes
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -8,13 +8,14 @@ the group of each column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer
+from qconvert.ops.base import Columnwise
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.ints import (
@@ -36,7 +37,7 @@ _WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class DequantGptq:
+class DequantGptq(Columnwise):
     """qweight, qzeros, scales in BF16, F16 or F32, g_idx -> BF16 [count, K]: rows [first, first + count)
     of the weight [N, K], which are columns here, so it cannot be cut. `group` None: one for all K.
 
@@ -77,21 +78,8 @@ class DequantGptq:
                 f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
                 f"{qzeros}, {scale}, {g_idx}"
             )
-        if self.first < 0 or self.count < 1 or self.first + self.count > rows:
-            raise PlanError(
-                f"expected columns [{self.first}, {self.first + self.count}), one or more, to lie in "
-                f"{qweight}"
-            )
+        self.check_columns(qweight)
         return (TensorType("BF16", (self.count, columns)),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return self.count
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        return whole(self, args)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
 
     def scratch(self, *args: TensorType) -> int:
         columns = self.word * args[0].shape[0]

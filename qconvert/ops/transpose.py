@@ -6,12 +6,13 @@ hold two projections as adjacent columns: taking columns and transposing them is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer
+from qconvert.ops.base import Columnwise, Exact
 from qconvert.ops.buffers import array
 
 # Transposing single bf16 values is slow: a strided copy takes nanoseconds per element, however small.
@@ -23,7 +24,7 @@ _BLOCK_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(Columnwise, Exact):
     """BF16 [K, M] -> BF16 [count, K]: result row i is source column `first` + i.
 
     It cannot be cut: each result row needs every source row. Raises PlanError if the source is
@@ -37,30 +38,13 @@ class Columns:
         (source,) = args
         if source.dtype != "BF16" or len(source.shape) != 2:
             raise PlanError(f"expected a BF16 matrix to take columns of, found {source}")
-        rows, columns = source.shape
-        if self.first < 0 or self.count < 1 or self.first + self.count > columns:
-            raise PlanError(
-                f"expected columns [{self.first}, {self.first + self.count}), one or more, to lie in "
-                f"the matrix, found {source}"
-            )
-        return (TensorType("BF16", (self.count, rows)),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return self.count
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        return whole(self, args)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
+        self.check_columns(source)
+        return (TensorType("BF16", (self.count, source.shape[0])),)
 
     def scratch(self, *args: TensorType) -> int:
         """Interleaved words of a block, working memory for them, and the block transposed."""
         words = min(args[0].shape[0], _BLOCK_ROWS) // _WOVEN * min(self.count, _BLOCK_COLUMNS)
         return 3 * 8 * words
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

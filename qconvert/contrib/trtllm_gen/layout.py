@@ -17,7 +17,7 @@ prepared tensor is what preparing the rank's weights would give.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -26,7 +26,8 @@ from qconvert.checkpoint.prepared import DERIVED
 from qconvert.contrib.trtllm_gen.stacks import Form
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer
+from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.gather import take_tiles
 
@@ -160,7 +161,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class DerivedScalars:
+class DerivedScalars(Uncut, Exact):
     """Scales of a layer's experts -> the scales that the kernels take, in F32: `DERIVED`, in that order.
 
     Arguments: per-tensor scales of w13, F32 [E, 2] (gate, up) or plain [E]; of w2 [E]; and the same two
@@ -185,15 +186,6 @@ class DerivedScalars:
         one = (experts,) if self.inverted else ()
         each = TensorType("F32", (experts,))
         return (each, each, each, TensorType("F32", one), TensorType("F32", one))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
-
-    def scratch(self, *args: TensorType) -> int:
-        return 0
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

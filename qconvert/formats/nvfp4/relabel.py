@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer, Part
 from qconvert.formats.mxfp4.limits import check_mxfp4
+from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.fp4 import Dialect
 from qconvert.ops.rowwise import row_parts
@@ -28,7 +29,7 @@ _SIZES = 0x7777777777777777  # codes without their signs
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentRange:
+class ExponentRange(Exact):
     """packed U8 [N, K/2] and E8M0 scales U8 [N, K/32] -> U8 [N, 2], the least and the largest exponent
     of a row's blocks that are not all zero: 255 and 0 where there is none.
 
@@ -56,9 +57,6 @@ class ExponentRange:
         """The codes without their signs."""
         return args[0].nbytes
 
-    def loss(self, *args: TensorType) -> str | None:
-        return None
-
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
@@ -79,7 +77,7 @@ class ExponentRange:
 
 
 @dataclass(frozen=True, slots=True)
-class RelabelOwn:
+class RelabelOwn(Uncut, Exact):
     """Exponent ranges U8 [N, 2] of matrices that share a scale -> that scale, F32 [1]: 2^(e - 135) of
     the largest exponent e (modelopt), or its inverse (compressed-tensors).
 
@@ -93,15 +91,6 @@ class RelabelOwn:
             if kind.dtype != "U8" or len(kind.shape) != 2 or kind.shape[1] != 2:
                 raise PlanError(f"expected exponent ranges as U8 [rows, 2], found {kind}")
         return (TensorType("F32", (1,)),)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
-
-    def scratch(self, *args: TensorType) -> int:
-        return 0
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
@@ -131,7 +120,7 @@ class RelabelOwn:
 
 
 @dataclass(frozen=True, slots=True)
-class RelabelBlocks:
+class RelabelBlocks(Exact):
     """E8M0 scales U8 [N, K/32] and what `RelabelOwn` made of them F32 [1] -> F8_E4M3 [N, K/16], each
     twice. Raises PlanError where types do not fit."""
 
@@ -157,9 +146,6 @@ class RelabelBlocks:
 
     def scratch(self, *args: TensorType) -> int:
         return 0
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, whole
+from qconvert.core.graph import Buffer, Part
 from qconvert.formats.nvfp4.config import RANGE
+from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.fp4 import Dialect
@@ -27,7 +28,7 @@ _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
 @dataclass(frozen=True, slots=True)
-class RowMaxima:
+class RowMaxima(Exact):
     """A matrix [N, K] in BF16, F16 or F32 -> the largest size in each row [N], in the same dtype.
 
     Raises PlanError for anything else, RowError where a row holds NaN or infinity.
@@ -51,9 +52,6 @@ class RowMaxima:
         """The sizes of a tile."""
         (weight,) = args
         return _tile_rows(weight) * weight.row_nbytes
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
@@ -79,16 +77,13 @@ class RowMaxima:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedMaxima(Recode):
+class DecodedMaxima(Exact, Recode):
     """A stored matrix -> the largest size in each of its rows once decoded. What decoding rounds counts
     as lost where it is decoded to be quantized."""
 
-    def loss(self, *args: TensorType) -> str | None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class OwnScale:
+class OwnScale(Uncut, Exact):
     """Row maxima of one matrix, or of several that share a scale -> that scale, F32 [1].
 
     Where nothing but zeros, or numbers next to zero, would make it infinite (or 0, in modelopt's
@@ -105,15 +100,6 @@ class OwnScale:
                 f"{' and '.join(dtypes) or 'none'}: cast them to one first"
             )
         return (TensorType("F32", (1,)),)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        yield whole(self, args)
-
-    def scratch(self, *args: TensorType) -> int:
-        return 0
-
-    def loss(self, *args: TensorType) -> str | None:
-        return None
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

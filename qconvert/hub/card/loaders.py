@@ -13,10 +13,10 @@ from typing import Any
 from qconvert.checkpoint.family import text_config
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.runtimes.consumers import RUNTIMES, takers_of_gdn
+from qconvert.runtimes.pipeline import VARIABLE
 
 TRANSFORMERS, KTRANSFORMERS = "transformers", "ktransformers"
 NO_FUSION = "--disable-shared-experts-fusion"
-_VARIABLE = {"sglang": "SGLANG_PP_LAYER_PARTITION", "vllm": "VLLM_PP_LAYER_PARTITION"}
 # Steps that quantize routed experts and may leave shared experts unquantized.
 _OF_EXPERTS = ("w4a16", "nvfp4")
 _SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
@@ -38,7 +38,7 @@ def takers(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str,
         found = [name for name in found if name != TRANSFORMERS]
     stage = manifest.get("stage")
     if stage is not None:  # transformers would initialize the missing layers at random
-        found = [name for name in found if _VARIABLE.get(name) in stage.get("environment", ())]
+        found = [name for name in found if VARIABLE.get(name) in stage.get("environment", ())]
     made_for = consumer_of(manifest)
     return tuple(sorted(found, key=lambda name: name != made_for))
 

@@ -1,0 +1,55 @@
+"""What many ops answer alike.
+
+Mixins without fields: the repr of an op is its identity, and these leave it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Op, Part, whole
+
+
+class Exact:
+    """An op that loses nothing."""
+
+    __slots__ = ()
+
+    def loss(self, *args: TensorType) -> str | None:
+        return None
+
+
+class Uncut:
+    """An op that is not cut, and works without memory of its own."""
+
+    __slots__ = ()
+
+    def parts(self: Op, limit: int, *args: TensorType) -> Iterator[Part]:
+        yield whole(self, args)
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+
+class Columnwise(Uncut):
+    """An op whose result rows are the columns [first, first + count) of its first argument, a matrix.
+    Each needs every row of it, so that they are made together."""
+
+    __slots__ = ()
+    first: int
+    count: int
+
+    def row_step(self, *args: TensorType) -> int:
+        return self.count
+
+    def rows(self: Op, start: int, stop: int, *args: TensorType) -> Part:
+        return whole(self, args)
+
+    def check_columns(self, matrix: TensorType) -> None:
+        """Raise PlanError if the matrix has too few columns."""
+        if self.first < 0 or self.count < 1 or self.first + self.count > matrix.shape[1]:
+            raise PlanError(
+                f"expected columns [{self.first}, {self.first + self.count}), one or more, to lie in "
+                f"the matrix, found {matrix}"
+            )
