@@ -76,7 +76,7 @@ def test_streaming_is_the_whole_model_bit_for_bit(
 
 
 @every_family
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
 def test_a_later_token_changes_no_earlier_state(make: Make, attention: Any, tmp_path: Path) -> None:
     folder = saved(make(), tmp_path / "model")
     (first,) = samples(1, 32)

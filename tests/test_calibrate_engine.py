@@ -99,7 +99,14 @@ def undisturbed(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     return run(small, tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("at", [(0, 0, "gate_proj"), (1, 3, "down_proj"), 0, 1])
+@pytest.mark.parametrize(
+    "at",
+    [
+        (1, 3, "down_proj"),
+        0,
+        *(pytest.param(at, marks=pytest.mark.big) for at in ((0, 0, "gate_proj"), 1)),
+    ],
+)
 def test_an_interrupted_run_goes_on_to_the_same_codes(
     at: Any, small: Path, undisturbed: Kept, tmp_path: Path
 ) -> None:
@@ -169,6 +176,7 @@ def test_groups_and_devices_change_no_code(
     assert_same(at_once, apart)
 
 
+@pytest.mark.big
 def test_states_in_files_change_no_code(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

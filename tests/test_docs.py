@@ -12,8 +12,10 @@ import click
 import pytest
 from checkpoints import run_cli
 
+from qconvert.checkpoint.family import discover
 from qconvert.cli.main import cli
 from qconvert.recipe.recipe import parse_recipe
+from qconvert.validation import runner
 from qconvert.validation.runner import rules
 
 _ROOT = Path(__file__).parent.parent
@@ -74,9 +76,14 @@ def rules_page() -> str:
         "Written from the code: QCONVERT_UPDATE_RULES=1 pytest tests/test_docs.py.",
         "`qconvert validate --explain QC015` prints one rule.",
     ]
+    files = {
+        rule.id: module.__name__.removeprefix("qconvert.").replace(".", "/") + ".py"
+        for module in (runner, *discover(*runner.PACKAGES))
+        for rule in getattr(module, "RULES", ())
+    }
     for rule in rules().values():
         lines += ["", f"## {rule.id}: {rule.title}", "", f"Cause: {rule.cause}", ""]
-        lines.append(f"Fix: {rule.fix}")
+        lines += [f"Fix: {rule.fix}", "", f"Checked in: `{files[rule.id]}`"]
     return "\n".join(lines) + "\n"
 
 

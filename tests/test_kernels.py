@@ -410,6 +410,7 @@ def note(said: Any, kernel: str) -> str:
     return text
 
 
+@pytest.mark.big
 def test_fp8_against_the_output(found: Any) -> None:
     said = of(found, "fp8-out", "fp8")
     rows = rows_of(said, "fp8_dequant")
@@ -424,6 +425,7 @@ def test_fp8_against_the_output(found: Any) -> None:
     assert note(said, "amx_tiles") == "the folder holds no AMX tiles"
 
 
+@pytest.mark.big
 def test_fp8_that_the_output_has_otherwise(found: Any) -> None:
     said = of(found, "fp8-broken", "fp8")
     assert wrong(said) == [("QC071", Q)]
@@ -432,6 +434,7 @@ def test_fp8_that_the_output_has_otherwise(found: Any) -> None:
     assert wrong(of(found, "fp8-broken", "fp8", layers=(1,))) == []
 
 
+@pytest.mark.big
 def test_what_was_not_looked_at_stands_in_the_note(found: Any) -> None:
     for out, against, level, layers, kernel, text in (
         ("fp8-out", "fp8", "headers", None, "fp8_dequant", "give --level sample"),
@@ -448,6 +451,7 @@ def test_what_was_not_looked_at_stands_in_the_note(found: Any) -> None:
         assert rows_of(said, kernel) == []
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(("form", "whole"), [("blocks", False), ("tensor", True), ("rows", False)])
 def test_stacks_of_fp8(found: Any, form: str, whole: bool) -> None:
     """The first and the last expert; under one scale for all, the stack as it lies."""
@@ -459,6 +463,7 @@ def test_stacks_of_fp8(found: Any, form: str, whole: bool) -> None:
     assert wrong(said) == []
 
 
+@pytest.mark.big
 def test_a_stack_s_last_expert_is_looked_at(found: Any) -> None:
     assert wrong(of(found, "blocks-broken", "blocks")) == [("QC071", f"{STACK}[2]")]
 
@@ -485,6 +490,7 @@ def test_tiles(
     assert "amx_tiles" in said["proved"]
 
 
+@pytest.mark.big
 def test_tiles_without_the_source(found: Any) -> None:
     alone = of(found, "int4-peer", None)
     assert {row[2] for row in rows_of(alone, "amx_tiles")} == {"bitwise"}
@@ -493,11 +499,13 @@ def test_tiles_without_the_source(found: Any) -> None:
     assert "not compared with the source: QC043" in note(another, "amx_tiles")
 
 
+@pytest.mark.big
 def test_tiles_too_far_from_the_source(found: Any) -> None:
     assert wrong(of(found, "int4-broken", "experts")) == [("QC072", f"{TILES}.weight")]
     assert wrong(of(found, "int4-broken", "experts", layers=(0,))) == []
 
 
+@pytest.mark.big
 def test_packed_int4(found: Any) -> None:
     said = of(found, "packed", "plain")
     rows = rows_of(said, "w4a16")
@@ -508,6 +516,7 @@ def test_packed_int4(found: Any) -> None:
     assert said["proved"] == sorted(OURS)
 
 
+@pytest.mark.big
 def test_packed_int4_whose_scale_is_no_number(found: Any) -> None:
     said = of(found, "packed-broken", None)
     assert wrong(said) == [("QC073", PACKED)]
@@ -515,6 +524,7 @@ def test_packed_int4_whose_scale_is_no_number(found: Any) -> None:
     assert "is not a number" in message
 
 
+@pytest.mark.big
 def test_kernels_without_a_folder(found: Any) -> None:
     said = found["alone"]
     assert set(OURS) <= set(said["proved"])

@@ -108,6 +108,7 @@ def test_a_checkout_without_links_builds_the_whole_package(wheel: zipfile.ZipFil
     assert _held(wheel) == _packaged()
 
 
+@pytest.mark.big
 @pytest.mark.parametrize("make", [_from_checkout, _from_archive])
 def test_a_checkout_and_a_zip_build_the_whole_package(
     make: Callable[[Path], None], tmp_path: Path

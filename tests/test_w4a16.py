@@ -116,7 +116,13 @@ def test_every_form_is_read_as_what_it_means(form: str, tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        form if form in ("W4", "gptq-v2 asymmetric") else pytest.param(form, marks=pytest.mark.big)
+        for form in FORMS
+    ],
+)
 def test_workers_and_memory_change_nothing(form: str, tmp_path: Path) -> None:
     source = ordinary().write(tmp_path / "source")
     first = read_tensors(rtn(source, tmp_path / "a", *FORMS[form]))

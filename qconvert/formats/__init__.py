@@ -1,1 +1,1 @@
-"""Formats a consumer loads: options, packing, inverse, config block; one a file."""
+"""Formats a consumer loads: options, packing, inverse, config block; one a folder."""

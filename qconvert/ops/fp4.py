@@ -4,7 +4,8 @@ Format sources: OCP Microscaling Formats v1.0, 5.3.3 (E2M1); compressed-tensors 
 `compressors/nvfp4/`; nvidia-modelopt 0.47, `torch/quantization/qtensor/nvfp4_tensor.py`. A code is a
 sign and one of eight sizes; two are in a byte, the even column in its low half. Sixteen columns share
 a scale in E4M3, and a matrix one in float32, by which compressed-tensors divides and modelopt
-multiplies.
+multiplies. MXFP4's E8M0 scales are not decoded in a conversion: formats/nvfp4/relabel.py gives the same
+codes other scales; as numbers they are read in validators/reading/decode.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is refused before a run touches anything: folders, disk, a backend's memory. Another plan's
-work in the folder: run/journal.py. The plan itself: validation/judgement.py."""
+"""What is refused before a run touches anything: folders, disk, a backend's memory. A foreign folder, or
+another plan's work in it: run/workspace.py, run/journal.py. The plan itself: validation/judgement.py."""
 
 from __future__ import annotations
 

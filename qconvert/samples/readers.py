@@ -1,4 +1,5 @@
-"""Candidates for calibration samples in the forms that data comes in, each found by its number."""
+"""Candidates for calibration samples in the forms that data comes in, each found by its number. Which
+reader a --data takes, and which candidates become samples, is decided in samples/data.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Read from the folder's metadata: the order of its projections (runtimes/consumers.py), its
 quantization block, whether it is the whole model. Checked with sglang 0.5.23, vLLM 0.33 and transformers
-5.17; a runtime that is not known to load every tensor is omitted.
+5.17; a runtime that is not known to load every tensor is omitted. KTransformers' line:
+runtimes/ktransformers.py.
 """
 
 from __future__ import annotations
