@@ -49,6 +49,8 @@ from qconvert.passes.stages import split_plan
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
+from qconvert.repair.repair import Repair, repair_of
+from qconvert.repair.write import finish, write
 from qconvert.run.events import Events
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
@@ -83,6 +85,7 @@ __all__ = (
     "QConvertError",
     "Recipe",
     "RecipeError",
+    "Repair",
     "Report",
     "Result",
     "RunError",
@@ -101,6 +104,7 @@ __all__ = (
     "plan_pair",
     "plan_stages",
     "refusal",
+    "repair",
     "run",
     "upload",
     "validate",
@@ -513,6 +517,58 @@ def validate(
                 here, source, request=request, progress=_told(events), follow_links=follow_links
             )
         return about_repo(report, place)
+
+
+def repair(
+    folder: str | Path,
+    out: str | Path | None = None,
+    *,
+    dry_run: bool = False,
+    follow_links: bool = False,
+    notice: Callable[[str], None] | None = None,
+) -> tuple[Repair, ...]:
+    """Make config.json, index, ignore lists, hf_quant_config.json, model card, manifest and receipt of a
+    folder true to its tensors, or of the folder of all pipeline stages, or of a repo on the Hub (its
+    headers are fetched, and `notice` is called with what was). Weights are never written.
+
+    Changed files are written into the folder, or into `out`, which a repo needs; with `dry_run`
+    nowhere. Returns what was (or would be) changed, per folder; again on the result it is nothing.
+
+        >>> [found.changes for found in api.repair(sample)]
+        [()]
+
+    Raises CheckpointError for what only a new conversion can mend (not with `dry_run`: see
+    Repair.left), for an unfinished conversion and for shards that cannot be read.
+    """
+    from qconvert.hub.headers import place_of
+
+    with place_of(str(folder)) as place:
+        if notice is not None and place.fetched:
+            notice(place.summary)
+        here = Path(place.folder)
+        if place.fetched and out is None and not dry_run:
+            raise UsageError("a repo is not written to: name a folder for the changed files")
+        parts = stage_folders(here) or [here]
+        if not dry_run and out is None:
+            for part in parts:
+                finish(part)
+        found = tuple(
+            repair_of(part, _header_findings, follow_links=follow_links) for part in parts
+        )
+        if dry_run:
+            return found
+        for one in found:
+            one.check()
+        for one in found:
+            into = one.folder if out is None else Path(out) / one.folder.relative_to(here)
+            if one.changes:
+                into.mkdir(parents=True, exist_ok=True)
+                write(into, one.changes)
+        return found
+
+
+def _header_findings(folder: Path, follow_links: bool) -> list[Finding]:
+    return validate_folder(folder, follow_links=follow_links).findings
 
 
 def diff(

@@ -328,6 +328,7 @@ _READERS = {
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/trees.py": "descriptors",
     "calibrate/memory.py": "/proc",
+    "repair/write.py": "writes what it staged",
     "calibrate/rows.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",
     "calibrate/work_dir.py": "our own state",

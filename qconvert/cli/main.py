@@ -19,6 +19,7 @@ from qconvert.cli.kt import amx, kt
 from qconvert.cli.layout import experts, fuse, unfuse
 from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
+from qconvert.cli.repair import repair
 from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
 from qconvert.cli.w4a16 import w4a16
@@ -63,7 +64,19 @@ _CONVERSIONS = (
     prepare,
     unprepare,
 )
-for command in (inspect, plan, run, *_CONVERSIONS, diff, validate, upload, recipes, clean, demo):
+for command in (
+    inspect,
+    plan,
+    run,
+    *_CONVERSIONS,
+    diff,
+    validate,
+    repair,
+    upload,
+    recipes,
+    clean,
+    demo,
+):
     cli.add_command(command)
 cli.add_command(w4a16, name="gptq4")
 

@@ -46,6 +46,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_hash(value: Any) -> bool:
+    """A hash, or none for a file that there was not, or is no more."""
+    return value is None or isinstance(value, str)
+
+
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -130,4 +135,8 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
     "calibration": (_is_object, "an object"),
     "trtllm_gen": (_is_object, "an object"),
+    "repaired": (
+        _list(_with({"file": _is_text}, {"before": _is_hash, "after": _is_hash})),
+        "a list of repairs, each with its file",
+    ),
 }

@@ -1,0 +1,90 @@
+"""repair: metadata made true to the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, SourceName
+from qconvert.core.say import say, say_json
+from qconvert.core.shown import count
+
+if TYPE_CHECKING:
+    from qconvert.api import Repair
+
+_FINDINGS = 3
+_MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
+
+
+@click.command()
+@click.argument("repo", type=SourceName())
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write the changed files here, and leave REPO as it is. Needed for a repo on the Hub.",
+)
+@DRY_RUN
+@FOLLOW_LINKS
+@JSON
+def repair(repo: str, out: Path | None, dry_run: bool, follow_links: bool, as_json: bool) -> int:
+    """Make the metadata of a converted folder true to its weights, which are not touched.
+
+    Mends config.json (quantization blocks that describe no tensor, ignore lists, linear_fp8_config), the
+    index, hf_quant_config.json and the model card, and seals manifest and receipt again with the hashes
+    before and after. The result is validated before anything is written; what only a new conversion can
+    mend is refused. Of a repo on the Hub headers are fetched, and the changed files are written to a
+    folder that can be uploaded.
+
+    \b
+    Examples:
+      qconvert repair GLM-4.5-Air-int4 --dry-run
+      qconvert repair GLM-4.5-Air-int4
+      qconvert repair ORG/GLM-4.5-Air-int4 --out mended
+
+    Exit code 3 with --dry-run if errors would remain.
+    """
+    from qconvert import api
+
+    found = api.repair(
+        repo, out, dry_run=dry_run, follow_links=follow_links,
+        notice=lambda text: say(text, err=True),
+    )  # fmt: skip
+    if as_json:
+        say_json([_as_json(one) for one in found])
+    else:
+        for one in found:
+            _show(one, out, dry_run=dry_run)
+    return _FINDINGS if any(one.left for one in found) else 0
+
+
+def _as_json(one: Repair) -> dict[str, Any]:
+    return {
+        "folder": str(one.folder),
+        "changes": [
+            {"file": change.file, "why": list(change.why), "diff": change.diff()}
+            for change in one.changes
+        ],
+        "fixed": [f"{f.rule}: {f.where}: {f.message}" for f in one.fixed],
+        "left": [f"{f.rule}: {f.where}: {f.message}" for f in one.left],
+    }
+
+
+def _show(one: Repair, out: Path | None, *, dry_run: bool) -> None:
+    if not one.changes and not one.left:
+        say(f"{one.folder}: nothing to repair")
+        return
+    for change in one.changes:
+        say(f"{change.file}:", *(f"  {reason}" for reason in change.why))
+        lines = change.diff()
+        say(*(f"    {line}" for line in lines[:_MOST_LINES]))
+        if len(lines) > _MOST_LINES:
+            say(f"    ... {count(len(lines) - _MOST_LINES, 'more line')} (--json shows all)")
+    for finding in one.fixed:
+        say(f"ends {finding.rule}: {finding.where}: {finding.message}")
+    for finding in one.left:
+        say(f"left {finding.rule}: {finding.where}: {finding.message}")
+    files = count(len(one.changes), "file")
+    say(f"would change {files}" if dry_run else f"changed {files} in {out or one.folder}")

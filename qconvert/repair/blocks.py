@@ -1,0 +1,190 @@
+"""Quantization blocks of config.json against the tensors that are stored: blocks that describe none of
+them are removed, `linear_fp8_config` is stated where FP8 linears lie beside packed experts, and
+hf_quant_config.json says what config.json says.
+
+Which block describes which tensors: compressed-tensors 0.19 (`weight_packed`), AutoGPTQ and AutoAWQ
+(`qweight`), modelopt 0.47 (`weight_scale_2`), DeepSeek's FP8 (`weight_scale_inv`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantConfig
+from qconvert.core.json_text import parse_object
+from qconvert.core.names import split_parameter
+from qconvert.matrices.linears import runtime_linears
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.plan.plan import Plan
+
+_CODES = frozenset({"I8", "U8", "I32", "F4", *WEIGHT_DTYPES})
+_GPTQ = frozenset({"gptq", "awq", "gptq_marlin", "awq_marlin", "auto-round"})
+_SIZES = tuple(1 << power for power in range(4, 11))  # blocks of FP8 scales that exist
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """A changed config.json, and what was changed for what reason."""
+
+    config: Mapping[str, Any]
+    why: tuple[str, ...]
+
+
+def packed_modules(checkpoint: Checkpoint) -> set[str]:
+    """Modules whose weight is packed codes (not FP8 alone). A stack of experts is a module."""
+    found = set()
+    for name in checkpoint:
+        for end in (".weight_packed", ".qweight", ".weight_scale_2", "_scale_2"):
+            if name.endswith(end):
+                found.add(name.removesuffix(end))
+                break
+    return found
+
+
+def fp8_modules(checkpoint: Checkpoint) -> set[str]:
+    """Modules whose weight is FP8, with scales of any kind."""
+    return {
+        name.removesuffix(".weight")
+        for name, source in checkpoint.items()
+        if source.type.dtype in WEIGHT_DTYPES and not name.endswith(("_scale", "_scale_inv"))
+    }
+
+
+def methods_of(checkpoint: Checkpoint) -> frozenset[str] | None:
+    """Values of `quant_method` that can describe the tensors: none where nothing is quantized. None
+    where codes are stored in a form that is not known here."""
+    ends = {split_parameter(name)[1] for name in checkpoint}
+    if "qweight" in ends:
+        return _GPTQ
+    if "weight_packed" in ends:
+        return frozenset({"compressed-tensors"})
+    if any(end.endswith("_scale_2") for end in ends):
+        return frozenset({"modelopt", "modelopt_fp4", "fp8"})
+    if not any(source.type.dtype in _CODES for source in checkpoint.values()):
+        return frozenset()
+    fp8 = fp8_modules(checkpoint)
+    others = (
+        name
+        for name, source in checkpoint.items()
+        if source.type.dtype in _CODES.difference(WEIGHT_DTYPES)
+        and not name.endswith(("_scale", "_inv"))
+    )
+    if not fp8 or next(others, None) is not None:
+        return None
+    if any(name.endswith("_scale_inv") for name in checkpoint):
+        return frozenset({"fp8"})
+    return frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
+
+
+def without_stale_blocks(checkpoint: Checkpoint) -> Mended | None:
+    """config.json without blocks that describe no tensor of the folder, where one that does is left or
+    none is needed."""
+    methods = methods_of(checkpoint)
+    blocks = _own_blocks(checkpoint)
+    if methods is None or not blocks:
+        return None
+    stale = [one for one in blocks if one.method not in methods]
+    if not stale or (methods and len(stale) == len(blocks)):
+        return None
+    config: Mapping[str, Any] = checkpoint.config
+    why = []
+    for one in stale:
+        _, *path = one.where.split(": ")
+        config = _without(config, path)
+        why.append(
+            f"{': '.join(path)} states {one.method or 'no method'}, and no tensor is stored so"
+        )
+    return Mended(config, tuple(why))
+
+
+def with_linear_fp8(checkpoint: Checkpoint) -> Mended | None:
+    """`linear_fp8_config` beside packed experts whose linears are all block FP8, where nothing says so.
+    The block is the one power of two that fits the scales of every linear; where several fit, None."""
+    block = checkpoint.config.get("quantization_config")
+    if not isinstance(block, Mapping) or block.get("quant_method") != "compressed-tensors":
+        return None
+    if "linear_fp8_config" in block or _states_float(block):
+        return None
+    packed = packed_modules(checkpoint)
+    plan = Plan.identity(checkpoint)
+    others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
+    linears = runtime_linears(plan, others)
+    if not packed or not linears or not all(linears.values()):
+        return None
+    rows = _fitting(checkpoint, linears, 0)
+    columns = _fitting(checkpoint, linears, 1)
+    if len(rows) != 1 or len(columns) != 1:
+        return None
+    stated = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [rows[0], columns[0]],
+    }  # fmt: skip
+    config = {**checkpoint.config, "quantization_config": {**block, "linear_fp8_config": stated}}
+    why = (
+        f"linear_fp8_config: {len(linears)} linears are FP8 beside packed experts, in blocks "
+        f"{rows[0]} x {columns[0]}, the only size that fits all scales"
+    )
+    return Mended(config, (why,))
+
+
+def hf_quant_config(checkpoint: Checkpoint) -> bytes | None:
+    """hf_quant_config.json as it should be, b"" for one that should go, None for nothing to change."""
+    data = checkpoint.read(HF_QUANT_CONFIG)
+    if data is None:
+        return None
+    own = next((b for b in _own_blocks(checkpoint) if b.method.startswith("modelopt")), None)
+    if own is None:
+        # A file beside config.json's other block, or beside weights that are not quantized, is stale.
+        stale = bool(_own_blocks(checkpoint)) or methods_of(checkpoint) == frozenset()
+        return b"" if stale else None
+    whole = parse_object(data, checkpoint.root / HF_QUANT_CONFIG)
+    nested = isinstance(whole.get("quantization"), dict)
+    inner = whole["quantization"] if nested else whole
+    listed = own.block.get("ignore", own.block.get("exclude_modules", []))
+    wanted = {**inner, "exclude_modules": listed}
+    wanted |= {key: own.block[key] for key in ("quant_algo", "group_size") if key in own.block}
+    if wanted == inner:
+        return None
+    return as_json({**whole, "quantization": wanted} if nested else wanted)
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """As conversions write config.json."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _own_blocks(checkpoint: Checkpoint) -> list[QuantConfig]:
+    """Those of config.json."""
+    return [one for one in checkpoint.quantization_configs if one.where != HF_QUANT_CONFIG]
+
+
+def _without(config: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in config.items() if key != first}
+    return {**config, first: _without(config[first], rest)}
+
+
+def _states_float(block: Mapping[str, Any]) -> bool:
+    groups = block.get("config_groups")
+    weights = (
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+    )
+    return any(isinstance(w, Mapping) and w.get("type") == "float" for w in weights)
+
+
+def _fitting(checkpoint: Checkpoint, modules: Iterable[str], axis: int) -> list[int]:
+    """Block sizes along an axis that every module's weight and scale agree on."""
+    sizes = list(_SIZES)
+    for module in modules:
+        scale = checkpoint.get(f"{module}.weight_scale_inv")
+        if scale is None or len(scale.type.shape) != 2:
+            return []
+        length, blocks = checkpoint[f"{module}.weight"].type.shape[axis], scale.type.shape[axis]
+        sizes = [size for size in sizes if -(-length // size) == blocks]
+    return sizes

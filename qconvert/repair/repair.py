@@ -1,0 +1,209 @@
+"""What is wrong with a folder's metadata and can be said right without touching its weights.
+
+The folder is built again beside itself, out of links to its files, with mended metadata; validation
+judges that. Nothing is written before the result has no error left.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import unified_diff
+from pathlib import Path
+
+from qconvert.checkpoint.checkpoint import (
+    DENIED_FOLDERS,
+    HF_QUANT_CONFIG,
+    INDEX,
+    WORK_DIR,
+    Checkpoint,
+)
+from qconvert.core.errors import CheckpointError
+from qconvert.core.links import read_inside, resolved
+from qconvert.core.shown import count
+from qconvert.hub.card import README, card
+from qconvert.repair.blocks import (
+    Mended,
+    as_json,
+    hf_quant_config,
+    with_linear_fp8,
+    without_stale_blocks,
+)
+from qconvert.repair.ignore_lists import true_ignore_list
+from qconvert.repair.index import true_index
+from qconvert.repair.sealed import edited, hash_of, resealed
+from qconvert.validation.findings import Finding
+
+CONFIG = "config.json"
+# In this order: a list is mended for the block that is left.
+_MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
+    without_stale_blocks,
+    with_linear_fp8,
+    true_ignore_list,
+)
+# An index and a receipt have a line a tensor: those of 95,000 tensors have some 60 MB.
+_MOST = 1 << 30
+# The findings of a folder; the flag says whether links that lead out of it are followed.
+Judge = Callable[[Path, bool], Sequence[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A file's bytes before and after; None: there is no such file."""
+
+    file: str
+    before: bytes | None
+    after: bytes | None
+    why: tuple[str, ...]
+
+    def diff(self) -> list[str]:
+        """Lines of a unified diff."""
+        old, new = (
+            [] if data is None else data.decode("utf-8", "replace").splitlines()
+            for data in (self.before, self.after)
+        )
+        before, after = f"{self.file} (before)", f"{self.file} (after)"
+        return list(unified_diff(old, new, before, after, n=1, lineterm=""))
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What a repair of `folder` would change. `fixed` are findings that it ends, `left` errors that it
+    does not: with one of them nothing is written. `steps` are the conversion's, from its manifest."""
+
+    folder: Path
+    changes: tuple[Change, ...]
+    fixed: tuple[Finding, ...]
+    left: tuple[Finding, ...]
+    steps: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise CheckpointError for what only a new conversion can mend."""
+        if not self.left:
+            return
+        first = self.left[0]
+        more = f" ({count(len(self.left) - 1, 'more error')})" if len(self.left) > 1 else ""
+        steps = f" ({' | '.join(self.steps)})" if self.steps else ""
+        raise CheckpointError(
+            f"{first.rule}: {first.where}: {first.message}{more}: the weights are not what any config "
+            f"could describe, so nothing is written; convert again from the source{steps}"
+        )
+
+
+def repair_of(root: Path, judge: Judge, *, follow_links: bool = False) -> Repair:
+    """Plan a repair of a folder. Reads headers and small files only, writes nothing.
+
+    `judge` gives the findings of a folder. Raises CheckpointError for an unfinished conversion, a shard
+    that cannot be read, links as Checkpoint.open, a receipt that does not match its seal.
+    """
+    if (root / WORK_DIR).is_dir():
+        raise CheckpointError(
+            f"{root}: {WORK_DIR}/ exists: a conversion is unfinished; run its command again, or "
+            "qconvert clean"
+        )
+    before = judge(root, follow_links)
+    with _linked(root, follow_links=follow_links) as copy:
+        changes = _changes(root, copy, follow_links=follow_links)
+        if not changes:
+            return Repair(root, (), (), tuple(_errors(before)), _steps(root))
+        after = [_renamed(finding, copy, root) for finding in judge(copy, True)]
+    known = {(finding.rule, finding.where) for finding in after}
+    fixed = [finding for finding in before if (finding.rule, finding.where) not in known]
+    return Repair(root, changes, tuple(fixed), tuple(_errors(after)), _steps(root))
+
+
+def _changes(root: Path, copy: Path, *, follow_links: bool) -> tuple[Change, ...]:
+    changes: dict[str, Change] = {}
+
+    def change(name: str, data: bytes | None, why: Sequence[str]) -> None:
+        before = _read(root, name, follow_links=follow_links)
+        if data != before:
+            changes[name] = Change(name, before, data, tuple(why))
+            _put(copy / name, data)
+
+    index = true_index(root, follow_links=follow_links)
+    if index is not None:
+        change(INDEX, index.data, index.why)
+    checkpoint = Checkpoint.open(copy, follow_links=True)
+    why: list[str] = []
+    for mend in _MENDS:
+        mended = mend(checkpoint)
+        if mended is not None:
+            checkpoint = replace(checkpoint, config=mended.config)
+            why += mended.why
+    if why:
+        change(CONFIG, as_json(checkpoint.config), why)
+    modelopt = hf_quant_config(checkpoint)
+    if modelopt is not None:
+        change(HF_QUANT_CONFIG, modelopt or None, ["it contradicts config.json"])
+    manifest = checkpoint.manifest
+    readme = _read(root, README, follow_links=follow_links)
+    if changes and manifest is not None and readme is not None:
+        text = card(manifest, checkpoint.config, {}, None, readme.decode("utf-8", "replace"))
+        change(README, text.encode(), ["the model card is made from config.json"])
+    recorded: dict[str, tuple[str | None, bytes | None]] = {
+        name: (hash_of(one.before), one.after) for name, one in changes.items()
+    }
+    by_hand = edited(checkpoint)
+    for name, (before, now) in by_hand.items():
+        recorded[name] = (before, recorded[name][1] if name in recorded else now)
+    why = [f"records {', '.join(sorted(recorded))}"]
+    why += [f"{name} was changed after the conversion" for name in by_hand]
+    for name, data in resealed(checkpoint, recorded).items():
+        change(name, data, why)
+    return tuple(changes.values())
+
+
+def _steps(root: Path) -> tuple[str, ...]:
+    """The passes of the manifest, if there is one that can be read."""
+    try:
+        manifest = Checkpoint.open(root).manifest
+    except CheckpointError:
+        return ()
+    passes = [] if manifest is None else manifest["passes"]
+    return tuple(str(step.get("name", step["spec"])) for step in passes)
+
+
+def _errors(findings: Sequence[Finding]) -> Iterator[Finding]:
+    return (finding for finding in findings if finding.severity == "error")
+
+
+def _renamed(finding: Finding, copy: Path, root: Path) -> Finding:
+    """A finding about the copy as one about the folder."""
+    where, message = (
+        text.replace(str(copy), str(root)) for text in (finding.where, finding.message)
+    )
+    return replace(finding, where=where, message=message)
+
+
+@contextmanager
+def _linked(root: Path, *, follow_links: bool) -> Iterator[Path]:
+    """A folder of links to all files of another, for as long as the context lasts. Raises
+    CheckpointError for a link that leads out of it."""
+    with tempfile.TemporaryDirectory(prefix="qconvert-repair-") as made:
+        copy = Path(made)
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(set(folders) - DENIED_FOLDERS)
+            for name in names:
+                relative = (Path(folder) / name).relative_to(root)
+                real = resolved(root, relative.as_posix(), follow_links=follow_links)
+                if real.is_file():
+                    (copy / relative).parent.mkdir(parents=True, exist_ok=True)
+                    (copy / relative).symlink_to(real)
+        yield copy
+
+
+def _put(file: Path, data: bytes | None) -> None:
+    file.unlink(missing_ok=True)
+    if data is not None:
+        file.write_bytes(data)
+
+
+def _read(root: Path, name: str, *, follow_links: bool) -> bytes | None:
+    try:
+        return read_inside(root, name, _MOST, follow_links=follow_links)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,354 @@
+"""`qconvert repair`: each broken folder becomes one without errors, weights untouched, and stays so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import INDEX, edit_json, run_cli, tree
+from hub_client import hub_and_client
+from models import qwen3_moe
+
+from qconvert import api
+from qconvert.checkpoint.receipt import manifest_seal
+from qconvert.repair import write as writing
+
+CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
+Break = Callable[[Path], None]
+
+
+def _converted(room: Path, name: str, *words: str) -> Path:
+    """A sound folder: `name` is the source's form and the command."""
+    source = room / f"source {name}"
+    # Three blocks of 128: no other size fits their scales.
+    qwen3_moe("fp8" if name.startswith("fp8") else "bf16", hidden=384).write(source)
+    if not words:
+        return source
+    done = run_cli(words[0], source, room / name, *words[1:], "--max-shard-size", "200KB")
+    assert done.code == 0, done.err
+    return room / name
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    room = tmp_path_factory.mktemp("sound")
+    rtn = ("w4a16", "--rtn", "--group-size", "32")
+    return {
+        "bf16": _converted(room, "fp8 dequant", "dequant"),
+        "w4a16": _converted(room, "w4a16", *rtn),
+        "fp8 beside": _converted(room, "fp8 w4a16", *rtn),
+        "modelopt": _converted(room, "modelopt", "nvfp4", "--dialect", "modelopt"),
+        "fp8": _converted(room, "fp8 source"),
+    }
+
+
+def _block(change: Callable[[dict[str, Any]], None]) -> Break:
+    return lambda folder: edit_json(
+        folder / CONFIG, lambda config: change(config["quantization_config"])
+    )
+
+
+def _unlisted(block: dict[str, Any]) -> None:
+    block["ignore"] = [entry for entry in block["ignore"] if "self_attn" not in entry]
+
+
+def _of_linear(block: dict[str, Any]) -> None:
+    _unlisted(block)
+    block["config_groups"]["group_0"].update(targets=["Linear"])
+
+
+def _nested(folder: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["text_config"] = {
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        }
+
+    edit_json(folder / CONFIG, change)
+
+
+def _stale_root(folder: Path) -> None:
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit_json(folder / CONFIG, lambda config: config.update(quantization_config=block))
+
+
+def _stale_modelopt(folder: Path) -> None:
+    stale = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(stale))
+
+
+def _other_modelopt(folder: Path) -> None:
+    stale = {"quantization": {"quant_algo": "NVFP4", "group_size": 32, "exclude_modules": []}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(stale))
+
+
+def _weight_map(change: Callable[[dict[str, str]], None]) -> Break:
+    return lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"]))
+
+
+def _two_lists(block: dict[str, Any]) -> None:
+    block["ignored_layers"] = ["lm_head"]
+    block["modules_to_not_convert"] = ["model.layers.0.mlp.gate"]
+
+
+# What is broken, how, and a rule that its validation names (None: it is no error, or cannot be opened).
+BROKEN: dict[str, tuple[str, Break, str | None]] = {
+    "a block of the source stays in text_config": ("w4a16", _nested, "QC037"),
+    "a block of the source stays after dequant": ("bf16", _stale_root, "QC012"),
+    "hf_quant_config.json of an earlier quantization": ("w4a16", _stale_modelopt, None),
+    "hf_quant_config.json beside bf16": ("bf16", _stale_modelopt, None),
+    "hf_quant_config.json says otherwise": ("modelopt", _other_modelopt, None),
+    "linears that are not listed": ("w4a16", _block(_unlisted), None),
+    "linears that are not listed, targets Linear": (
+        "w4a16",
+        _block(_of_linear),
+        "QC035",
+    ),
+    "quantized modules are listed": (
+        "w4a16",
+        _block(lambda b: b["ignore"].append("re:.*mlp.*")),
+        "QC034",
+    ),
+    "an expression that cannot be read": (
+        "w4a16",
+        _block(lambda b: b["ignore"].append("re:*.gate")),
+        "QC034",
+    ),
+    "no list at all": ("modelopt", _block(lambda b: b.pop("ignore")), "QC035"),
+    "linear_fp8_config is gone": (
+        "fp8 beside",
+        _block(lambda b: b.pop("linear_fp8_config")),
+        None,
+    ),
+    "two lists": ("fp8", _block(_two_lists), "QC039"),
+    "the index is gone": ("w4a16", lambda folder: (folder / INDEX).unlink(), None),
+    "the index is not JSON": (
+        "w4a16",
+        lambda folder: void((folder / INDEX).write_text('{"weight_map": {')),
+        "QC001",
+    ),
+    "the index names another file": (
+        "w4a16",
+        _weight_map(lambda m: m.update(dict.fromkeys(list(m)[:3], "model-00099.safetensors"))),
+        "QC001",
+    ),
+    "the index lacks a tensor": (
+        "w4a16",
+        _weight_map(lambda m: void(m.popitem())),
+        "QC001",
+    ),
+    "the index has a tensor that is nowhere": (
+        "w4a16",
+        _weight_map(lambda m: m.update({"model.gone": next(iter(m.values()))})),
+        "QC001",
+    ),
+    "total_size is wrong": (
+        "w4a16",
+        lambda folder: edit_json(
+            folder / INDEX, lambda index: index["metadata"].update(total_size=1)
+        ),
+        None,
+    ),
+}
+
+
+def void(_: object) -> None:
+    pass
+
+
+def _copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    form, broken, rule = BROKEN[what]
+    folder = _copied(sound[form], tmp_path / "folder")
+    broken(folder)
+    before, weights = tree(folder), _weights(folder)
+    report = api.validate(folder)
+    if rule is not None:
+        assert rule in {finding.rule for finding in report.findings}
+
+    (planned,) = api.repair(folder, dry_run=True)
+    assert tree(folder) == before
+    assert planned.changes
+    assert planned.left == ()
+
+    (done,) = api.repair(folder)
+    assert [change.file for change in done.changes] == [change.file for change in planned.changes]
+    assert _weights(folder) == weights
+    after = api.validate(folder)
+    assert [f for f in after.findings if f.severity == "error"] == []
+    assert not any(f.rule == rule for f in after.findings)
+    sealed = folder / MANIFEST
+    assert not sealed.exists() or manifest_seal(sealed.read_bytes()) == "sound"
+
+    again = tree(folder)
+    assert [one.changes for one in api.repair(folder)] == [()]
+    assert tree(folder) == again
+
+
+@pytest.mark.parametrize("form", ["bf16", "w4a16", "fp8 beside", "modelopt", "fp8"])
+def test_a_sound_folder_is_left_as_it_is(form: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound[form], tmp_path / "folder")
+    before = tree(folder)
+    result = run_cli("repair", folder)
+    assert (result.code, result.out) == (0, f"{folder}: nothing to repair\n")
+    assert tree(folder) == before
+
+
+def test_the_config_of_a_conversion_comes_back(sound: dict[str, Path], tmp_path: Path) -> None:
+    """Names that a conversion lists are found again, in the words of a conversion."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    wanted = json.loads((folder / CONFIG).read_bytes())["quantization_config"]["ignore"]
+    _block(lambda block: block.update(ignore=[]))(folder)
+    api.repair(folder)
+    found = json.loads((folder / CONFIG).read_bytes())["quantization_config"]["ignore"]
+    # Embeddings and the head are no fault to leave out: no target names them.
+    assert set(found) <= set(wanted)
+    assert {name for name in wanted if "_proj" in name} <= set(found)
+
+
+def test_the_manifest_records_both_hashes(sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    (done,) = api.repair(folder)
+    said = json.loads((folder / MANIFEST).read_bytes())["repaired"]
+    changed = {change.file for change in done.changes} - {MANIFEST, RECEIPT}
+    assert {entry["file"] for entry in said} == changed
+    assert CONFIG in changed
+    assert all(entry["before"] != entry["after"] for entry in said)
+
+
+def test_metadata_changed_by_hand_is_recorded_as_it_is(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    edit_json(folder / CONFIG, lambda config: config.update(max_position_embeddings=12345))
+    assert "QC021" in {finding.rule for finding in api.validate(folder).findings}
+    (done,) = api.repair(folder)
+    assert {change.file for change in done.changes} == {MANIFEST, RECEIPT}
+    assert "config.json was changed after the conversion" in done.changes[0].why
+    assert api.validate(folder).findings == []
+
+
+def test_a_shard_changed_afterwards_is_not_recorded(sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data.replace(b'"format":"pt"', b'"format":"tf"', 1))
+    assert shard.read_bytes() != data
+    assert run_cli("repair", folder).code == 0
+    full = api.validate(folder, level="full")
+    assert shard.name in {finding.where for finding in full.findings}
+
+
+def test_a_repo_is_repaired_by_its_headers(sound: dict[str, Path], tmp_path: Path) -> None:
+    """Changed files go into a folder; no weight is fetched, nothing is sent."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    files = {name: data for name, data in tree(folder).items() if isinstance(data, bytes)}
+    with hub_and_client(tmp_path / "home") as (server, waits):
+        server.waits = waits
+        server.add("org/model", files)
+        refused = run_cli("repair", "org/model")
+        assert refused.code == 2
+        assert "name a folder for the changed files" in refused.err
+        result = run_cli("repair", "org/model", "--out", tmp_path / "mended")
+        assert result.code == 0, result.err
+        assert server.asked("PUT", "") == []
+    api.repair(folder)
+    for name in os.listdir(tmp_path / "mended"):
+        assert (tmp_path / "mended" / name).read_bytes() == (folder / name).read_bytes()
+    assert CONFIG in os.listdir(tmp_path / "mended")
+
+
+def test_what_no_config_describes_is_refused(sound: dict[str, Path], tmp_path: Path) -> None:
+    """INT4 codes without a block that says how: bits and groups are not guessed from shapes."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    edit_json(folder / CONFIG, lambda config: config.pop("quantization_config"))
+    before = tree(folder)
+    result = run_cli("repair", folder)
+    assert result.code == 1
+    assert "QC012" in result.err
+    assert "convert again from the source" in result.err
+    assert tree(folder) == before
+    shown = run_cli("repair", folder, "--dry-run")
+    assert shown.code == 3
+    assert "left QC012" in shown.out
+
+
+def test_an_unfinished_conversion_is_refused(sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    (folder / ".qconvert").mkdir()
+    result = run_cli("repair", folder)
+    assert result.code == 1
+    assert "a conversion is unfinished" in result.err
+
+
+def test_a_broken_receipt_is_not_sealed_again(sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    receipt = folder / RECEIPT
+    receipt.write_bytes(receipt.read_bytes().replace(b'"nbytes":', b'"nbytes": ', 1))
+    before = tree(folder)
+    result = run_cli("repair", folder)
+    assert result.code == 1
+    assert "does not match its seal" in result.err or "do not match its seal" in result.err
+    assert tree(folder) == before
+
+
+def test_changed_files_go_into_another_folder(sound: dict[str, Path], tmp_path: Path) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    before = tree(folder)
+    result = run_cli("repair", folder, "--out", tmp_path / "mended", "--json")
+    assert result.code == 0, result.err
+    assert tree(folder) == before
+    (said,) = json.loads(result.out)
+    assert {change["file"] for change in said["changes"]} == set(os.listdir(tmp_path / "mended"))
+    assert all(change["why"] and change["diff"] for change in said["changes"])
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_repair_that_stops_anywhere_is_finished_or_undone(
+    step: int, sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call to the file system is the last: the same command ends with the same folder."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    whole = _copied(folder, tmp_path / "whole")
+    api.repair(whole)
+
+    class Killed(BaseException):
+        pass
+
+    calls = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > step:
+                raise Killed
+            return real(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", counted(os.replace))
+        patch.setattr(writing, "_synced", counted(writing._synced))
+        with pytest.raises(Killed):
+            api.repair(folder)
+    api.repair(folder)
+    assert tree(folder) == tree(whole)
