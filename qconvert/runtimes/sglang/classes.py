@@ -43,14 +43,15 @@ class Finder(Protocol):
 class ModelClass:
     """A class: the names that it fuses, as its quantization asks for them; whether it loads a shared
     expert as one more routed one, how many; what it builds; how it finds names. `blackwell`: names of
-    quantizations (empty: none) for which a B200 gets the trtllm runner; `fuses`: its fusion of shared
-    experts can be turned off by a flag."""
+    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups the rows
+    of its fused linear-attention projections must be."""
 
     fused: Callable[[Config], Fused]
     shared: Callable[[Config, Quantization, Setting], int]
     build: Callable[[Build, Config, int], None]
     names: Callable[[Build, Config, int], Finder]
     blackwell: tuple[str, ...] = ()
+    groups: Callable[[Config], int] | None = None
 
 
 def text_config(config: Mapping[str, Any]) -> Config:
@@ -287,7 +288,7 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
         return _qwen35_names(build, config, fused, vision=vision, dense=dense)
 
     blackwell = ("", "fp8", "modelopt_fp4") if vision else ()
-    return ModelClass(lambda config: _QWEN35, _no_shared, built, names, blackwell)
+    return ModelClass(lambda config: _QWEN35, _no_shared, built, names, blackwell, lambda config: 1)
 
 
 def _attention(build: Build, at: str, config: Config, *, bias: bool, norms: bool) -> None:
@@ -453,7 +454,7 @@ CLASSES: dict[str, ModelClass] = {
             build.parameters, config.number("num_experts"), fused,
             range(config.number("num_hidden_layers")),
         ),
-        ("", "fp8", "modelopt_fp4"),
+        ("", "fp8", "modelopt_fp4"), lambda config: config.number("linear_num_key_heads"),
     ),
     "Qwen3_5ForConditionalGeneration": _qwen35_class(vision=True, dense=True),
     "Qwen3_5MoeForConditionalGeneration": _qwen35_class(vision=True, dense=False),

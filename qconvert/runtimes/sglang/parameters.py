@@ -225,7 +225,7 @@ Wrapped = Literal["", "qwen3_next", "qwen3_5"]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A parameter of a linear. `block`: rows of a block. `packed`: rows in one element. `wrapped`: the
+    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows in one element. `wrapped`: the
     class puts a loader of its own before, for the fused projections of linear attention."""
 
     layout: Layout
@@ -235,6 +235,11 @@ class Linear:
     wrapped: Wrapped = ""
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if not self.block and self.layout.kind in ("merged", "qkv"):
+            raise _refused(
+                "TypeError", "not subscriptable", tensor, into,
+                "the block of a fused projection is looked for in the target `Linear`, which states none",
+            )  # fmt: skip
         if self.wrapped == "qwen3_next" and shard is None:
             return self._contiguous(into, tensor)
         if self.wrapped == "qwen3_5" and isinstance(shard, tuple):

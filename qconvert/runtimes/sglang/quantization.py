@@ -20,6 +20,7 @@ from qconvert.runtimes.sglang.matching import (
 from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.sglang.schemes import (
     BlockFp8,
+    CompressedFp8,
     ModeloptFp4,
     PackedFp4,
     PackedIntegers,
@@ -145,6 +146,16 @@ class _Group:
         return str(value) if value else None
 
     @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block of FP8, for activations quantized as they come."""
+        size = self.weights.get("block_structure")
+        fits = (
+            not self.integers and self.bits == 8 and self.symmetric and self.strategy == "block"
+            and self.inputs is not None and bool(self.inputs.get("dynamic")) and _is_pair(size)
+        )  # fmt: skip
+        return (size[0], size[1]) if fits and isinstance(size, list) else None
+
+    @property
     def is_integers(self) -> bool:
         static = not self.weights.get("dynamic")
         return self.integers and self.strategy in ("channel", "group") and static and not self.inputs
@@ -242,6 +253,10 @@ class CompressedTensors:
             return self._integers(group, triton=False)
         if _activations(form) and group.is_nvfp4:
             return self._fp4(group)
+        block = group.block
+        if _activations(form) and block is not None and self._setting.capability >= (8, 9):
+            linear = self._groups.get("Linear")
+            return CompressedFp8(*block, known=linear is not None and linear.block is not None)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def _experts_of(self, module: str, group: _Group) -> Scheme:
@@ -332,8 +347,7 @@ class Modelopt:
         return self._scheme
 
     def head(self, module: str) -> Scheme | None:
-        scheme = self.linear(module, "ParallelLMHead")
-        return None if scheme is self._plain else scheme
+        return self.linear(module, "ParallelLMHead")
 
 
 def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

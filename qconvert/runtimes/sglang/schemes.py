@@ -22,7 +22,7 @@ from qconvert.runtimes.sglang.parameters import (
     Role,
     Wrapped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,43 @@ class BlockFp8:
         scales = slots, 2 * blocks[0], blocks[1]
         yield "w13_weight_scale_inv", moe.parameter("F32", scales, "group")
         yield "w2_weight_scale_inv", moe.parameter("F32", (slots, *down), "group")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedFp8:
+    """compressed-tensors' FP8 in blocks, for linears. `known`: the config's target `Linear` states the
+    block; parts of fused projections are placed by it."""
+
+    rows: int
+    columns: int
+    known: bool
+    linear_name: str = "CompressedTensorsLinearMethod[CompressedTensorsW8A8Fp8]"
+    experts_name: str = ""
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        if layout.kind == "row" and layout.tp > 1 and layout.columns % self.columns:
+            raise LoadRefused(
+                "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
+                f"by weight quantization block_k = {self.columns}", "",
+                f"a rank's {layout.columns} columns cut blocks of {self.columns}",
+            )  # fmt: skip
+        split = layout.tp > 1 and layout.kind in ("column", "merged", "qkv")
+        parts = layout.parts if split else layout.parts[:-1]
+        for part in parts:
+            if part % self.rows:
+                raise LoadRefused(
+                    "ValueError", f"Weight output_partition_size = {part} is not divisible by "
+                    f"weight quantization block_n = {self.rows}", "",
+                    f"a rank's {part} rows cut blocks of {self.rows}",
+                )  # fmt: skip
+        shape = layout.rows, layout.columns
+        scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
+        yield "weight", _parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
+        block = self.rows if self.known else 0
+        yield "weight_scale", _parameter(layout, "block", "F32", scales, block=block, wrapped=wrapped)
+
+    def experts(self, moe: Moe) -> Named:
+        raise NotSimulated("experts in compressed-tensors' FP8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.shown import count
 from qconvert.runtimes.sglang.building import Build
 from qconvert.runtimes.sglang.classes import (
     CLASSES,
@@ -59,10 +60,16 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def simulate(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorType], setting: Setting | None = None
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting | None = None,
+    *,
+    groups: int | None = None,
 ) -> Simulated:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
-    files. Raises NotSimulated for what the simulator has no rule for."""
+    files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
+    split ones, as its manifest states; headers cannot show it, and without it any order is taken for
+    right. Raises NotSimulated for what the simulator has no rule for."""
     asked = setting or Setting()
     kind = CLASSES[architecture_of(config)]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
@@ -76,7 +83,19 @@ def simulate(
         kind.build(build, numbers, fused)
     except LoadRefused as refused:
         return Simulated(asked, refused, shared_fused=fused > 0)
-    return _loaded(kind, build, kind.names(build, numbers, fused), tensors, asked, fused > 0)
+    finder = kind.names(build, numbers, fused)
+    done = _loaded(kind, build, finder, tensors, asked, fused > 0)
+    wanted = kind.groups(numbers) if kind.groups is not None and groups else None
+    if wanted is None or groups == wanted:
+        return done
+    order = f"rows in {count(groups or 0, 'group')}, and the class takes {count(wanted, 'group')}"
+    unread = frozenset(done.unread)
+    wrong = {
+        name: order
+        for name in tensors
+        if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
+    }
+    return replace(done, misread={**done.misread, **wrong})
 
 
 def _loaded(
