@@ -1,0 +1,217 @@
+"""What a class builds on one rank: its parameters by the runtime's names, in order, and the scheme of
+each module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qconvert.runtimes.sglang.parameters import (
+    Convolution,
+    Kind,
+    Layout,
+    Linear,
+    Parameter,
+    Sharded,
+    Vocabulary,
+    Whole,
+    Wrapped,
+)
+from qconvert.runtimes.sglang.quantization import Quantization
+from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.sglang.schemes import Moe, Named, Scheme, Unquantized
+from qconvert.runtimes.sglang.setting import Setting
+
+_CLASSES: dict[Kind, str] = {
+    "replicated": "ReplicatedLinear", "column": "ColumnParallelLinear",
+    "merged": "MergedColumnParallelLinear", "qkv": "QKVParallelLinear", "row": "RowParallelLinear",
+}  # fmt: skip
+
+
+class Config:
+    """Numbers of a config. Raises NotSimulated for one that is missing or of another type."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 0:
+            raise NotSimulated(f"config.json states no number {key}")
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        return bool(self._values.get(key, default))
+
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def numbers(self, key: str) -> list[int]:
+        value = self._values.get(key)
+        return [n for n in value if type(n) is int] if isinstance(value, list) else []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    @property
+    def dtype(self) -> str:
+        """The model's type, in the spelling of safetensors."""
+        stated = str(self.get("dtype") or self.get("torch_dtype") or "bfloat16")
+        types = {"bfloat16": "BF16", "float16": "F16", "float32": "BF16"}
+        return types.get(stated.removeprefix("torch."), "BF16")
+
+
+def divided(size: int, by: int, where: str) -> int:
+    """The runtime's `divide`, which asserts that nothing is left."""
+    if size % by:
+        raise LoadRefused(
+            "AssertionError", f"{size} is not divisible by {by}", where,
+            f"{size} cannot be divided among {by} ranks",
+        )  # fmt: skip
+    return size // by
+
+
+@dataclass
+class Build:
+    """A rank's parameters while its class is built. `aliases`: names under which a parameter is held a
+    second time."""
+
+    setting: Setting
+    quantization: Quantization
+    dtype: str
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    schemes: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def whole(self, name: str, *shape: int, dtype: str = "") -> None:
+        """A parameter that every rank has all of."""
+        self.parameters[name] = Parameter(dtype or self.dtype, shape, Whole())
+
+    def norm(self, module: str, size: int, *, bias: bool = False) -> None:
+        self.whole(f"{module}.weight", size)
+        if bias:
+            self.whole(f"{module}.bias", size)
+
+    def per_head(self, name: str, heads: int, dtype: str = "") -> None:
+        """A number for each head, divided among ranks."""
+        size = heads // self.setting.tp
+        self.parameters[name] = Parameter(dtype or self.dtype, (size,), Sharded(self.setting.rank))
+
+    def convolution(self, module: str, sizes: tuple[int, ...], kernel: int) -> None:
+        rows = divided(sum(sizes), self.setting.tp, module)
+        slot = Convolution(sizes, self.setting.tp, self.setting.rank)
+        self.parameters[f"{module}.weight"] = Parameter(self.dtype, (rows, 1, kernel), slot)
+        self.schemes[module] = Unquantized().linear_name
+
+    def vocabulary(
+        self, module: str, rows: int, columns: int, scheme: Scheme | None = None
+    ) -> None:
+        tp = self.setting.tp
+        padding = 64 if -(-rows // 64) * 64 % tp == 0 else 64 * tp
+        here = -(-rows // padding) * padding // tp
+        slot = Vocabulary(rows, tp, self.setting.rank)
+        self.schemes[module] = "UnquantizedEmbeddingMethod"
+        if scheme is None:
+            self.parameters[f"{module}.weight"] = Parameter(self.dtype, (here, columns), slot)
+            return
+        self.schemes[module] = scheme.linear_name
+        layout = Layout("column", columns, (here * tp,), tp, self.setting.rank)
+        for name, made in scheme.linear(layout, ""):
+            by_rows = len(made.shape) == 2 and made.shape[0] == here
+            made.slot = slot if by_rows else Whole(scalar=True)
+            self.parameters[f"{module}.{name}"] = made
+
+    def linear(
+        self,
+        module: str,
+        kind: Kind,
+        inputs: int,
+        *outputs: int,
+        asked: str = "",
+        scheme: Scheme | None = None,
+        bias: bool = False,
+        wrapped: Wrapped = "",
+        replicas: int = 1,
+    ) -> Scheme:
+        """A linear. `asked`: the name under which the runtime looks for its scheme, if another."""
+        tp = 1 if kind == "replicated" else self.setting.tp
+        rank = 0 if kind == "replicated" else self.setting.rank
+        for size in (inputs,) if kind == "row" else outputs if kind != "replicated" else ():
+            divided(size, tp, module)
+        if scheme is None:
+            scheme = self.quantization.linear(asked or module, _CLASSES[kind])
+        layout = Layout(kind, inputs, outputs, tp, rank, replicas)
+        self.schemes[module] = scheme.linear_name
+        self._add(module, scheme.linear(layout, wrapped))
+        if wrapped == "qwen3_next" and f"{module}.weight" not in self.parameters:
+            raise LoadRefused(
+                "AttributeError", "has no attribute 'weight'", module,
+                "the class puts a loader of its own before `weight`, which a packed projection has not",
+            )  # fmt: skip
+        if bias:
+            slot = Linear(layout, "bias")
+            self.parameters[f"{module}.bias"] = Parameter(self.dtype, (layout.rows,), slot)
+        return scheme
+
+    def qkv(
+        self,
+        module: str,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        *,
+        asked: str = "",
+        scheme: Scheme | None = None,
+        bias: bool = False,
+    ) -> None:
+        """The fused projection of queries, keys and values; ranks share a key-value head where there are
+        more of them."""
+        tp = self.setting.tp
+        divided(heads, tp, module)
+        if kv_heads > tp:
+            divided(kv_heads, tp, module)
+        else:
+            divided(tp, kv_heads, module)
+        here = max(1, kv_heads // tp)
+        replicas = max(1, tp // kv_heads)
+        outputs = heads * size, here * size * tp, here * size * tp
+        self.linear(
+            module, "qkv", hidden, *outputs, asked=asked, scheme=scheme, bias=bias,
+            replicas=replicas,
+        )  # fmt: skip
+
+    def mlp(self, module: str, hidden: int, inner: int, *, asked: str = "") -> None:
+        at = asked or module
+        self.linear(
+            f"{module}.gate_up_proj", "merged", hidden, inner, inner, asked=f"{at}.gate_up_proj"
+        )
+        self.linear(f"{module}.down_proj", "row", inner, hidden, asked=f"{at}.down_proj")
+
+    def experts(
+        self, module: str, routed: int, fused: int, hidden: int, inner: int, *, asked: str = ""
+    ) -> None:
+        """All experts of a layer, `fused` shared ones behind the routed."""
+        setting = self.setting
+        divided(routed, setting.ep, module)
+        divided(inner, setting.moe_tp, module)
+        scheme = self.quantization.experts(asked or module)
+        moe = Moe(routed, fused, hidden, inner, setting.ep, setting.ep_rank, setting.moe_tp)
+        self.schemes[module] = scheme.experts_name
+        self._add(module, scheme.experts(moe))
+
+    def cache_scales(self, module: str) -> None:
+        """Scales of the cache, 1 unless given."""
+        if self.quantization.cache:
+            for name in ("k_scale", "v_scale"):
+                made = Parameter("F32", (), Whole(), needed=False, default=True)
+                self.parameters[f"{module}.{name}"] = made
+
+    def _add(self, module: str, named: Named) -> None:
+        try:
+            for name, parameter in named:
+                self.parameters[f"{module}.{name}"] = parameter
+        except LoadRefused as refused:
+            raise LoadRefused(refused.kind, refused.says, module, refused.why) from None

@@ -1,0 +1,484 @@
+"""The model classes of sglang that this simulator knows: what each builds on a rank, and how it finds
+the parameter of a tensor.
+
+Read in sglang 0.5.23: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
+`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for in
+`arg_groups/model_overrides/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.sglang.building import Build, Config
+from qconvert.runtimes.sglang.matching import Fused
+from qconvert.runtimes.sglang.names import DeepSeek, Found, Qwen3Moe, Qwen3Next, Qwen35
+from qconvert.runtimes.sglang.parameters import Wrapped
+from qconvert.runtimes.sglang.quantization import Quantization, block_of
+from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.sglang.schemes import Unquantized
+from qconvert.runtimes.sglang.setting import DEEPEP_CLASS, Setting
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
+_QWEN35: Fused = {
+    **_QWEN, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}  # fmt: skip
+_MLA: Fused = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+
+
+class Finder(Protocol):
+    """Names of one class; keeps what it has met."""
+
+    missing: list[str]
+
+    def find(self, tensor: str, stored: TensorType) -> Found: ...
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """A class: the names that it fuses, as its quantization asks for them; whether it loads a shared
+    expert as one more routed one, how many; what it builds; how it finds names. `blackwell`: names of
+    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups the rows
+    of its fused linear-attention projections must be."""
+
+    fused: Callable[[Config], Fused]
+    shared: Callable[[Config, Quantization, Setting], int]
+    build: Callable[[Build, Config, int], None]
+    names: Callable[[Build, Config, int], Finder]
+    blackwell: tuple[str, ...] = ()
+    groups: Callable[[Config], int] | None = None
+
+
+def text_config(config: Mapping[str, Any]) -> Config:
+    """The numbers of the language model: a config of text and images nests them."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return Config(config)
+    tied = config.get("tie_word_embeddings")
+    whole = {**text, "vision_config": config.get("vision_config")}
+    return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
+
+
+def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> str:
+    """The runner of experts: what is asked for, or what the class chooses on a B200."""
+    if setting.moe_runner != "auto" or setting.capability[0] != 10 or setting.a2a != "none":
+        return setting.moe_runner
+    block = block_of(config)
+    method = "" if block is None else str(block.get("quant_method") or "modelopt")
+    name = {"modelopt": "modelopt_fp4"}.get(method, method)
+    return "flashinfer_trtllm" if name in kind.blackwell else "auto"
+
+
+def _no_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+    return 0
+
+
+def _disabled(setting: Setting) -> bool:
+    runners = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutedsl")
+    return setting.disable_shared_experts_fusion or setting.moe_runner in runners
+
+
+def _qwen_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+    """qwen2_moe.py, can_fuse_shared_expert."""
+    size = config.number("shared_expert_intermediate_size", 0)
+    a2a = setting.a2a in ("deepep", "deepep_v2", "mori")
+    same = size > 0 and size == config.number("moe_intermediate_size")
+    if _disabled(setting) or not same or a2a or quantization.blocks_shared:
+        return 0
+    per_rank = setting.a2a in (*DEEPEP_CLASS, "megamoe") and setting.ep > 1
+    return 0 if per_rank else 1
+
+
+def _glm_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+    """glm4_moe.py, shared_experts_fusion_disable_reason."""
+    off = _disabled(setting) or setting.capability < (8, 0) or setting.ep > 1
+    return 0 if off or setting.a2a in ("deepep", "mori") else config.number("n_shared_experts", 0)
+
+
+def _deepseek_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+    """deepseek_v2.py, shared_experts_fusion_disable_reason: 384 experts only under quark."""
+    off = (
+        _disabled(setting) or quantization.blocks_shared or setting.a2a in DEEPEP_CLASS
+        or setting.capability < (8, 0) or setting.ep > 1 or quantization.packed_int4
+        or config.number("n_routed_experts") != 256 or config.number("n_shared_experts", 0) != 1
+        or (quantization.name == "modelopt_fp4" and setting.capability[0] == 9
+            and setting.moe_runner == "marlin")
+    )  # fmt: skip
+    return 0 if off else 1
+
+
+def _ends(
+    build: Build, config: Config, *, embeds: bool, heads: bool, quantization: Quantization
+) -> None:
+    """Embeddings; the head and the last norm come after the layers."""
+    vocabulary, hidden = config.number("vocab_size"), config.number("hidden_size")
+    if embeds:
+        build.vocabulary("model.embed_tokens", vocabulary, hidden)
+    if heads:
+        build.vocabulary("lm_head", vocabulary, hidden, quantization.head("lm_head"))
+
+
+def _check_experts(config: Config, count: int, setting: Setting, where: str, *, moe: bool) -> None:
+    size = setting.moe_tp if moe else setting.tp
+    if size > count:
+        raise LoadRefused(
+            "ValueError", f"Tensor parallel size {size} is greater than", where,
+            f"{size} ranks are more than the {count} experts",
+        )  # fmt: skip
+
+
+def _qwen_moe(build: Build, at: str, asked: str, config: Config, fused: int) -> None:
+    """qwen2_moe.py, Qwen2MoeSparseMoeBlock."""
+    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    shared = config.number("shared_expert_intermediate_size", 0)
+    _check_experts(config, count, build.setting, f"{at}.mlp", moe=False)
+    build.experts(
+        f"{at}.mlp.experts", count, fused, hidden, config.number("moe_intermediate_size"),
+        asked=f"{asked}.mlp.experts",
+    )  # fmt: skip
+    plain = Unquantized(build.dtype)
+    build.linear(f"{at}.mlp.gate", "replicated", hidden, count, scheme=plain)
+    if shared and not fused:
+        build.mlp(f"{at}.mlp.shared_expert", hidden, shared, asked=f"{asked}.mlp.shared_expert")
+    build.whole(f"{at}.mlp.shared_expert_gate.weight", 1, hidden)
+
+
+def _gated_delta_net(build: Build, at: str, asked: str, config: Config, own: Wrapped) -> None:
+    hidden = config.number("hidden_size")
+    keys, values = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+    key, value = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
+    kernel = config.number("linear_conv_kernel_dim")
+    sizes = keys * key, keys * key, values * value
+    module = f"{at}.linear_attn"
+    build.convolution(f"{module}.conv1d", sizes, kernel)
+    for part, outputs in (
+        ("in_proj_qkvz", (*sizes, values * value)), ("in_proj_ba", (values, values)),
+    ):  # fmt: skip
+        build.linear(
+            f"{module}.{part}", "merged", hidden, *outputs, asked=f"{asked}.linear_attn.{part}",
+            wrapped=own,
+        )  # fmt: skip
+    build.per_head(f"{module}.dt_bias", values)
+    build.per_head(f"{module}.A_log", values, "F32")
+    for name in ("A_log", "dt_bias"):
+        build.aliases[f"{module}.attn.{name}"] = f"{module}.{name}"
+    build.norm(f"{module}.norm", value)
+    build.linear(
+        f"{module}.out_proj", "row", values * value, hidden, asked=f"{asked}.linear_attn.out_proj"
+    )
+
+
+def _gated_attention(build: Build, at: str, asked: str, config: Config, own: Wrapped) -> None:
+    """Attention whose modules lie in the layer itself, though it is asked for under `self_attn`."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    size = config.number("head_dim", hidden // max(1, heads))
+    gated = config.flag("attn_output_gate", default=True)
+    # "qkv_proj is not quantized for fp4", says Qwen3-Next's class.
+    unquantized = own == "qwen3_next" and build.quantization.name == "modelopt_fp4"
+    build.qkv(
+        f"{at}.qkv_proj", hidden, heads * (1 + gated), config.number("num_key_value_heads"), size,
+        asked=f"{asked}.self_attn.qkv_proj",
+        scheme=Unquantized(build.dtype) if unquantized else None,
+    )  # fmt: skip
+    build.linear(f"{at}.o_proj", "row", heads * size, hidden, asked=f"{asked}.self_attn.o_proj")
+    build.cache_scales(f"{at}.attn")
+    build.norm(f"{at}.q_norm", size)
+    build.norm(f"{at}.k_norm", size)
+
+
+def _norms(build: Build, at: str, config: Config) -> None:
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        build.norm(f"{at}.{norm}", config.number("hidden_size"))
+
+
+def _gdn_layers(
+    build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
+) -> None:
+    every = config.number("full_attention_interval", 4)
+    for layer in build.setting.layers(config.number("num_hidden_layers")):
+        at, asked = f"model.layers.{layer}", f"{base}.layers.{layer}"
+        if (layer + 1) % every:
+            _gated_delta_net(build, at, asked, config, own)
+        else:
+            _gated_attention(build, at, asked, config, own)
+        if dense:
+            hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+            build.mlp(f"{at}.mlp", hidden, inner, asked=f"{asked}.mlp")
+        else:
+            _qwen_moe(build, at, asked, config, fused)
+        _norms(build, at, config)
+
+
+def _qwen3_next(build: Build, config: Config, fused: int) -> None:
+    if build.setting.pp > 1:
+        raise LoadRefused("AssertionError", "", "model", "the class runs in one pipeline stage only")
+    _ends(build, config, embeds=True, heads=False, quantization=build.quantization)
+    _gdn_layers(build, config, fused, base="model", own="qwen3_next", dense=False)
+    build.norm("model.norm", config.number("hidden_size"))
+    _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+
+
+def _qwen35(build: Build, config: Config, fused: int, *, base: str, dense: bool) -> None:
+    setting, quantization = build.setting, build.quantization
+    _ends(build, config, embeds=setting.first, heads=False, quantization=quantization)
+    _gdn_layers(build, config, fused, base=base, own="qwen3_5", dense=dense)
+    if not setting.last:
+        return
+    build.norm("model.norm", config.number("hidden_size"))
+    if setting.pp == 1 and config.flag("tie_word_embeddings"):
+        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    else:
+        _ends(build, config, embeds=False, heads=True, quantization=quantization)
+
+
+def _tower(build: Build, vision: Config) -> None:
+    """qwen3_vl.py, Qwen3VLMoeVisionModel: never quantized."""
+    size, plain = vision.number("hidden_size"), Unquantized(build.dtype)
+    heads, merge = vision.number("num_heads"), vision.number("spatial_merge_size") ** 2
+    patch, frames = vision.number("patch_size"), vision.number("temporal_patch_size")
+    shape = size, vision.number("in_channels", 3), frames, patch, patch
+    build.whole("visual.patch_embed.proj.weight", *shape)
+    build.whole("visual.patch_embed.proj.bias", size)
+    if build.setting.first:
+        build.vocabulary("visual.pos_embed", vision.number("num_position_embeddings"), size)
+    for block in range(vision.number("depth")):
+        at = f"visual.blocks.{block}"
+        build.norm(f"{at}.norm1", size, bias=True)
+        build.norm(f"{at}.norm2", size, bias=True)
+        build.qkv(f"{at}.attn.qkv_proj", size, heads, heads, size // heads, scheme=plain, bias=True)
+        build.linear(f"{at}.attn.proj", "row", size, size, scheme=plain, bias=True)
+        inner = vision.number("intermediate_size")
+        build.linear(f"{at}.mlp.linear_fc1", "column", size, inner, scheme=plain, bias=True)
+        build.linear(f"{at}.mlp.linear_fc2", "row", inner, size, scheme=plain, bias=True)
+    deep = [f"deepstack_merger_list.{i}" for i in range(len(vision.numbers("deepstack_visual_indexes")))]
+    for merger in ("merger", *deep):
+        at, whole = f"visual.{merger}", size * merge
+        build.norm(f"{at}.norm", size if merger == "merger" else whole, bias=True)
+        build.linear(f"{at}.linear_fc1", "column", whole, whole, scheme=plain, bias=True)
+        out = vision.number("out_hidden_size")
+        build.linear(f"{at}.linear_fc2", "row", whole, out, scheme=plain, bias=True)
+
+
+def _qwen35_names(
+    build: Build, config: Config, fused: int, *, vision: bool, dense: bool
+) -> Finder:
+    known = {**build.parameters, **{name: None for name in build.aliases}}
+    return Qwen35(
+        known, 0 if dense else config.number("num_experts"), fused,
+        build.setting.layers(config.number("num_hidden_layers")), moe=not dense, vision=vision,
+        tied=config.flag("tie_word_embeddings"), last=build.setting.last,
+    )  # fmt: skip
+
+
+def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
+    base = "model.language_model" if vision else "model"
+
+    def built(build: Build, config: Config, fused: int) -> None:
+        tower = config.get("vision_config")
+        if vision and isinstance(tower, Mapping):
+            _tower(build, Config(tower))
+        _qwen35(build, config, fused, base=base, dense=dense)
+
+    def names(build: Build, config: Config, fused: int) -> Finder:
+        return _qwen35_names(build, config, fused, vision=vision, dense=dense)
+
+    blackwell = ("", "fp8", "modelopt_fp4") if vision else ()
+    return ModelClass(lambda config: _QWEN35, _no_shared, built, names, blackwell, lambda config: 1)
+
+
+def _attention(build: Build, at: str, config: Config, *, bias: bool, norms: bool) -> None:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    size = config.number("head_dim", hidden // max(1, heads))
+    kv_heads = config.number("num_key_value_heads")
+    build.qkv(f"{at}.self_attn.qkv_proj", hidden, heads, kv_heads, size, bias=bias)
+    build.linear(f"{at}.self_attn.o_proj", "row", heads * size, hidden)
+    if norms:
+        build.norm(f"{at}.self_attn.q_norm", size)
+        build.norm(f"{at}.self_attn.k_norm", size)
+
+
+def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
+    setting, hidden = build.setting, config.number("hidden_size")
+    dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
+    _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
+    count = config.number("num_experts")
+    for layer in setting.layers(config.number("num_hidden_layers")):
+        at = f"model.layers.{layer}"
+        _attention(build, at, config, bias=config.flag("attention_bias"), norms=True)
+        if layer not in dense and count and (layer + 1) % step == 0:
+            _check_experts(config, count, setting, f"{at}.mlp", moe=True)
+            inner = config.number("moe_intermediate_size")
+            build.experts(f"{at}.mlp.experts", count, 0, hidden, inner)
+            plain = Unquantized(build.dtype)
+            build.linear(f"{at}.mlp.gate", "replicated", hidden, count, scheme=plain)
+        else:
+            build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+        _norms(build, at, config)
+    if setting.last:
+        build.norm("model.norm", hidden)
+    _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+
+
+def _without_weight(build: Build, module: str, kind: str, says: str, why: str) -> None:
+    """What the class reads of a projection before loading, and a packed one has not."""
+    if f"{module}.weight" not in build.parameters:
+        raise LoadRefused(kind, says, module, why)
+
+
+def _glm4_moe(build: Build, config: Config, fused: int) -> None:
+    setting, hidden = build.setting, config.number("hidden_size")
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    shared = config.number("n_shared_experts", 0)
+    _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
+    for layer in setting.layers(config.number("num_hidden_layers")):
+        at = f"model.layers.{layer}"
+        _attention(
+            build, at, config, bias=config.flag("attention_bias"), norms=config.flag("use_qk_norm")
+        )
+        if layer < config.number("first_k_dense_replace"):
+            build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+        else:
+            _check_experts(config, count, setting, f"{at}.mlp", moe=False)
+            build.whole(f"{at}.mlp.gate.weight", count, hidden, dtype="F32")
+            build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
+            build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
+            if shared and not fused:
+                build.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
+                _without_weight(
+                    build, f"{at}.mlp.shared_experts.gate_up_proj", "AttributeError",
+                    "has no attribute 'weight'",
+                    "the class asks for the type of the shared experts' `weight`, which a packed "
+                    "projection has not",
+                )  # fmt: skip
+        _norms(build, at, config)
+    if setting.last:
+        build.norm("model.norm", hidden)
+    _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+
+
+def _latent_attention(build: Build, at: str, config: Config) -> None:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    rank, first = config.number("kv_lora_rank"), config.get("q_lora_rank")
+    plain, rope = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
+    value = config.number("v_head_dim")
+    at = f"{at}.self_attn"
+    if first is not None:
+        size = config.number("q_lora_rank")
+        name = f"{at}.fused_qkv_a_proj_with_mqa"
+        build.linear(name, "replicated", hidden, size + rank + rope)
+        build.norm(f"{at}.q_a_layernorm", size)
+        build.linear(f"{at}.q_b_proj", "column", size, heads * (plain + rope))
+    else:
+        build.linear(f"{at}.q_proj", "column", hidden, heads * (plain + rope))
+        build.linear(f"{at}.kv_a_proj_with_mqa", "replicated", hidden, rank + rope)
+    build.linear(f"{at}.kv_b_proj", "column", rank, heads * (plain + value))
+    build.linear(f"{at}.o_proj", "row", heads * value, hidden)
+    build.norm(f"{at}.kv_a_layernorm", rank)
+    build.cache_scales(f"{at}.attn_mqa")
+    build.cache_scales(f"{at}.attn_mha")
+
+
+def _deepseek_mlp(build: Build, module: str, hidden: int, inner: int) -> None:
+    build.mlp(module, hidden, inner)
+    for part in ("gate_up_proj", "down_proj"):
+        name = f"{module}.{part}"
+        if f"{name}.weight" not in build.parameters and f"{name}.weight_packed" in build.parameters:
+            build.aliases[f"{name}.weight"] = f"{name}.weight_packed"
+
+
+def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
+    setting, hidden = build.setting, config.number("hidden_size")
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    shared, step = config.number("n_shared_experts", 0), config.number("moe_layer_freq", 1)
+    dense = config.number("first_k_dense_replace")
+    _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
+    for layer in setting.layers(config.number("num_hidden_layers")):
+        at = f"model.layers.{layer}"
+        _latent_attention(build, at, config)
+        if layer < dense or layer % step:
+            _deepseek_mlp(build, f"{at}.mlp", hidden, config.number("intermediate_size"))
+        else:
+            _check_experts(config, count, setting, f"{at}.mlp", moe=False)
+            build.whole(f"{at}.mlp.gate.weight", count, hidden)
+            if config.get("topk_method") == "noaux_tc":
+                build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
+            build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
+            if shared and not fused:
+                _deepseek_mlp(build, f"{at}.mlp.shared_experts", hidden, shared * inner)
+        _norms(build, at, config)
+    if not setting.last:
+        return
+    build.norm("model.norm", hidden)
+    if setting.pp == 1 and config.flag("tie_word_embeddings"):
+        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    else:
+        _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+
+
+def _deepseek_names(build: Build, config: Config, fused: int) -> Finder:
+    return DeepSeek(
+        build.parameters, config.number("n_routed_experts"), fused,
+        build.setting.layers(config.number("num_hidden_layers")),
+        hidden=config.number("num_hidden_layers"), fuses_first=config.get("q_lora_rank") is not None,
+        last=build.setting.last,
+    )  # fmt: skip
+
+
+def after_load(build: Build, tensors: Mapping[str, TensorType]) -> None:
+    """What DeepSeek's class does once all is read: it takes kv_b_proj's `weight` apart. Raises
+    LoadRefused where that projection is packed."""
+    layers = {name.split(".")[2] for name in tensors if "kv_b_proj" in name and name.count(".") > 2}
+    for layer in sorted(layers):
+        module = f"model.layers.{layer}.self_attn.kv_b_proj"
+        if module in build.schemes and f"{module}.weight" not in build.parameters:
+            raise LoadRefused(
+                "AttributeError", "has no attribute 'weight'", module,
+                "the class takes its `weight` apart after loading, and a packed projection has none: "
+                "leave kv_b_proj unquantized",
+            )  # fmt: skip
+
+
+def _fused_mla(config: Config) -> Fused:
+    return _MLA if config.get("q_lora_rank") is not None else {}
+
+
+CLASSES: dict[str, ModelClass] = {
+    "Qwen3NextForCausalLM": ModelClass(
+        lambda config: _QWEN, _qwen_shared, _qwen3_next,
+        lambda build, config, fused: Qwen3Next(
+            build.parameters, config.number("num_experts"), fused,
+            range(config.number("num_hidden_layers")),
+        ),
+        ("", "fp8", "modelopt_fp4"), lambda config: config.number("linear_num_key_heads"),
+    ),
+    "Qwen3_5ForConditionalGeneration": _qwen35_class(vision=True, dense=True),
+    "Qwen3_5MoeForConditionalGeneration": _qwen35_class(vision=True, dense=False),
+    "Qwen3_5ForCausalLM": _qwen35_class(vision=False, dense=True),
+    "Qwen3_5MoeForCausalLM": _qwen35_class(vision=False, dense=False),
+    "Qwen3MoeForCausalLM": ModelClass(
+        lambda config: _QWEN, _no_shared, _qwen3_moe,
+        lambda build, config, fused: Qwen3Moe(
+            build.parameters, config.number("num_experts"), 0,
+            build.setting.layers(config.number("num_hidden_layers")),
+        ),
+        ("", "fp8", "modelopt_fp4"),
+    ),
+    "Glm4MoeForCausalLM": ModelClass(
+        lambda config: {}, _glm_shared, _glm4_moe,
+        lambda build, config, fused: Qwen3Moe(
+            build.parameters, config.number("n_routed_experts"), fused,
+            build.setting.layers(config.number("num_hidden_layers")),
+            first_unread=config.number("num_hidden_layers"),
+        ),
+        ("", "modelopt_fp4"),
+    ),
+    "DeepseekV3ForCausalLM": ModelClass(
+        _fused_mla, _deepseek_shared, _deepseek_v3, _deepseek_names,
+        ("", "fp8", "modelopt_fp4"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,392 @@
+"""How the classes of sglang find the parameter of a tensor: names are rewritten and looked up, and a name
+that leads nowhere is skipped, warned about, or ends the load.
+
+Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
+`qwen3_moe.py`, `glm4_moe.py` and `models/deepseek_common/deepseek_weight_loader.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.sglang.parameters import Shard
+from qconvert.runtimes.sglang.refusal import LoadRefused
+
+_EXPERT = re.compile(r"experts\.(\d+)\.(gate|down|up)_proj\.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
+QKV = (("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v"))
+GATE_UP = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1))
+GDN: tuple[tuple[str, str, Shard], ...] = (
+    ("in_proj_qkvz.", "in_proj_qkv.", (0, 1, 2)), ("in_proj_qkvz.", "in_proj_z.", 3),
+    ("in_proj_ba.", "in_proj_b.", 0), ("in_proj_ba.", "in_proj_a.", 1),
+)  # fmt: skip
+_CACHE = {
+    ".self_attn.k_proj.k_scale": ".attn.k_scale", ".self_attn.v_proj.v_scale": ".attn.v_scale",
+    ".self_attn.k_scale": ".attn.k_scale", ".self_attn.v_scale": ".attn.v_scale",
+}  # fmt: skip
+
+Stacked = tuple[tuple[str, str, Shard], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter that a tensor goes to. `part`: the shape of what is taken, if not of all of it;
+    `beside`: another tensor that is concatenated with it."""
+
+    name: str
+    shard: Shard = None
+    part: tuple[int, ...] | None = None
+    beside: str = ""
+
+
+Found = Iterable[Target]
+# Why a tensor reaches nothing: the class passes over it, or looks for a parameter and finds none.
+PASSED: Found = ()
+
+
+@dataclass
+class Names:
+    """What every class shares: a rank's parameters and layers."""
+
+    parameters: Container[str]
+    experts: int  # routed ones
+    fused: int  # shared ones in slots behind
+    layers: range
+    missing: list[str] = field(default_factory=list)  # looked for under a name that is not there
+
+    def known(self, name: str) -> bool:
+        return name in self.parameters
+
+    def required(self, tensor: str, name: str) -> str:
+        """A name that is looked up without asking whether it is there."""
+        if not self.known(name):
+            raise LoadRefused(
+                "KeyError", name, tensor, f"the class has no parameter {name} here and ends the load"
+            )
+        return name
+
+    def expert(self, name: str) -> tuple[str, Shard] | None:
+        """The name of the parameter of all experts, and which of them a tensor is."""
+        match = _EXPERT.search(name)
+        if match is None or int(match[1]) >= self.experts + self.fused:
+            return None
+        which = "experts.w2_" if match[2] == "down" else "experts.w13_"
+        return name.replace(match[0], which), (int(match[1]), _PARTS[match[2]])  # type: ignore[return-value]
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether a tensor is of a layer of another stage."""
+        match = _LAYER.search(name)
+        return match is not None and int(match[1]) not in self.layers
+
+
+@dataclass
+class Qwen3Next(Names):
+    """Strict: a name that leads nowhere ends the load."""
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor
+        if "mtp" in name or "rotary_emb.inv_freq" in name:
+            return PASSED
+        name = name.replace(".self_attn", "") if ".self_attn." in name else name
+        if self.fused and "mlp.shared_expert." in name:
+            name = name.replace("mlp.shared_expert.", f"mlp.experts.{self.experts}.")
+        for cache in ("k", "v"):
+            if name.endswith(f".{cache}_proj.{cache}_scale"):
+                name = name.replace(f".{cache}_proj.{cache}_scale", f".attn.{cache}_scale")
+        if "mlp.experts" not in name:
+            for parameter, part, shard in (*QKV, *GATE_UP, *GDN):
+                replaced = name.replace(part, parameter)
+                if part in name and self.known(replaced):
+                    return (Target(replaced, shard),)
+        found = self.expert(name)
+        if found is not None:
+            mapped, shard = found
+            if not mapped.endswith((".bias", "_bias")) or self.known(mapped):
+                return (Target(self.required(tensor, mapped), shard),)
+        if name.endswith(".bias") and not self.known(name):
+            return PASSED
+        if name.endswith("_scale") and not self.known(name):
+            kind = "AssertionError" if stored.numel == 1 else "RuntimeError"
+            raise LoadRefused(kind, "", tensor, f"there is no parameter {name} for this scale")
+        return (Target(self.required(tensor, name)),)
+
+
+@dataclass
+class Qwen35(Names):
+    """Lenient: a name that leads nowhere is warned about. `moe`: with experts, whose suffixes are skipped
+    without a word. `stacked`: 3-D experts were met, so experts apart are no longer looked for."""
+
+    moe: bool = False
+    vision: bool = False
+    tied: bool = False
+    last: bool = True
+    stacked: bool = False
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor
+        if not self.vision:
+            if name == "lm_head.weight":
+                there = not self.tied and self.known(name)
+                return (Target(name),) if there else PASSED
+            if not name.startswith("model."):
+                return PASSED
+            name = name.removeprefix("model.")
+        for old, new in _CACHE.items():
+            name = name.replace(old, new)
+        if "rotary_emb.inv_freq" in name or "mtp" in name:
+            return PASSED
+        if "visual" in name and not self.vision:
+            return PASSED
+        if self.vision and not self.moe and name.startswith("language_model."):
+            name = f"model.{name}"
+        name = name.replace("model.language_model.", "model.")
+        name = name.replace(".self_attn", "") if ".self_attn." in name else name
+        also: tuple[Target, ...] = ()
+        if self.vision and self.tied and self.last and "model.embed_tokens.weight" in name:
+            also = (Target("lm_head.weight"),) if self.known("lm_head.weight") else ()
+        if self.elsewhere(name):
+            return also
+        found = self._with_experts(name, stored) if self.moe else self._dense(name)
+        return (*also, *found)
+
+    def _held(self, name: str) -> str:
+        """The parameter's whole name: a class of text alone strips `model.` from all."""
+        return name if self.vision else f"model.{name}"
+
+    def _is(self, name: str) -> bool:
+        return self.known(self._held(name))
+
+    def _one(self, name: str, shard: Shard = None) -> Found:
+        return (Target(self._held(name), shard),)
+
+    def _dense(self, name: str) -> Found:
+        for parameter, part, shard in (*QKV, *GATE_UP, *GDN):
+            if part not in name or "visual" in name or "mlp.experts" in name:
+                continue
+            name = name.replace(part, parameter)
+            if self._is(name):
+                return self._one(name, shard)
+        name = self._seen(name)
+        if self._is(name):
+            return self._one(name)
+        if not name.endswith(".bias"):
+            self.missing.append(name)
+        return PASSED
+
+    def _seen(self, name: str) -> str:
+        if "visual" not in name:
+            return name
+        return name.replace("attn.qkv.", "attn.qkv_proj.").replace("model.visual.", "visual.")
+
+    def _with_experts(self, name: str, stored: TensorType) -> Found:
+        skipped: tuple[str, ...] = (
+            ".bias", "_bias", ".k_scale", "_k_scale", ".v_scale", "_v_scale", "_weight_scale",
+            "_input_scale",
+        )  # fmt: skip
+        if not self.vision:
+            skipped += (".weight_scale", ".input_scale")
+        both = ("experts.gate_up_proj", "experts.down_proj")
+        if self.vision:
+            self.stacked = self.stacked or name.endswith(both)
+        else:
+            self.stacked = self.stacked or any(part in name for part in both)
+        for parameter, part, shard in (*QKV, *GATE_UP, *GDN):
+            if part not in name or "mlp.experts" in name or (self.vision and "visual" in name):
+                continue
+            name = name.replace(part, parameter)
+            if self._is(name):
+                return self._one(name, shard)
+        if self.stacked:
+            for part, parameter in zip(both, ("experts.w13_weight", "experts.w2_weight"), strict=True):
+                if part in name:
+                    return self._all_experts(name.replace(part, parameter), part, stored)
+        else:
+            found = self.expert(name)
+            if found is not None:
+                mapped, which = found
+                if mapped.endswith(skipped) and not self._is(mapped):
+                    return PASSED
+                self.required(name, self._held(mapped))
+                return self._one(mapped, which)
+        name = self._seen(name) if self.vision else name
+        if self._is(name):
+            return self._one(name)
+        if not name.endswith(skipped):
+            self.missing.append(name)
+        return PASSED
+
+    def _all_experts(self, name: str, part: str, stored: TensorType) -> Found:
+        """The parts of a 3-D tensor, if there is a parameter for them."""
+        if not self._is(name):
+            return PASSED
+        if len(stored.shape) < 3 or stored.shape[0] < self.experts:
+            raise LoadRefused(
+                "IndexError", "", name,
+                f"expected {self.experts} experts in 3 dimensions, found {stored}",
+            )  # fmt: skip
+        inner = stored.shape[1:]
+        if part == "experts.down_proj":
+            return [Target(self._held(name), (i, "w2"), inner) for i in range(self.experts)]
+        half = (*inner[:-2], -(-inner[-2] // 2), inner[-1])
+        return [
+            Target(self._held(name), (expert, which), half)
+            for which in ("w1", "w3")
+            for expert in range(self.experts)
+        ]  # type: ignore[misc]
+
+
+@dataclass
+class Qwen3Moe(Names):
+    """Silent: a name that leads nowhere is skipped."""
+
+    stages: bool = True  # looks at the layer's number before the name
+    first_unread: int | None = None  # layers from this number on are the draft's
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor
+        if self.first_unread is None:
+            if "mtp" in name or self.elsewhere(name):
+                return PASSED
+        else:
+            if self.fused and name.startswith("model.layers."):
+                name = name.replace(".mlp.shared_experts.", f".mlp.experts.{self.experts}.", 1)
+            if name.startswith("model.layers") and _layer(name) >= self.first_unread:
+                return PASSED
+        if "rotary_emb.inv_freq" in name:
+            return PASSED
+        if "mlp.experts" not in name:
+            for parameter, part, shard in (*QKV, *GATE_UP):
+                if part not in name:
+                    continue
+                name = name.replace(part, parameter)
+                if self.known(name):
+                    return (Target(name, shard),)
+        found = self.expert(name)
+        if found is not None:
+            mapped, shard = found
+            if self.known(mapped):
+                return (Target(mapped, shard),)
+            self.missing.append(mapped)
+            return PASSED
+        if self.known(name):
+            return (Target(name),)
+        if not name.endswith(".bias"):
+            self.missing.append(name)
+        return PASSED
+
+
+def _layer(name: str) -> int:
+    part = name.split(".")[2] if name.count(".") > 1 else ""
+    return int(part) if part.isdigit() else -1
+
+
+@dataclass
+class DeepSeek(Names):
+    """Names of linears and experts are looked up strictly where they are fused, else warned about.
+    `waiting`: halves of the fused first projection of attention, until both are there."""
+
+    hidden: int = 0  # layers of the model, the draft's behind them
+    fuses_first: bool = True
+    last: bool = True
+    packed_int4: bool = False
+    waiting: dict[str, tuple[str, TensorType]] = field(default_factory=dict)
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor
+        if self.elsewhere(name):
+            return PASSED
+        if self.fused:
+            name = name.replace("mlp.shared_experts", f"mlp.experts.{self.experts}")
+        if name.startswith("model.layers") and _layer(name) >= self.hidden:
+            return PASSED
+        stacked = self._stacked(name, stored)
+        if stacked is not None:
+            return stacked
+        if "rotary_emb.inv_freq" in name or ".indexer." in name:
+            return PASSED
+        for parameter, part, shard in GATE_UP:
+            if part not in name or ("mlp.experts." in name and not self.known(name)):
+                continue
+            name = name.replace(part, parameter)
+            if name.endswith(".bias") and not self.known(name):
+                continue
+            return (Target(self.required(tensor, name), shard),)
+        found = self.expert(name)
+        if found is not None:
+            mapped, shard = found
+            if self.known(mapped):
+                return (Target(mapped, shard),)
+            name = mapped
+        return self._plain(tensor, name, stored)
+
+    def _stacked(self, name: str, stored: TensorType) -> Found | None:
+        """Experts in one tensor."""
+        for part, parameter in (
+            (".experts.gate_up_proj_scale", ".experts.w13_weight_scale_inv"),
+            (".experts.down_proj_scale", ".experts.w2_weight_scale_inv"),
+            (".experts.gate_up_proj", ".experts.w13_weight"),
+            (".experts.down_proj", ".experts.w2_weight"),
+        ):
+            mapped = name.removesuffix(part) + parameter
+            if not name.endswith(part) or not self.known(mapped):
+                continue
+            inner = stored.shape[1:]
+            if "down" in part:
+                return [Target(mapped, (i, "w2"), inner) for i in range(stored.shape[0])]
+            half = (-(-inner[0] // 2), *inner[1:])
+            pairs = [(i, which) for i in range(stored.shape[0]) for which in ("w1", "w3")]
+            return [Target(mapped, pair, half) for pair in pairs]  # type: ignore[arg-type]
+        return None
+
+    def _plain(self, tensor: str, name: str, stored: TensorType) -> Found:
+        if name.endswith(".bias") and not self.known(name):
+            return PASSED
+        if ".embed_tokens." in name and not self.known(name):
+            return PASSED
+        if ".norm." in name and not self.last:
+            return PASSED
+        if self.fuses_first and ("q_a_proj" in name or "kv_a_proj_with_mqa" in name):
+            return self._first(tensor, name, stored)
+        if ("k_scale" in name or "v_scale" in name) and not self.known(name):
+            which = "k_scale" if "k_scale" in name else "v_scale"
+            name = name.replace(f"{which[0]}_proj", "attn_mqa")
+        name = self._resolved(name)
+        if self.known(name):
+            return (Target(name),)
+        self.missing.append(name)
+        return PASSED
+
+    def _resolved(self, name: str) -> str:
+        inverse = name.removesuffix("weight_scale") + "weight_scale_inv"
+        also = name.endswith("weight_scale") and not self.known(name) and self.known(inverse)
+        return inverse if also else name
+
+    def _first(self, tensor: str, name: str, stored: TensorType) -> Found:
+        """q_a_proj and kv_a_proj_with_mqa are concatenated when both are there."""
+        if "q_a_proj" in name:
+            stem, other = name.replace("q_a_proj", "*"), "kv_a_proj_with_mqa"
+        else:
+            stem, other = name.replace("kv_a_proj_with_mqa", "*"), "q_a_proj"
+        self.waiting[name] = tensor, stored
+        partner = stem.replace("*", other)
+        if partner not in self.waiting:
+            return PASSED
+        beside, second = self.waiting.pop(partner)
+        self.waiting.pop(name)
+        mapped = self._resolved(stem.replace("*", "fused_qkv_a_proj_with_mqa"))
+        if not self.known(mapped):
+            self.missing.append(mapped)
+            return PASSED
+        if stored.shape == () and second.shape == ():
+            return (Target(mapped, None, None, beside),)
+        if not stored.shape or stored.shape[1:] != second.shape[1:]:
+            raise LoadRefused(
+                "RuntimeError", "", tensor, f"{stored} and {second} cannot be concatenated"
+            )
+        joined = stored.shape[0] + second.shape[0], *stored.shape[1:]
+        return (Target(mapped, None, joined, beside),)
+

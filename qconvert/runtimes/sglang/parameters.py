@@ -1,0 +1,515 @@
+"""The parameters of a rank and how a tensor of the folder gets into each: the shapes that are asserted,
+those that are cut or filled up in silence, and what a rank takes of a tensor.
+
+Read in sglang 0.5.23: `layers/parameter.py` (what quantized linears use), `layers/linear.py`
+(weight_loader and weight_loader_v2), `layers/vocab_parallel_embedding.py`,
+`layers/moe/fused_moe_triton/layer.py` (_weight_loader_impl), `model_loader/weight_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, Protocol
+
+from qconvert.core.dtypes import Shape, TensorType
+from qconvert.runtimes.sglang.refusal import LoadRefused
+
+# Which part of a parameter a tensor is for: None, all of it; a number, q, k or v, a part of a fused
+# projection; several numbers, parts in a row; an expert and one of its three matrices.
+Expert = tuple[int, Literal["w1", "w2", "w3"]]
+Shard = None | int | str | tuple[int, ...] | Expert
+
+_FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_RANKS = {**dict.fromkeys(_FLOAT8, 0), "F16": 1, "BF16": 1, "F32": 2, "F64": 3}
+
+
+class Slot(Protocol):
+    """How a tensor is put into a parameter. Returns the part that it fills and the number of its
+    elements; raises LoadRefused."""
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Elements of a parameter that one tensor fills, by part, and what the runtime does not say of it."""
+
+    parts: dict[object, int]
+    silent: str | None = None
+
+
+@dataclass(slots=True)
+class Parameter:
+    """A parameter as the runtime builds it. `needed`: the runtime computes with it. `default`: it starts
+    with a value that is right where the folder has none."""
+
+    dtype: str
+    shape: Shape
+    slot: Slot
+    needed: bool = True
+    default: bool = False
+    parts: dict[object, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return TensorType(self.dtype, self.shape).nbytes
+
+    @property
+    def unwritten(self) -> float:
+        """The share of its elements to which no tensor came."""
+        size = prod(self.shape)
+        return max(0.0, 1 - sum(self.parts.values()) / size) if size else 0.0
+
+    def write(self, tensor: TensorType, shard: Shard) -> str | None:
+        """Take a tensor. Returns what goes wrong in silence, if anything does."""
+        filled = self.slot.fill(self.shape, self.dtype, tensor, shard)
+        self.parts.update(filled.parts)
+        role = getattr(self.slot, "role", "")
+        if role in ("single", "base"):  # sizes and scales: any type of number says the same
+            return filled.silent
+        return filled.silent or _other_kind(tensor.dtype, self.dtype)
+
+
+def _other_kind(stored: str, held: str) -> str | None:
+    """Whether a copy turns codes into numbers or numbers into codes, which torch does without a word."""
+    if _kind(stored) == _kind(held):
+        return None
+    return f"{stored} is copied into a parameter of {held}, as numbers"
+
+
+def _kind(dtype: str) -> str:
+    if dtype in _FLOAT8:
+        return "float8"
+    return "float" if dtype in ("F16", "BF16", "F32", "F64") else "integer"
+
+
+def _refused(kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str) -> LoadRefused:
+    """`where` is filled in by who knows the names."""
+    return LoadRefused(kind, says, "", f"{why}: {tensor} for a parameter {list(into)}")
+
+
+def asserted(into: Shape, tensor: TensorType, shape: Shape, says: str = "") -> None:
+    """An `assert` of the runtime that two shapes are equal."""
+    if shape != into:
+        raise _refused("AssertionError", says, tensor, into, "the shapes differ")
+
+
+def narrowed(tensor: TensorType, shape: Shape, dim: int, start: int, length: int) -> Shape:
+    """torch's narrow, which refuses what goes beyond the end."""
+    if dim >= len(shape):
+        raise _refused("IndexError", "Dimension out of range", tensor, shape, "too few dimensions")
+    if start + length > shape[dim] or length < 0:
+        raise _refused(
+            "RuntimeError", f"start ({start}) + length ({length}) exceeds dimension size", tensor,
+            shape, f"the rank's rows {start} to {start + length} do not exist",
+        )  # fmt: skip
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def broadcast(into: Shape, tensor: TensorType, shape: Shape) -> None:
+    """torch's copy_, which repeats dimensions of 1."""
+    if len(shape) > len(into) or any(
+        have not in (1, want) for have, want in zip(reversed(shape), reversed(into), strict=False)
+    ):
+        raise _refused("RuntimeError", "must match", tensor, into, "the rank's part has another shape")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A copy on every rank (default_weight_loader); with `scalar`, a number may lack its dimension."""
+
+    scalar: bool = False
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if not (prod(into) == 1 and tensor.numel == 1 and not self.scalar):
+            asserted(into, tensor, tensor.shape or ((1,) if self.scalar else ()))
+        return Filled({None: prod(into)})
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A rank's part along one dimension (sharded_weight_loader)."""
+
+    rank: int
+    dim: int = 0
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        size = into[self.dim]
+        part = narrowed(tensor, tensor.shape, self.dim, self.rank * size, size)
+        if not (prod(into) == 1 and prod(part) == 1):
+            asserted(into, tensor, part, "Attempted to load weight")
+        return Filled({None: prod(into)}, _longer(tensor.shape[self.dim], into[self.dim]))
+
+
+def _longer(stored: int, part: int) -> str | None:
+    """What a rank does not see: that the parts of all ranks are not all of the tensor."""
+    return f"{part} does not divide its {stored} rows" if part and stored % part else None
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Rows of q, k and v, each divided among ranks (mamba_v2_sharded_weight_loader)."""
+
+    sizes: tuple[int, ...]
+    tp: int
+    rank: int
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        start = at = 0
+        for size in self.sizes:
+            part = size // self.tp
+            begin = min(start + self.rank * part, tensor.shape[0])
+            rows = min(begin + part, tensor.shape[0]) - begin
+            broadcast((part, *into[1:]), tensor, (rows, *tensor.shape[1:]))
+            start, at = start + size, at + part
+        return Filled({None: prod(into)})
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Rows of an embedding or a head, padded to a multiple of 64 and divided among ranks."""
+
+    rows: int
+    tp: int
+    rank: int
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if tensor.shape[:1] != (self.rows,):
+            raise _refused(
+                "AssertionError", "self.org_vocab_size=", tensor, into,
+                f"expected the config's vocab_size {self.rows} rows",
+            )  # fmt: skip
+        broadcast(into[1:], tensor, tensor.shape[1:])
+        return Filled({None: prod(into)})
+
+
+Kind = Literal["replicated", "column", "merged", "qkv", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A linear and how ranks divide it. `outputs` are the rows of its parts, one part for what is not
+    fused; `replicas`: ranks that share a key-value head."""
+
+    kind: Kind
+    inputs: int
+    outputs: tuple[int, ...]
+    tp: int = 1
+    rank: int = 0
+    replicas: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of one rank."""
+        return self.inputs // self.tp if self.kind == "row" else self.inputs
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of each part on one rank."""
+        divided = self.kind in ("column", "merged", "qkv")
+        return tuple(size // self.tp for size in self.outputs) if divided else self.outputs
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
+
+
+# What a parameter of a linear is: the weight itself or scales laid out as it (`matrix`), scales of rows
+# (`rows`), of blocks, one per part (`tensor`), or the same on every rank (`base`); `plain` is the weight
+# of an unquantized linear, which has another loader.
+Role = Literal["plain", "matrix", "rows", "block", "tensor", "base", "bias"]
+Wrapped = Literal["", "qwen3_next", "qwen3_5"]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows in one element. `wrapped`: the
+    class puts a loader of its own before, for the fused projections of linear attention."""
+
+    layout: Layout
+    role: Role
+    block: int = 1
+    packed: int = 1
+    wrapped: Wrapped = ""
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if not self.block and self.layout.kind in ("merged", "qkv"):
+            raise _refused(
+                "TypeError", "not subscriptable", tensor, into,
+                "the block of a fused projection is looked for in the target `Linear`, which states none",
+            )  # fmt: skip
+        if self.wrapped == "qwen3_next" and shard is None:
+            return self._contiguous(into, tensor)
+        if self.wrapped == "qwen3_5" and isinstance(shard, tuple):
+            return self._apart(into, dtype, tensor, shard)
+        return self._fill(into, dtype, tensor, shard)
+
+    def _fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        kind = self.layout.kind
+        if kind == "replicated":
+            asserted(into, tensor, tensor.shape or (1,))
+            return Filled({None: prod(into)})
+        if kind == "row":
+            return self._row(into, tensor)
+        if kind == "column":
+            return self._column(into, dtype, tensor)
+        if shard is None or isinstance(shard, tuple):
+            return self._fused(into, dtype, tensor, shard)
+        return self._part(into, tensor, tensor.shape, shard)
+
+    def _row(self, into: Shape, tensor: TensorType) -> Filled:
+        shape = tensor.shape or (1,)
+        silent = None
+        if self.role in ("plain", "matrix", "block"):
+            silent = _cut(shape, 1, into[1], self.layout)
+            shape = _padded(tensor, shape, 1, self.layout.rank * into[1], into[1])
+        asserted(into, tensor, shape)
+        return Filled({None: prod(into)}, silent)
+
+    def _column(self, into: Shape, dtype: str, tensor: TensorType) -> Filled:
+        shape = tensor.shape or (1,)
+        silent = None
+        if self.role not in ("tensor", "base"):
+            silent = _cut(shape, 0, into[0], self.layout)
+            shape = narrowed(tensor, shape, 0, self.layout.rank * into[0], into[0])
+        asserted(into, tensor, shape)
+        if self.role in ("matrix", "rows", "block") and tensor.dtype != dtype:
+            have, want = _RANKS.get(tensor.dtype), _RANKS.get(dtype)
+            if have is None or want is None:
+                says = "Unsupported copy between dtypes"
+                raise _refused("ValueError", says, tensor, into, f"expected {dtype}")
+            if want < have:
+                says = "Downcasting not allowed"
+                raise _refused("ValueError", says, tensor, into, f"expected {dtype}")
+        return Filled({None: prod(into)}, silent)
+
+    def _contiguous(self, into: Shape, tensor: TensorType) -> Filled:
+        """Qwen3-Next's own: a rank takes its share of the rows, whatever they are."""
+        shape = tensor.shape
+        if self.role in ("plain", "matrix", "block", "rows") and self.layout.tp > 1:
+            shape = narrowed(tensor, shape, 0, self.layout.rank * into[0], into[0])
+        asserted(into, tensor, shape, "Shape mismatch")
+        return Filled({None: prod(into)})
+
+    def _apart(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        """Qwen3.5's own: a tensor of several parts is split, then each is loaded as if alone."""
+        assert isinstance(shard, tuple)
+        numbers = [number for number in shard if isinstance(number, int)]
+        if tensor.numel == 1:
+            parts = [self._part(into, tensor, (1,), number) for number in numbers]
+        else:
+            sizes = [1 if self.role == "tensor" else self._rows(number) for number in numbers]
+            if not tensor.shape or sum(sizes) != tensor.shape[0]:
+                raise _refused(
+                    "RuntimeError", "split_with_sizes", tensor, into,
+                    f"expected {sum(sizes)} rows, the parts {sizes}",
+                )  # fmt: skip
+            parts = [
+                self._part(into, tensor, (size, *tensor.shape[1:]), number)
+                for number, size in zip(numbers, sizes, strict=True)
+            ]
+        return _joined(parts)
+
+    def _rows(self, number: int) -> int:
+        """Rows of a part in the folder, in units of the parameter's."""
+        return -(-self.layout.outputs[number] // self.block)
+
+    def _fused(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        """A tensor of several parts, or of all, offered to the linear's own loader."""
+        count = len(self.layout.outputs)
+        if self.role == "plain" and isinstance(shard, tuple):
+            raise _refused(
+                "NotImplementedError", "Shard id with multiple indices is not supported", tensor,
+                into, "the class takes these parts only in one tensor",
+            )  # fmt: skip
+        if self.role == "tensor":
+            if tensor.numel != 1:
+                raise _refused("ValueError", "Expected scalar scale", tensor, into, "expected one")
+            return Filled({number: 1 for number in range(count)})
+        if self.role == "base":
+            asserted(into, tensor, tensor.shape)
+            return Filled({None: prod(into)})
+        numbers = range(count)
+        sizes = [self._rows(number) for number in numbers]
+        if isinstance(shard, tuple) and self.role != "block":
+            chosen = [number for number in shard if isinstance(number, int)]
+            numbers, sizes = range(len(chosen)), [self._rows(number) for number in chosen]
+        names: Sequence[int | str] = ("q", "k", "v") if self.layout.kind == "qkv" else numbers
+        if self.layout.kind == "qkv":
+            sizes = [size // self.layout.replicas if i else size for i, size in enumerate(sizes)]
+        start, parts = 0, []
+        for name, whole in zip(names, sizes, strict=True):
+            size = whole // self.packed
+            shape = narrowed(tensor, tensor.shape, 0, start, size)
+            parts.append(self._part(into, tensor, shape, name))
+            start += size
+        return _joined(parts)
+
+    def _part(self, into: Shape, tensor: TensorType, shape: Shape, shard: Shard) -> Filled:
+        """One part of a fused projection."""
+        number = "qkv".index(shard) if isinstance(shard, str) else shard
+        assert isinstance(number, int)
+        layout = self.layout
+        if self.role == "tensor":
+            if shape and shape[0] != 1:
+                raise _refused("AssertionError", "", tensor, into, "expected one scale")
+            asserted((), tensor, shape[1:])
+            return Filled({number: 1})
+        if self.role == "base":
+            asserted(into, tensor, shape)
+            return Filled({None: prod(into)})
+        offset, size = self._place(number)
+        place = (*narrowed(tensor, into, 0, offset, size),)
+        rank, silent = layout.rank, None
+        if layout.kind == "qkv":
+            rank = rank if number == 0 else rank // layout.replicas
+            part = narrowed(tensor, shape, 0, rank * size, size)
+        else:
+            part = _padded(tensor, shape, 0, rank * size, size)
+        ranks = layout.tp if number == 0 or layout.kind != "qkv" else layout.tp // layout.replicas
+        if shape[0] != size * ranks:
+            silent = f"expected {size * ranks} rows, found {shape[0]}"
+        asserted(place, tensor, part)
+        return Filled({number: prod(place)}, silent)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Where a part lies in the rank's parameter: first row and rows."""
+        parts, outputs, tp = self.layout.parts, self.layout.outputs, self.layout.tp
+        if self.role == "block" and self.layout.kind == "merged":
+            offset = -(-sum(outputs[:number]) // self.block) // tp
+            return offset, -(-outputs[number] // self.block) // tp
+        offset, size = sum(parts[:number]), parts[number]
+        if self.role == "block":
+            return -(-offset // self.block), -(-size // self.block)
+        return offset // self.packed, size // self.packed
+
+
+def _joined(parts: Sequence[Filled]) -> Filled:
+    silent = next((part.silent for part in parts if part.silent), None)
+    return Filled({key: size for part in parts for key, size in part.parts.items()}, silent)
+
+
+def _padded(tensor: TensorType, shape: Shape, dim: int, start: int, size: int) -> Shape:
+    """A rank's part; what lies beyond the tensor's end is filled with zeros."""
+    if dim >= len(shape):
+        raise _refused("IndexError", "", tensor, shape, "too few dimensions")
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _cut(shape: Shape, dim: int, size: int, layout: Layout) -> str | None:
+    """A tensor that is not as long as the parts of all ranks: cut or filled up with zeros."""
+    if dim < len(shape) and shape[dim] != size * layout.tp:
+        what = ("rows", "columns")[dim]
+        return f"expected {size * layout.tp} {what}, found {shape[dim]}"
+    return None
+
+
+# What a parameter of the experts is: the weights, scales of groups or blocks, of rows, one per matrix,
+# or a number of the whole expert.
+ExpertRole = Literal["weight", "group", "channel", "tensor", "single"]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A parameter of all experts of a rank: [experts, ...]. `turned`: the folder's matrices are
+    transposed on loading (compressed-tensors' integers), `zeros` are not though their parameter is.
+    `group`: columns of w2 that share a scale; a rank's share must be whole ones."""
+
+    role: ExpertRole
+    routed: int  # of all ranks
+    fused: int  # shared experts in the last slots
+    ep: int
+    ep_rank: int
+    tp: int
+    turned: bool = False
+    zeros: bool = False
+    modelopt: bool = False
+    everywhere: bool = False
+    group: int = 0
+
+    def local(self, expert: int) -> int | None:
+        """The slot of an expert on this rank."""
+        here = self.routed // self.ep
+        start = self.ep_rank * here
+        if self.everywhere:
+            return expert
+        if start <= expert < start + here:
+            return expert - start
+        if self.fused and expert >= self.routed:
+            return expert - self.routed + here
+        return None
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        assert isinstance(shard, tuple)
+        expert, which = shard
+        assert isinstance(expert, int) and isinstance(which, str)
+        slot = self.local(expert)
+        assert slot is not None, "asked only for the rank's experts"
+        if slot >= into[0]:
+            raise _refused("IndexError", "out of bounds", tensor, into, f"there is no expert {slot}")
+        data = into[1:]
+        shape = tensor.shape
+        if self.turned and not self.zeros:
+            if len(shape) > 2:
+                raise _refused("RuntimeError", "expects a tensor with", tensor, into, "not a matrix")
+            shape = shape[::-1]
+        if self.role == "single":
+            broadcast(data, tensor, _assigned(shape))
+            return Filled({slot: prod(data)})
+        if self.role == "tensor":
+            place = data[1:] if which != "w2" else data
+            broadcast(place, tensor, _assigned(shape))
+            return Filled({(slot, which): prod(place)})
+        dim = int(which == "w2") ^ int(self.turned)
+        if which == "w2":
+            return self._down(data, tensor, shape, dim, slot)
+        return self._gate_or_up(data, tensor, shape, dim, (slot, which))
+
+    def _down(
+        self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int
+    ) -> Filled:
+        if self.role == "channel":
+            broadcast(data, tensor, shape)
+            return Filled({slot: prod(data)})
+        if self.modelopt and (len(data) != 2 or len(shape) != 2):
+            raise _refused("ValueError", "Expected 2D tensors", tensor, data, "not a matrix")
+        part = self._share(tensor, shape, dim)
+        silent = self._silent(shape, dim, data[dim])
+        _copied(data, tensor, part, dim)
+        return Filled({slot: prod(data)}, silent)
+
+    def _gate_or_up(
+        self, data: Shape, tensor: TensorType, shape: Shape, dim: int, key: object
+    ) -> Filled:
+        size = data[dim] // 2
+        part = self._share(tensor, shape, dim)
+        place = (*data[:dim], size, *data[dim + 1 :])
+        silent = self._silent(shape, dim, size)
+        _copied(place, tensor, part, dim)
+        return Filled({key: prod(place)}, silent)
+
+    def _share(self, tensor: TensorType, shape: Shape, dim: int) -> Shape:
+        if dim >= len(shape):
+            raise _refused("IndexError", "", tensor, shape, "too few dimensions")
+        return (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
+
+    def _silent(self, shape: Shape, dim: int, size: int) -> str | None:
+        if shape[dim] != size * self.tp:
+            return f"expected {size * self.tp} along dimension {dim}, found {shape[dim]}"
+        return None
+
+
+def _assigned(shape: Shape) -> Shape:
+    """A shape as an assignment to an index takes it: without the 1s before it."""
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def _copied(place: Shape, tensor: TensorType, part: Shape, dim: int) -> None:
+    """A copy into an expert's place, whose tail is zeroed where the part is shorter."""
+    if len(part) == len(place) and part[dim] < place[dim]:
+        place = (*place[:dim], part[dim], *place[dim + 1 :])
+    broadcast(place, tensor, part)

@@ -1,0 +1,394 @@
+"""A config's quantization as sglang reads it: which scheme each module gets.
+
+Read in sglang 0.5.23: `configs/model_config.py` (_parse_quant_hf_config, _parse_modelopt_quant_config),
+`layers/quantization/fp8.py`, `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
+get_linear_scheme, get_moe_scheme, get_lm_head_scheme), `modelopt_quant.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qconvert.runtimes.sglang.matching import (
+    Compressed,
+    Fused,
+    is_layer_excluded,
+    is_layer_skipped,
+)
+from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.sglang.schemes import (
+    BlockFp8,
+    CompressedFp8,
+    ModeloptFp4,
+    PackedFp4,
+    PackedIntegers,
+    Scheme,
+    Unquantized,
+)
+from qconvert.runtimes.sglang.setting import Setting
+
+# Formats of compressed-tensors whose activations may be quantized too.
+_ACTIVATIONS = (
+    "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
+
+
+class Quantization(Protocol):
+    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
+    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
+    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def blocks_shared(self) -> bool: ...
+    @property
+    def packed_int4(self) -> bool: ...
+    @property
+    def cache(self) -> bool: ...
+    def linear(self, module: str, kind: str) -> Scheme: ...
+    def experts(self, module: str) -> Scheme: ...
+    def head(self, module: str) -> Scheme | None: ...
+
+
+@dataclass(frozen=True)
+class NoQuantization:
+    """A config that states none."""
+
+    plain: Unquantized
+    name: str = ""
+    blocks_shared: bool = False
+    packed_int4: bool = False
+    cache: bool = False
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        return self.plain
+
+    def experts(self, module: str) -> Scheme:
+        return self.plain
+
+    def head(self, module: str) -> Scheme | None:
+        return None
+
+
+class Fp8:
+    """quant_method fp8, in blocks."""
+
+    name = "fp8"
+    blocks_shared = False
+    packed_int4 = False
+    cache = True
+
+    def __init__(self, block: Mapping[str, Any], fused: Fused, plain: Unquantized) -> None:
+        size = block.get("weight_block_size")
+        if not _is_pair(size):
+            raise NotSimulated("FP8 without weight_block_size")
+        if block.get("activation_scheme") != "dynamic":
+            raise NotSimulated(f"activation_scheme {block.get('activation_scheme')!r}")
+        self._scheme = BlockFp8(size[0], size[1])
+        self._plain, self._fused = plain, fused
+        listed = block.get("ignored_layers")
+        if listed is None:
+            listed = block.get("modules_to_not_convert")
+        bases = [entry.removeprefix("model.") for entry in _names(listed)]
+        self._ignored = [name for base in bases for name in (base, f"model.{base}")]
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        skipped = is_layer_skipped(module, self._ignored, self._fused)
+        return self._plain if skipped else self._scheme
+
+    def experts(self, module: str) -> Scheme:
+        return self.linear(module, "")
+
+    def head(self, module: str) -> Scheme | None:
+        return None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One config group of compressed-tensors."""
+
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    format: str | None
+
+    @property
+    def bits(self) -> int:
+        return int(self.weights.get("num_bits", 8))
+
+    @property
+    def integers(self) -> bool:
+        return str(self.weights.get("type", "int")) == "int"
+
+    @property
+    def symmetric(self) -> bool:
+        return bool(self.weights.get("symmetric", True))
+
+    @property
+    def group(self) -> int | None:
+        size = self.weights.get("group_size")
+        return None if size is None else int(size)
+
+    @property
+    def strategy(self) -> str:
+        stated = self.weights.get("strategy")
+        if stated is not None:
+            return str(stated)
+        return "tensor" if self.group is None else "group" if self.group > 0 else "channel"
+
+    @property
+    def actorder(self) -> str | None:
+        value = self.weights.get("actorder")
+        if value is True:
+            return "group"
+        return str(value) if value else None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block of FP8, for activations quantized as they come."""
+        size = self.weights.get("block_structure")
+        fits = (
+            not self.integers and self.bits == 8 and self.symmetric and self.strategy == "block"
+            and self.inputs is not None and bool(self.inputs.get("dynamic")) and _is_pair(size)
+        )  # fmt: skip
+        return (size[0], size[1]) if fits and isinstance(size, list) else None
+
+    @property
+    def is_integers(self) -> bool:
+        static = not self.weights.get("dynamic")
+        return self.integers and self.strategy in ("channel", "group") and static and not self.inputs
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return (
+            not self.integers and self.bits == 4 and self.group == 16 and self.symmetric
+            and self.strategy == "tensor_group"
+        )  # fmt: skip
+
+
+class CompressedTensors:
+    """quant_method compressed-tensors: packed integers and NVFP4, with `linear_fp8_config` for FP8 linears
+    beside them."""
+
+    name = "compressed_tensors"
+    blocks_shared = False
+
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    ) -> None:
+        self._format = block.get("format")
+        self._groups: dict[str, _Group] = {}
+        groups = block.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            own = group.get("format")
+            inputs = group.get("input_activations") if _activations(own or self._format) else None
+            for target in _names(group.get("targets")):
+                self._groups[target] = _Group(group.get("weights") or {}, inputs or None, own)
+        self._plain, self._setting = plain, setting
+        self._names = Compressed(_names(block.get("ignore")), self._groups, fused)
+        linears = block.get("linear_fp8_config")
+        self._linears: BlockFp8 | None = None
+        if isinstance(linears, Mapping):
+            size = linears.get("weight_block_size")
+            if linears.get("quant_method") != "fp8" or not _is_pair(size):
+                raise NotSimulated("linear_fp8_config without FP8 blocks")
+            self._linears = BlockFp8(size[0], size[1])
+        cache = block.get("kv_cache_scheme")
+        self.cache = isinstance(cache, Mapping) and cache.get("num_bits") == 8
+        if any(block.get(key) for key in ("sparsity_config",)):
+            raise NotSimulated("sparsity_config")
+
+    @property
+    def packed_int4(self) -> bool:
+        group = self._groups.get("Linear")
+        return (
+            group is not None and self._format == "pack-quantized" and group.integers
+            and group.bits == 4 and group.symmetric and not group.weights.get("dynamic")
+        )  # fmt: skip
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        if self._linears is not None:
+            return self._linears
+        group = self._group(module, kind)
+        return self._plain if group is None else self._linear_of(module, group)
+
+    def experts(self, module: str) -> Scheme:
+        if "Linear" in self._groups and "FusedMoE" not in self._groups:
+            # What the runtime adds when it meets the first experts.
+            for name in ("FusedMoE", "DeepEPMoE"):
+                self._groups[name] = self._groups["Linear"]
+                self._names.targets.append(name)
+        projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
+        found = [self._group(projection, "FusedMoE") for projection in projections]
+        if any(group != found[0] for group in found):
+            raise LoadRefused(
+                "ValueError", "All MoE projections need to have same", module,
+                "gate_proj, up_proj and down_proj of the experts have different schemes",
+            )  # fmt: skip
+        return self._plain if found[0] is None else self._experts_of(module, found[0])
+
+    def head(self, module: str) -> Scheme | None:
+        if not self._groups or self._names.ignored(module):
+            return None
+        for target, group in self._groups.items():
+            if Compressed([target], (), {}).ignored(module):
+                return self._linear_of(module, group)
+        return None
+
+    def _group(self, module: str, kind: str) -> _Group | None:
+        if self._names.ignored(module) or not self._groups:
+            return None
+        return self._groups[self._names.target(module, kind)]
+
+    def _linear_of(self, module: str, group: _Group) -> Scheme:
+        form = group.format or self._format
+        if group.is_integers:
+            if form != "pack-quantized" or group.bits not in (4, 8):
+                raise LoadRefused(
+                    "ImportError", "is not supported now", module,
+                    f"the loader takes packed 4- and 8-bit codes, not {group.bits} bits in {form}",
+                )  # fmt: skip
+            return self._integers(group, triton=False)
+        if _activations(form) and group.is_nvfp4:
+            return self._fp4(group)
+        block = group.block
+        if _activations(form) and block is not None and self._setting.capability >= (8, 9):
+            linear = self._groups.get("Linear")
+            return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+        raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
+
+    def _experts_of(self, module: str, group: _Group) -> Scheme:
+        if group.is_integers:
+            if self._format != "pack-quantized" or group.bits not in (4, 8):
+                raise LoadRefused(
+                    "ValueError", "For Fused MoE layers, only ", module,
+                    f"the loader takes packed 4- and 8-bit codes, not {group.bits} bits",
+                )  # fmt: skip
+            fits = (
+                group.bits == 4 and group.strategy == "group" and group.group in (32, 128)
+                and group.symmetric and not group.actorder
+            )  # fmt: skip
+            runner, capability = self._setting.moe_runner, self._setting.capability
+            if runner == "triton" and not fits:
+                raise LoadRefused(
+                    "ValueError", "The Triton WNA16 MoE backend only supports", module,
+                    "this runner takes symmetric 4-bit codes in groups of 32 or 128",
+                )  # fmt: skip
+            blackwell = runner == "auto" and capability[0] == 10 and fits
+            return self._integers(group, triton=runner == "triton" or blackwell)
+        if group.is_nvfp4:
+            return self._fp4(group)
+        raise NotSimulated(f"experts with {group.strategy} scales")
+
+    def _integers(self, group: _Group, *, triton: bool) -> PackedIntegers:
+        size = group.group if group.strategy == "group" and group.group else -1
+        return PackedIntegers(
+            group.bits, size, group.symmetric, group.actorder, triton, self._plain.dtype
+        )
+
+    def _fp4(self, group: _Group) -> PackedFp4:
+        native = group.inputs is not None and self._setting.capability >= (10, 0)
+        return PackedFp4(group.inputs is not None, native, self._plain.dtype)
+
+
+class Modelopt:
+    """modelopt's NVFP4, for all modules that its list does not name."""
+
+    name = "modelopt_fp4"
+    packed_int4 = False
+
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    ) -> None:
+        algorithm = block.get("quant_algo")
+        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+            raise NotSimulated(f"quant_algo {algorithm!r}")
+        size = block.get("group_size")
+        if size is None:
+            first = next(iter((block.get("config_groups") or {}).values()), {})
+            size = (first.get("weights") or {}).get("group_size", 16)
+        excluded = block.get("ignore")
+        for key in ("modules_to_not_convert", "exclude_modules"):
+            excluded = block.get(key) if excluded is None else excluded
+        self._excluded = _names(excluded)
+        self._plain, self._fused = plain, fused
+        trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        self._scheme = ModeloptFp4(
+            algorithm == "W4A16_NVFP4", int(size), not trtllm, 64 if trtllm else 1
+        )
+        self.cache = True
+        self._setting = setting
+
+    @property
+    def blocks_shared(self) -> bool:
+        return any(
+            "shared_expert" in name and "shared_expert_gate" not in name for name in self._excluded
+        )
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        if skipped or is_layer_excluded(module, self._excluded):
+            return self._plain
+        return self._scheme
+
+    def experts(self, module: str) -> Scheme:
+        if is_layer_excluded(module, self._excluded):
+            return self._plain
+        runner, capability = self._setting.moe_runner, self._setting.capability
+        marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
+        if capability < (10, 0) and not marlin:
+            raise LoadRefused(
+                "ValueError", "Current platform does not support NVFP4", module,
+                f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
+                "--moe-runner-backend marlin",
+            )  # fmt: skip
+        return self._scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return self.linear(module, "ParallelLMHead")
+
+
+def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The block that the runtime reads: the config's own, then its text config's, then
+    `compression_config`."""
+    text = config.get("text_config")
+    for place, key in (
+        (config, "quantization_config"), (text, "quantization_config"),
+        (config, "compression_config"),
+    ):  # fmt: skip
+        value = place.get(key) if isinstance(place, Mapping) else None
+        if isinstance(value, Mapping):
+            return value
+    return None
+
+
+def quantization_of(
+    config: Mapping[str, Any], fused: Fused, setting: Setting, dtype: str
+) -> Quantization:
+    """What a config states, for a class that maps fused names as in `fused`. Raises NotSimulated."""
+    plain = Unquantized(dtype)
+    block = block_of(config)
+    if block is None:
+        return NoQuantization(plain)
+    method = block.get("quant_method")
+    if method == "fp8":
+        return Fp8(block, fused, plain)
+    if method == "compressed-tensors":
+        return CompressedTensors(block, fused, plain, setting)
+    if method == "modelopt" or (method is None and "quant_algo" in block):
+        return Modelopt(block, fused, plain, setting)
+    raise NotSimulated(f"quant_method {method!r}")
+
+
+def _names(value: object) -> Sequence[str]:
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(i) is int and i > 0 for i in value)
+
+
+def _activations(form: object) -> bool:
+    return form in _ACTIVATIONS

@@ -1,0 +1,161 @@
+"""What sglang would do with a folder: `simulate` builds the rank's parameters from the config, offers
+every tensor of the headers to them, and says what is written, read, refused or misread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.shown import count
+from qconvert.runtimes.sglang.building import Build
+from qconvert.runtimes.sglang.classes import (
+    CLASSES,
+    Finder,
+    ModelClass,
+    after_load,
+    runner_of,
+    text_config,
+)
+from qconvert.runtimes.sglang.names import Target
+from qconvert.runtimes.sglang.parameters import Experts
+from qconvert.runtimes.sglang.quantization import quantization_of
+from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.sglang.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A load, foreseen. `refused`: the error that ends it. `unwritten`: parameters that no tensor fills,
+    with the share of their elements; those among them that the runtime computes with are `missing`.
+    `unread`: tensors that reach no parameter. `misread`: tensors that reach one in silence and wrong.
+    `nbytes`: what the rank holds of weights. `shared_fused`: shared experts are loaded as routed ones."""
+
+    setting: Setting
+    refused: LoadRefused | None
+    unwritten: Mapping[str, float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    misread: Mapping[str, str] = field(default_factory=dict)
+    empty: tuple[str, ...] = ()
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, TensorType] = field(default_factory=dict)
+    nbytes: int = 0
+    shared_fused: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it loads, and right: every parameter that counts is written, and as it was stored."""
+        return self.refused is None and not (self.missing or self.misread or self.empty)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that a config names. Raises NotSimulated for one that the simulator does not know."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if name not in CLASSES:
+        raise NotSimulated(f"architecture {name!r}")
+    return str(name)
+
+
+def simulate(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting | None = None,
+    *,
+    groups: int | None = None,
+) -> Simulated:
+    """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
+    files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
+    split ones, as its manifest states; headers cannot show it, and without it any order is taken for
+    right. Raises NotSimulated for what the simulator has no rule for."""
+    asked = setting or Setting()
+    kind = CLASSES[architecture_of(config)]
+    setting = replace(asked, moe_runner=runner_of(kind, config, asked))
+    if setting.tp % setting.ep:
+        raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
+    numbers = text_config(config)
+    quantization = quantization_of(config, kind.fused(numbers), setting, numbers.dtype)
+    build = Build(setting, quantization, numbers.dtype)
+    fused = kind.shared(numbers, quantization, setting)
+    try:
+        kind.build(build, numbers, fused)
+    except LoadRefused as refused:
+        return Simulated(asked, refused, shared_fused=fused > 0)
+    finder = kind.names(build, numbers, fused)
+    done = _loaded(kind, build, finder, tensors, asked, fused > 0)
+    wanted = kind.groups(numbers) if kind.groups is not None and groups else None
+    if wanted is None or groups == wanted:
+        return done
+    order = f"rows in {count(groups or 0, 'group')}, and the class takes {count(wanted, 'group')}"
+    unread = frozenset(done.unread)
+    wrong = {
+        name: order
+        for name in tensors
+        if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
+    }
+    return replace(done, misread={**done.misread, **wrong})
+
+
+def _loaded(
+    kind: ModelClass,
+    build: Build,
+    finder: Finder,
+    tensors: Mapping[str, TensorType],
+    asked: Setting,
+    shared_fused: bool,
+) -> Simulated:
+    read: set[str] = set()
+    misread: dict[str, str] = {}
+    refused = None
+    try:
+        for name, stored in tensors.items():
+            for target in finder.find(name, stored):
+                said = _write(build, target, name, stored, read)
+                if said:
+                    misread[name] = said
+        if kind is CLASSES["DeepseekV3ForCausalLM"]:
+            after_load(build, tensors)
+    except LoadRefused as error:
+        refused = error
+    held = {
+        **build.parameters,
+        **{alias: build.parameters[name] for alias, name in build.aliases.items()},
+    }
+    unwritten = {
+        name: parameter.unwritten
+        for name, parameter in held.items()
+        if parameter.unwritten and not parameter.default
+    }
+    return Simulated(
+        asked, refused, unwritten,
+        tuple(name for name in unwritten if held[name].needed and name not in build.aliases),
+        tuple(name for name in tensors if name not in read), misread,
+        tuple(name for name, parameter in held.items() if 0 in parameter.shape), build.schemes,
+        {name: TensorType(made.dtype, made.shape) for name, made in held.items()},
+        sum(parameter.nbytes for parameter in build.parameters.values()), shared_fused,
+    )  # fmt: skip
+
+
+def _write(
+    build: Build, target: Target, name: str, stored: TensorType, read: set[str]
+) -> str | None:
+    """Write what a target takes of a tensor. Returns what goes wrong in silence."""
+    held = build.aliases.get(target.name, target.name)
+    parameter = build.parameters[held]
+    if isinstance(parameter.slot, Experts):
+        assert isinstance(target.shard, tuple)
+        expert = target.shard[0]
+        assert isinstance(expert, int)
+        if parameter.slot.local(expert) is None:
+            return None
+    part = stored if target.part is None else TensorType(stored.dtype, target.part)
+    try:
+        said = parameter.write(part, target.shard)
+    except LoadRefused as refused:
+        raise LoadRefused(refused.kind, refused.says, name, refused.why) from None
+    read.add(name)
+    if target.beside:
+        read.add(target.beside)
+    return said
