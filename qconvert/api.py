@@ -27,6 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from qconvert.advise.advice import Advice
+from qconvert.advise.advice import advise as _advise
+from qconvert.advise.machine import Machine
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source, stage_folders
@@ -57,7 +60,7 @@ from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
-from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.consumers import Consumer, parse_consumer
 from qconvert.runtimes.pipeline import VARIABLE, Runtime, check_runtime, partition_of
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
@@ -66,6 +69,7 @@ from qconvert.validation.findings import Finding, Measure, Verdict
 from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
 
 __all__ = (
+    "Advice",
     "Calibration",
     "CheckedFolder",
     "Checkpoint",
@@ -74,6 +78,7 @@ __all__ = (
     "Difference",
     "Events",
     "Finding",
+    "Machine",
     "Measure",
     "Outlook",
     "OutputError",
@@ -92,6 +97,7 @@ __all__ = (
     "Uploaded",
     "UsageError",
     "Verdict",
+    "advise",
     "carry_out",
     "check_foreseen",
     "check_upload",
@@ -517,6 +523,35 @@ def validate(
                 here, source, request=request, progress=_told(events), follow_links=follow_links
             )
         return about_repo(report, place)
+
+
+def advise(
+    source: str | Path | Checkpoint,
+    runtime: str,
+    machine: Machine | None = None,
+    *,
+    disaggregated: bool = False,
+    numa: int = 2,
+    hotness: str | None = None,
+    follow_links: bool = False,
+) -> Advice:
+    """Which conversion a model needs for a runtime (`sglang`, `ktransformers`, optionally with
+    `==VERSION`), if any: the first of several, in the order of what they lose, that the runtime's loader
+    takes whole and the machine holds. From headers alone; the loader is simulated.
+
+        >>> found = api.advise(sample, "sglang", api.Machine(gpus=1))
+        >>> found.best.candidate.command, found.tp
+        ('dequant SRC OUT', 1)
+
+    `disaggregated` asks for a launch line for each role; `numa` nodes and a `hotness` map are for
+    KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated.
+    """
+    consumer = Consumer("ktransformers") if runtime == "ktransformers" else parse_consumer(runtime)
+    checkpoint = _checkpoint(source, follow_links=follow_links)
+    return _advise(
+        checkpoint, consumer, machine or Machine(), disaggregated=disaggregated, numa=numa,
+        hotness=hotness,
+    )  # fmt: skip
 
 
 def repair(

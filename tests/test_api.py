@@ -24,11 +24,11 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 
 NAMES = (
-    "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
-    "Events", "Finding", "Measure", "Outlook", "OutputError", "PlanError", "PlanOptions", "Planned",
-    "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Repair", "Report",
-    "Result", "RunError", "Uploaded", "UsageError", "Verdict", "carry_out", "check_foreseen",
-    "check_upload", "destination", "diff", "load_recipe", "open_checkpoint", "plan", "plan_after",
+    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
+    "Events", "Finding", "Machine", "Measure", "Outlook", "OutputError", "PlanError", "PlanOptions",
+    "Planned", "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Repair",
+    "Report", "Result", "RunError", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
+    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint", "plan", "plan_after",
     "plan_pair", "plan_stages", "refusal", "repair", "run", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 # --- The same as the command line ----------------------------------------------------------------

@@ -12,6 +12,7 @@ from types import FrameType
 import click
 
 from qconvert import __version__
+from qconvert.cli.advise import advise
 from qconvert.cli.check import diff, inspect, validate
 from qconvert.cli.convert import dequant, plan, run
 from qconvert.cli.house import clean, demo, recipes
@@ -66,6 +67,7 @@ _CONVERSIONS = (
 )
 for command in (
     inspect,
+    advise,
     plan,
     run,
     *_CONVERSIONS,

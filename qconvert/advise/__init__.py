@@ -1,0 +1,1 @@
+"""Which conversion a model needs for a runtime, if any."""

@@ -1,0 +1,214 @@
+"""What to do with a model for a runtime and a machine: of several conversions, in the order of what they
+lose, the first that the runtime loads whole and the machine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+from qconvert.advise.hybrid import Hybrid, hybrids
+from qconvert.advise.machine import FOR_WEIGHTS, Machine
+from qconvert.advise.options import Choice, candidates, considered
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import UsageError
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.serving import SIMULATED
+
+RUNTIMES = (*SIMULATED, "ktransformers")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`best` is what to do, None if nothing considered loads and fits; `others` what was considered too.
+    `tp` is the tensor-parallel size to serve `best` at. `lines` start the server, one per role."""
+
+    source: str
+    runtime: str
+    machine: Machine
+    best: Choice | Hybrid | None
+    others: tuple[Choice | Hybrid, ...]
+    tp: int = 0
+    lines: tuple[str, ...] = ()
+
+    @property
+    def assumes(self) -> str:
+        """What the answer rests on."""
+        one = self.machine
+        memory = "" if one.cpu_memory is None else f", {format_size(one.cpu_memory)} of main memory"
+        return (
+            f"assumed: {count(one.gpus, 'GPU')} of capability {one.capability[0]}.{one.capability[1]} "
+            f"with {format_size(one.gpu_memory)} each{memory}; weights take at most "
+            f"{FOR_WEIGHTS:.0%} of a GPU; a disk of {format_size(one.disk)}/s; no other options"
+        )
+
+
+def advise(
+    checkpoint: Checkpoint,
+    consumer: Consumer,
+    machine: Machine,
+    *,
+    disaggregated: bool = False,
+    numa: int = 2,
+    hotness: str | None = None,
+) -> Advice:
+    """Advice for sglang or KTransformers, from headers alone. Raises UsageError for another runtime, and
+    where KTransformers' main memory is not said; PlanError where experts cannot be found."""
+    source = str(checkpoint.root)
+    if consumer.name == "ktransformers":
+        return _hybrid(checkpoint, machine, source, numa, hotness)
+    if consumer.name not in SIMULATED:
+        raise UsageError(
+            f"the loader of {consumer.name} is not simulated; advice is for {', '.join(RUNTIMES)}"
+        )
+    others: list[Choice] = []
+    best: Choice | None = None
+    for number, candidate in enumerate(candidates(checkpoint, machine)):
+        # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
+        sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
+        choice = considered(checkpoint, candidate, sizes, machine)
+        if best is None and choice.fits_at(machine):
+            best = choice
+        else:
+            others.append(choice)
+        if number == 0 and choice.unknown:
+            break
+    tp = 0 if best is None else max(best.fits_at(machine))
+    lines = () if best is None else tuple(_lines(best, tp, source, disaggregated=disaggregated))
+    return Advice(source, consumer.name, machine, best, tuple(others), tp, lines)
+
+
+def _lines(best: Choice, tp: int, source: str, *, disaggregated: bool) -> Iterator[str]:
+    folder = quote(source if not best.candidate.command else "OUT")
+    words = [f"python -m sglang.launch_server --model-path {folder} --tp-size {tp}"]
+    if best.answers[tp].mended_by:
+        words.append(best.answers[tp].mended_by)
+    line = " ".join(words)
+    if not disaggregated:
+        yield line
+        return
+    # sglang 0.5.23, server_args.py: each role is a server of its own over the same folder.
+    for role in ("prefill", "decode"):
+        yield f"{line} --disaggregation-mode {role}"
+
+
+def _hybrid(
+    checkpoint: Checkpoint, machine: Machine, source: str, numa: int, hotness: str | None
+) -> Advice:
+    if machine.cpu_memory is None:
+        raise UsageError(
+            "KTransformers keeps experts in main memory: say how much there is (--cpu-memory)"
+        )
+    found = hybrids(checkpoint, machine, numa)
+    best = next((one for one in found if one.fits(machine)), None)
+    others = tuple(one for one in found if one is not best)
+    lines = () if best is None else (best.line(source, hotness),)
+    return Advice(source, "ktransformers", machine, best, others, machine.gpus, lines)
+
+
+def as_json(found: Advice) -> dict[str, Any]:
+    """For programs: sizes in bytes."""
+    return {
+        "source": found.source,
+        "runtime": found.runtime,
+        "assumed": found.assumes,
+        "best": None if found.best is None else _one(found.best, found.machine),
+        "tp": found.tp,
+        "lines": list(found.lines),
+        "others": [_one(other, found.machine) for other in found.others],
+    }
+
+
+def _one(choice: Choice | Hybrid, machine: Machine) -> Mapping[str, Any]:
+    if isinstance(choice, Hybrid):
+        return {
+            "command": choice.command, "kt_method": choice.method, "cpu_bytes": choice.cpu_bytes,
+            "gpu_experts": choice.gpu_experts, "gpu_bytes": choice.gpu_bytes,
+            "fits": choice.fits(machine), "refused": choice.refused, "loses": dict(choice.loses),
+        }  # fmt: skip
+    return {
+        "command": choice.candidate.command, "refused": choice.refused, "unknown": choice.unknown,
+        "loads_at": list(choice.loads_at), "fits_at": list(choice.fits_at(machine)),
+        "rank_bytes": {str(tp): answer.nbytes for tp, answer in choice.answers.items()},
+        "options": sorted({a.mended_by for a in choice.answers.values() if a.mended_by}),
+        "why_not": {str(tp): why for tp, why in why_not(choice).items()},
+        "nbytes": choice.nbytes, "read": choice.read, "written": choice.written,
+        "loses": dict(choice.loses),
+    }  # fmt: skip
+
+
+def why_not(choice: Choice) -> dict[int, str]:
+    """Why a size does not load."""
+    found = {}
+    for tp, answer in choice.answers.items():
+        if answer.whole or answer.mended_by:
+            continue
+        rank = answer.refused
+        if rank is not None and rank.refused is not None:
+            found[tp] = rank.refused.why
+        else:
+            wrong = [
+                name for one in answer.ranks for name in (*one.missing, *one.misread, *one.empty)
+            ]
+            first = next(iter([*wrong, *answer.ignored]), "a tensor")
+            found[tp] = f"{first} would not be read as it is stored"
+    return found
+
+
+def lines_of(found: Advice) -> Iterator[str]:
+    """For people."""
+    best, machine = found.best, found.machine
+    yield f"{found.source} for {found.runtime}"
+    if isinstance(best, Hybrid):
+        yield from best.lines()
+    elif best is not None:
+        yield from _said(best, machine)
+    else:
+        yield "nothing that was considered loads and fits"
+    for line in found.lines:
+        yield f"    {line}"
+    if found.others:
+        yield ""
+        yield "also considered:"
+    for other in found.others:
+        yield from (f"  {line}" for line in (
+            other.lines() if isinstance(other, Hybrid) else _said(other, machine)
+        ))  # fmt: skip
+    yield ""
+    yield found.assumes
+
+
+def _said(choice: Choice, machine: Machine) -> Iterator[str]:
+    command = choice.candidate.command
+    yield f"qconvert {command}" if command else "nothing: serve it as it is"
+    if choice.refused:
+        yield f"  refused: {choice.refused}"
+        return
+    if choice.unknown:
+        yield f"  not known: the simulator has no rule for {choice.unknown}"
+        return
+    if choice.written:
+        moved = choice.read + choice.written
+        yield (
+            f"  reads {format_size(choice.read)}, writes {format_size(choice.written)}: "
+            f"{_time(moved / machine.disk)} at the disk's speed"
+        )
+    for tp in sorted(choice.answers):
+        answer = choice.answers[tp]
+        if tp not in choice.loads_at:
+            yield f"  tp {tp}: does not load: {why_not(choice)[tp]}"
+            continue
+        room = "" if tp in choice.fits_at(machine) else ", too much for this GPU"
+        option = f" with {answer.mended_by}" if answer.mended_by else ""
+        yield f"  tp {tp}: loads{option}, {format_size(answer.nbytes)} on the fullest rank{room}"
+    for what, number in choice.loses.items():
+        yield f"  loses: {what} ({count(number, 'tensor')})"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,124 @@
+"""Conversions that a model may need, and what each would give, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qconvert.advise.machine import Machine
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import QConvertError
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.dequant import Dequant
+from qconvert.passes.fuse import Fuse
+from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.run.prepare import Options, disk_bytes, prepare
+from qconvert.runtimes.serving import Answer, served
+from qconvert.runtimes.sglang.refusal import NotSimulated
+from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
+from qconvert.validation import judgement
+from qconvert.validators.reading.matrices import FUSED, gdn_groups
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A conversion to consider: the command after `qconvert`, with SRC and OUT, and its passes; no
+    command for the model as it is."""
+
+    command: str
+    passes: tuple[Pass, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a candidate gives. `refused`: why it cannot be made. `answers`: what the runtime's loader
+    would do, by tensor-parallel size; `unknown`: why it was not asked. `read` and `written` are bytes of
+    the conversion, `loses` what it rounds, by number of times."""
+
+    candidate: Candidate
+    refused: str = ""
+    answers: Mapping[int, Answer] = field(default_factory=dict)
+    unknown: str = ""
+    nbytes: int = 0
+    read: int = 0
+    written: int = 0
+    loses: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def loads_at(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes at which it loads whole, with an option of the runtime or without."""
+        return tuple(sorted(tp for tp, one in self.answers.items() if one.whole or one.mended_by))
+
+    def fits_at(self, machine: Machine) -> tuple[int, ...]:
+        """Those at which the fullest rank's weights leave room for a KV cache."""
+        return tuple(tp for tp in self.loads_at if self.answers[tp].nbytes <= machine.for_weights)
+
+
+def candidates(checkpoint: Checkpoint, machine: Machine) -> tuple[Candidate, ...]:
+    """In the order of what they lose: nothing, rounding to bf16, 4 bits in small and larger groups."""
+    found = [Candidate("")]
+    if checkpoint.role_index.dims.gdn is not None:
+        found.append(Candidate("fuse SRC OUT --for sglang", (Fuse("sglang"),)))
+    if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
+        found.append(Candidate("dequant SRC OUT", (Dequant(),)))
+    if machine.capability >= BLACKWELL:
+        found.append(Candidate("nvfp4 SRC OUT", (ToNvfp4(),)))
+    sparse = checkpoint.role_index.dims.num_experts > 0
+    targets = (EXPERTS,) if sparse else ("Linear",)
+    words = "" if sparse else " --targets Linear"
+    for group in (32, 128):
+        step = ExpertsToW4A16(group=group, targets=targets)
+        found.append(Candidate(f"w4a16 SRC OUT --rtn --group-size {group}{words}", (step,)))
+    return tuple(found)
+
+
+def cpu_candidates(numa: int) -> tuple[Candidate, ...]:
+    """For KTransformers' kernels, in the order of what they lose."""
+    return tuple(
+        Candidate(f"amx SRC OUT --method {method} --numa {numa}", (ExpertsToAmx(method, numa),))
+        for method in ("int8", "int4")
+    )
+
+
+def considered(
+    checkpoint: Checkpoint,
+    candidate: Candidate,
+    sizes: Sequence[int],
+    machine: Machine,
+) -> Choice:
+    """Plan a candidate, and ask the simulator of sglang's loader at each size (no size: it is not
+    asked). Nothing but headers is read."""
+    try:
+        plan = run_passes(Plan.identity(checkpoint), candidate.passes)
+        ready = prepare(plan, Options())
+        if candidate.passes:
+            judgement.judged([ready], checkpoint)
+    except QConvertError as error:
+        return Choice(candidate, refused=str(error))
+    folder = judgement.planned_checkpoint(ready) if candidate.passes else checkpoint
+    tensors = {name: source.type for name, source in folder.items()}
+    answers: dict[int, Answer] = {}
+    unknown = ""
+    for tp in sizes:
+        setting = Setting(tp=tp, capability=machine.capability)
+        try:
+            answers[tp] = served(folder.config, tensors, setting, groups=_groups(folder))
+        except NotSimulated as reason:
+            unknown = str(reason)
+            break
+    written = disk_bytes(ready) if candidate.passes else 0
+    return Choice(
+        candidate, "", answers, unknown, plan.bytes_out, checkpoint.nbytes if written else 0, written,
+        plan.losses(),
+    )  # fmt: skip
+
+
+def _groups(folder: Checkpoint) -> int | None:
+    """The stated order of its fused linear-attention rows, 0 for split ones."""
+    if folder.role_index.dims.gdn is None:
+        return None
+    fused = any(f".{name}." in tensor for tensor in folder for name in FUSED)
+    return gdn_groups(folder) if fused else 0

@@ -1,0 +1,100 @@
+"""advise: which conversion a model needs for a runtime, if any."""
+
+from __future__ import annotations
+
+import click
+
+from qconvert.cli.options import FOLLOW_LINKS, JSON, MOST, SOURCE, Size
+from qconvert.core.say import say, say_all, say_json
+
+
+@click.command()
+@SOURCE
+@click.option(
+    "--for",
+    "runtime",
+    required=True,
+    metavar="NAME[==VERSION]",
+    help="sglang, whose loader is simulated (0.5.23), or ktransformers.",
+)
+@click.option("--gpus", type=click.IntRange(1, MOST), default=8, show_default=True, help="GPUs.")
+@click.option(
+    "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
+)
+@click.option(
+    "--capability",
+    type=click.Choice(["8.0", "8.9", "9.0", "10.0"]),
+    default="9.0",
+    show_default=True,
+    help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
+)
+@click.option("--cpu-memory", type=Size(), help="Main memory. KTransformers keeps experts in it.")
+@click.option(
+    "--numa",
+    type=click.IntRange(1, 64),
+    default=2,
+    show_default=True,
+    help="NUMA nodes of the machine, for KTransformers.",
+)
+@click.option(
+    "--hotness",
+    metavar="FILE",
+    help="A hotness.pt of a calibration: KTransformers keeps the experts used most on the GPU.",
+)
+@click.option(
+    "--disk", type=Size(), default="1GB", show_default=True, help="Bytes a second of the disk."
+)
+@click.option(
+    "--disaggregated", is_flag=True, help="Print a launch line for each role: prefill and decode."
+)
+@FOLLOW_LINKS
+@JSON
+def advise(
+    source: str,
+    runtime: str,
+    gpus: int,
+    gpu_memory: int,
+    capability: str,
+    cpu_memory: int | None,
+    numa: int,
+    hotness: str | None,
+    disk: int,
+    disaggregated: bool,
+    follow_links: bool,
+    as_json: bool,
+) -> int:
+    """Say which conversion SRC needs for a runtime, if any, and how to serve it.
+
+    Plans several conversions from headers, asks a simulator of the runtime's loader whether each would
+    load at each tensor-parallel size, and compares the bytes of the fullest rank with the GPU's
+    memory. "nothing: serve it as it is" is an answer. Of a repo on the Hub only headers are fetched.
+
+    \b
+    Examples:
+      qconvert advise Qwen/Qwen3-30B-A3B-FP8 --for sglang --gpus 4
+      qconvert advise DeepSeek-V3 --for sglang==0.5.23 --gpus 8 --gpu-memory 80GB
+      qconvert advise DeepSeek-V3 --for ktransformers --gpus 1 --gpu-memory 48GB --cpu-memory 768GB
+
+    Exit code 3 if nothing that was considered loads and fits.
+    """
+    from pathlib import Path
+
+    from qconvert import api
+    from qconvert.advise.advice import as_json as told
+    from qconvert.advise.advice import lines_of
+    from qconvert.hub.headers import place_of
+
+    major, minor = capability.split(".")
+    machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
+    with place_of(source) as place:
+        if place.fetched:
+            say(place.summary, err=True)
+        found = api.advise(
+            Path(place.folder), runtime, machine, disaggregated=disaggregated, numa=numa,
+            hotness=hotness, follow_links=follow_links,
+        )  # fmt: skip
+        if as_json:
+            say_json(told(found))
+        else:
+            say_all(place.named(line) for line in lines_of(found))
+    return 0 if found.best is not None else 3

@@ -1,0 +1,128 @@
+"""`qconvert advise`: the first conversion, in the order of what is lost, that loads and fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import headers
+import pytest
+from checkpoints import run_cli
+
+from qconvert import api
+from qconvert.advise.advice import as_json, lines_of
+from qconvert.advise.hybrid import Hybrid
+from qconvert.advise.machine import FOR_WEIGHTS
+from qconvert.advise.options import Choice
+from qconvert.core.errors import PlanError, UsageError
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Headers of published models with eight experts, sparse files without weights."""
+    root = tmp_path_factory.mktemp("advise")
+    for name in ("deepseek-v3", "qwen3-30b-a3b-fp8", "qwen3.5-27b-fp8"):
+        (root / name).mkdir()
+        headers.write_sparse(headers.few(name, 8), root / name)
+    return root
+
+
+def _choice(found: api.Advice) -> Choice:
+    assert isinstance(found.best, Choice)
+    return found.best
+
+
+def test_nothing_is_an_answer(models: Path) -> None:
+    found = api.advise(models / "qwen3-30b-a3b-fp8", "sglang==0.5.23")
+    assert _choice(found).candidate.command == ""
+    # 768 rows of an expert are six blocks of 128: four ranks would cut one.
+    assert (_choice(found).loads_at, found.tp) == ((1, 2), 2)
+    assert found.lines[0].startswith("python -m sglang.launch_server --model-path ")
+    assert f"--tp-size {found.tp}" in found.lines[0]
+
+
+def test_what_does_not_fit_is_converted(models: Path) -> None:
+    """A GPU that holds the INT4 form and not the FP8 one."""
+    source = models / "deepseek-v3"
+    as_it_is = _choice(api.advise(source, "sglang", api.Machine(gpus=1)))
+    held = as_it_is.answers[1].nbytes
+    small = api.Machine(gpus=1, gpu_memory=int(held / FOR_WEIGHTS) - GB)
+    found = api.advise(source, "sglang", small)
+    best = _choice(found)
+    assert best.candidate.command.startswith("w4a16 SRC OUT --rtn")
+    assert best.answers[1].nbytes <= small.for_weights < held
+    assert best.loses
+    first = found.others[0]
+    assert isinstance(first, Choice)
+    assert first.candidate.command == ""
+    assert first.fits_at(small) == ()
+    assert found.lines == (
+        "python -m sglang.launch_server --model-path OUT --tp-size 1"
+        + (f" {best.answers[1].mended_by}" if best.answers[1].mended_by else ""),
+    )
+
+
+def test_no_advice_is_said(models: Path) -> None:
+    result = run_cli(
+        "advise", models / "deepseek-v3", "--for", "sglang", "--gpus", "1", "--gpu-memory", "1GB"
+    )
+    assert result.code == 3
+    assert "nothing that was considered loads and fits" in result.out
+    assert "too much for this GPU" in result.out
+
+
+def test_every_role_has_a_line(models: Path) -> None:
+    found = api.advise(models / "deepseek-v3", "sglang", disaggregated=True)
+    roles = [line.rpartition("--disaggregation-mode ")[2] for line in found.lines]
+    assert roles == ["prefill", "decode"]
+
+
+def test_json_and_text_say_the_same(models: Path) -> None:
+    result = run_cli("advise", models / "qwen3.5-27b-fp8", "--for", "sglang", "--json")
+    assert result.code == 0, result.err
+    said = json.loads(result.out)
+    found = api.advise(models / "qwen3.5-27b-fp8", "sglang")
+    assert said == json.loads(json.dumps(as_json(found)))
+    text = list(lines_of(found))
+    assert said["assumed"] in text
+    assert all(any(line in shown for shown in text) for line in said["lines"])
+
+
+def test_experts_on_the_cpu(models: Path) -> None:
+    """Main memory decides which form, the GPU how many experts of a layer it holds."""
+    source = models / "deepseek-v3"
+    roomy = api.advise(
+        source, "ktransformers", api.Machine(gpus=1, gpu_memory=48 * GB, cpu_memory=768 * GB)
+    )
+    assert isinstance(roomy.best, Hybrid)
+    assert (roomy.best.command, roomy.best.method) == ("", "FP8")
+    (line,) = roomy.lines
+    assert f"--kt-num-gpu-experts {roomy.best.gpu_experts} " in line
+    assert "<experts>" not in line
+    # Another expert of each layer would not fit.
+    each = (roomy.best.cpu_bytes) // 8
+    room = roomy.machine.for_weights
+    if roomy.best.gpu_experts < 8:
+        assert roomy.best.gpu_bytes <= room < roomy.best.gpu_bytes + each
+
+    methods = {one.method: one for one in (roomy.best, *roomy.others) if isinstance(one, Hybrid)}
+    assert methods["AMXINT4"].cpu_bytes < methods["AMXINT8"].cpu_bytes
+    tight = api.Machine(
+        gpus=1, gpu_memory=48 * GB, cpu_memory=int(methods["AMXINT4"].cpu_bytes / 0.9) + GB // 10
+    )
+    found = api.advise(source, "ktransformers", tight, hotness="hot.pt")
+    assert isinstance(found.best, Hybrid)
+    assert found.best.method == "AMXINT4"
+    assert found.best.command == "amx SRC OUT --method int4 --numa 2"
+    assert found.lines[0].endswith("--init-expert-location hot.pt")
+
+
+def test_what_cannot_be_advised_is_refused(models: Path) -> None:
+    with pytest.raises(UsageError, match="not simulated"):
+        api.advise(models / "deepseek-v3", "vllm")
+    with pytest.raises(UsageError, match="--cpu-memory"):
+        api.advise(models / "deepseek-v3", "ktransformers")
+    with pytest.raises(PlanError, match="has no routed experts"):
+        api.advise(models / "qwen3.5-27b-fp8", "ktransformers", api.Machine(cpu_memory=100 * GB))
