@@ -130,4 +130,5 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
     "calibration": (_is_object, "an object"),
     "trtllm_gen": (_is_object, "an object"),
+    "tp_sizes": (_is_counts, "a list of counts"),
 }
