@@ -66,9 +66,10 @@ def _any_of(texts: Iterable[str]) -> str:
 
 def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
-    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
-    runtimes name vision towers as they like; experts that stay are one pattern. `experts` and `shared`:
-    the routed, and the shared ones of draft layers too, are packed."""
+    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model: one
+    pattern, or their names where others of them are FP8. Runtimes name vision towers as they like;
+    experts that stay are one pattern. `experts` and `shared`: the routed, and the shared ones of draft
+    layers too, are packed."""
     role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
     found, vision, kept = [], False, False
@@ -82,10 +83,17 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
             continue
         if output.type.dtype not in WEIGHT_DTYPES:
             found.append(split_parameter(name)[0])
-    numbered = any(".layers." in m and plan.family.is_mtp(m, dims) for m in found)
+    drafts = [m for m in found if ".layers." in m and plan.family.is_mtp(m, dims)]
+    in_fp8 = any(
+        output.type.dtype in WEIGHT_DTYPES and plan.family.is_mtp(name, dims)
+        for name, output in others.items()
+    )
     if plan.family.name in _UNMAPPED:
         found = with_fused_names(found)
-    if numbered:
+    if drafts and in_fp8:
+        numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
+        found += [f"model.decoder.{_below_layer(module)}" for module in numbered]
+    elif drafts:
         packed = [path[:-1] for path in shared_paths(plan)] if shared else []
         found.append(_draft_linears([*paths, *packed]))
     if _drafts_first_layer(plan, found):
@@ -95,6 +103,10 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
     if kept:
         found += all_experts(paths)
     return found
+
+
+def _below_layer(module: str) -> str:
+    return module.partition(".layers.")[2].partition(".")[2]
 
 
 def draft_as_first_layer(plan: Plan) -> bool:

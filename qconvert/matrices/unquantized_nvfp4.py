@@ -114,16 +114,6 @@ def _any_draft(plan: Plan, modules: Iterable[str]) -> bool:
     return any(plan.family.is_mtp(f"{module}.weight", dims) for module in modules)
 
 
-def kept_expert_globs(plan: Plan, others: Named) -> list[str]:
-    """Globs of draft layers that have FP8 experts of their own."""
-    found: dict[str, None] = {}
-    for draft in draft_prefixes(plan):
-        inside = [n for n in others if n.startswith(draft) and plan.role_index.kind(n).routed]
-        if any(others[name].type.dtype in WEIGHT_DTYPES for name in inside):
-            found |= dict.fromkeys(_draft_globs(draft))
-    return list(found)
-
-
 def _draft_globs(prefix: str) -> list[str]:
     return [f"{prefix}*", f"{_NUMBERED_ON}*"] if ".layers." in prefix else [f"{prefix}*"]
 

@@ -26,7 +26,6 @@ from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
     group_config,
-    hybrid_config,
     input_scale,
     mixed_config,
     modelopt_config,
@@ -48,7 +47,6 @@ from qconvert.matrices.unquantized_nvfp4 import (
     ignored_globs,
     ignored_linears,
     ignored_names,
-    kept_expert_globs,
     with_draft_names,
 )
 from qconvert.ops.constant import Constant
@@ -64,7 +62,7 @@ from qconvert.passes.replace_weights import (
 )
 from qconvert.passes.shared_experts import SharedExperts, shared_notes
 from qconvert.plan.plan import LogEntry, Plan
-from qconvert.runtimes.shared_experts import loses_shared
+from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +190,12 @@ class ToNvfp4:
         shared = shared_experts(plan, chosen.linears, drafts=drafts)
         if not shared or not _projections(chosen) or self.shared_experts == "keep":
             return chosen
-        if self.shared_experts is None and (
-            self.stats is not None
-            or not loses_shared(plan.config, self._block(plan, chosen, inputs=False)[0])
-        ):
-            return chosen
+        if self.shared_experts is None:
+            block, _ = self._block(plan, chosen, inputs=False)
+            # Targets that name shared experts never take those of draft layers.
+            lost = chosen.names_shared and drafts and would_fuse(plan.config, block)
+            if self.stats is not None or not (lost or loses_shared(plan.config, block)):
+                return chosen
         return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
 
     def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
@@ -329,8 +328,7 @@ def _packed_block(
 def _modelopt_block(
     plan: Plan, chosen: Selection, others: Named, linears: Mapping[str, bool], inputs: bool
 ) -> dict[str, Any]:
-    """modelopt's block; for experts beside FP8 layers one entry a layer, or, with input scales, the
-    source's own block."""
+    """modelopt's block; for experts beside FP8 layers one with an entry for each layer."""
     fp8 = [module for module, is_fp8 in linears.items() if is_fp8]
     modules = [module for module, _, _ in chosen]
     if not fp8:
@@ -342,10 +340,8 @@ def _modelopt_block(
             "first (a recipe of `dequant` and `nvfp4` is one read)"
         )
     own = fp8_own_block(plan)
-    if inputs:
-        return hybrid_config(own, kept_expert_globs(plan, others))
     left = with_draft_names(plan, ignored_linears(plan, others))
-    return mixed_config(own, left, modules, with_draft_names(plan, fp8))
+    return mixed_config(own, left, modules, with_draft_names(plan, fp8), inputs=inputs)
 
 
 PASSES = (ToNvfp4,)

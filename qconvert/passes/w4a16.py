@@ -190,9 +190,8 @@ class ExpertsToW4A16:
         if self.shared_experts is None:
             block = self._block(plan, chosen, chosen.others(plan))
             # Targets that name shared experts never take those of draft layers.
-            lost = would_fuse(plan.config, block) if chosen.names_shared else False
-            lost = lost or loses_shared(plan.config, block)
-            if self.calibrate is not None or not lost:
+            lost = chosen.names_shared and would_fuse(plan.config, block)
+            if self.calibrate is not None or not (lost or loses_shared(plan.config, block)):
                 return chosen
         elif self.calibrate is not None:
             raise PlanError(

@@ -120,7 +120,7 @@ _SAMPLE = [
     Cell("deepseek_v3", "w8a16"),
     Cell("deepseek_v3", "nvfp4 modelopt inputs", fp8=True),
     Cell("deepseek_v3", "w4a16", fp8=True, experts=256),
-    Cell("deepseek_v3", "nvfp4 ct", experts=256),
+    Cell("glm4_moe", "nvfp4 ct", fp8=True),
 ]
 WHOLE_MATRIX = os.environ.get("QCONVERT_ALL") == "1"
 CELLS = _all_cells() if WHOLE_MATRIX else _SAMPLE
