@@ -107,7 +107,8 @@ class Parts:
         if gate:
             self.plain(f"{at}.shared_expert_gate", 1, HIDDEN)
         if shared:
-            self.mlp(f"{at}.{shared}")
+            # DeepSeek and GLM have one size for both.
+            self.mlp(f"{at}.{shared}", self.inner if shared == "shared_experts" else INNER)
         for expert in range(count):
             self.mlp(f"{at}.experts.{expert}", self.inner)
 
@@ -287,7 +288,7 @@ def published(
 ) -> Model:
     """A checkpoint of a family. `fp8`: linears in blocks of 128 x 128, as its authors publish them.
     `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them. `inner`: rows of
-    routed experts' gates; shared experts keep theirs."""
+    routed experts' gates; Qwen's shared experts keep theirs."""
     parts = Parts(fp8, inner)
     config = _FAMILIES[family](parts, family, experts)
     for level in (config, config.get("text_config", {})):

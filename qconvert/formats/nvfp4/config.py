@@ -76,7 +76,7 @@ def mixed_config(
 ) -> dict[str, Any]:
     """NVFP4 matrices beside block FP8, an entry for each layer: modelopt's MIXED_PRECISION as sglang
     0.5.23 reads it (`ModelOptMixedPrecisionConfig`; it takes config.json's block only with
-    `quantized_layers` and a statement on the KV cache). `inputs` says that activations are quantized too.
+    `quantized_layers` and a statement on the KV cache). `inputs`: activations are quantized too.
     `packed` and `fp8` are modules; routed experts are one entry a layer. `block` is the source's, whose
     block size stays stated for readers of FP8."""
     layers: dict[str, dict[str, Any]] = {}
