@@ -16,6 +16,7 @@ from qconvert.hub.card.of_plan import with_card
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.shared_experts import NO_FUSION, fuses, kept_apart, loses_shared
 from qconvert.samples.request import Calibration
 
@@ -175,6 +176,21 @@ def test_calibration_keeps_them(tmp_path: Path) -> None:
         ExpertsToW4A16(calibrate=request, shared_experts="quantize").chosen(plan)
     with pytest.raises(PlanError, match="quantized shared experts would need input scales"):
         ToNvfp4(stats="somewhere", shared_experts="quantize")
+
+
+def test_who_ignores_them_keeps_them(tmp_path: Path) -> None:
+    step = ExpertsToW4A16(ignore=("re:.*shared_expert.*",))
+    plan = planned(tmp_path, "qwen3_next", step)
+    assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
+    assert NO_FUSION in launch(plan)
+
+
+def test_a_recipe_says_the_same(tmp_path: Path) -> None:
+    (ours,) = parse_recipe("passes: [w4a16: {shared_experts: keep}]", "r").passes
+    assert ours == ExpertsToW4A16(shared_experts="keep")
+    text = "passes: [nvfp4: {dialect: modelopt, shared_experts: quantize, tp: 2}]"
+    (other,) = parse_recipe(text, "r").passes
+    assert other == ToNvfp4("modelopt", shared_experts="quantize", tp=2)
 
 
 # --- Names ------------------------------------------------------------------------------------------

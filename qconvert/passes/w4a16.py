@@ -187,6 +187,8 @@ class ExpertsToW4A16:
         shared = shared_experts(plan, chosen.linears, drafts=drafts)
         if not shared:
             return chosen
+        if self.shared_experts is None and any(matches(module, self.ignore) for module in shared):
+            return chosen
         if self.shared_experts is None:
             block = self._block(plan, chosen, chosen.others(plan))
             # Targets that name shared experts never take those of draft layers.
