@@ -17,7 +17,7 @@ from qconvert.cli.convert import (
     plan_options,
     show_plan,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, Folder, Words
+from qconvert.cli.options import MOST, OUT, SOURCE, TP, Folder, Words
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -100,10 +100,7 @@ def amx(
     "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
-@click.option(
-    "--tp", type=click.IntRange(1, MOST), metavar="N",
-    help="Refuse a folder of --gpu w4a16 that would not load on N tensor-parallel ranks.",
-)  # fmt: skip
+@TP
 @CALIBRATION
 @RUNNING
 def kt(

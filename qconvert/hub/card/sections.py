@@ -143,10 +143,10 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
             f"`{NO_FUSION}` keeps sglang from fusing the shared expert into the routed experts: its "
             "weights are stored in another form, and would not be loaded."
         )
-    sizes = manifest.get("tp_sizes")
-    if sizes is not None:
-        listed = ", ".join(map(str, sizes)) or "none of 1, 2, 4, 8 and 16"
-        lines += ["", f"Ranks get whole groups of its packed weights at tensor parallel {listed}."]
+    tp_sizes = manifest.get("tp_sizes")
+    if tp_sizes is not None:
+        held = ", ".join(map(str, tp_sizes)) or "none of 1, 2, 4, 8 and 16"
+        lines += ["", f"Ranks get whole groups of its packed weights at tensor parallel {held}."]
     stage = manifest.get("stage")
     if stage is not None:
         settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
