@@ -794,6 +794,16 @@ def _draft_layers_listed_by_patterns_alone(bench: Bench) -> Repo:
     return bench.write(draft_int4([r"re:model\.layers\.2\.(self_attn|mlp\.shared).*"]))
 
 
+@broken("QC035", severity="warning")
+def _parts_listed_for_a_class_without_a_mapping(bench: Bench) -> Repo:
+    """sglang's DeepSeek finds no scheme for gate_up_proj, and refuses the folder."""
+    model = draft_int4([r"re:model\.decoder\.(?!mlp\.experts\.).*"])
+    ignore = model.config["quantization_config"]["ignore"]
+    ignore[0] = r"re:model\.layers\.[01]\.(self_attn|mlp\.(shared_experts\.)?(gate|up|down)_proj).*"
+    ignore.append(r"re:model\.layers\.2\.(self_attn|mlp\.shared).*")
+    return bench.write(model)
+
+
 @broken("QC037")
 def _a_stale_nested_block(bench: Bench) -> Repo:
     """The root says FP8 in blocks; nested, the release's own INT4 overrides it."""

@@ -163,10 +163,18 @@ def test_who_takes_what(
 
 def test_a_shared_expert_beside_quantized_ones_keeps_its_form() -> None:
     """sglang fuses it with the routed ones by default and then reads none of its weights."""
-    made = {**MANIFEST, "passes": [{"name": "w4a16"}]}
-    assert "--disable-shared-experts-fusion" in command("sglang", made, {"n_shared_experts": 1})
-    assert "--disable" not in command("sglang", made, {})
-    assert "--disable" not in command("sglang", MANIFEST, {"n_shared_experts": 1})
+    config = {
+        "model_type": "glm4_moe", "n_shared_experts": 1, "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+    }  # fmt: skip
+    group = {"targets": [r"re:.*\.mlp\.experts\..*"], "weights": {"type": "int", "num_bits": 4}}
+    block: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
+    apart = {**config, "quantization_config": block}
+    assert "--disable-shared-experts-fusion" in command("sglang", MANIFEST, apart)
+    alike = {**group, "targets": [*group["targets"], r"re:.*\.shared_experts\..*"]}
+    same = {**config, "quantization_config": {**block, "config_groups": {"a": alike}}}
+    assert "--disable" not in command("sglang", MANIFEST, same)
+    assert "--disable" not in command("sglang", MANIFEST, config)
 
 
 def test_each_half_of_a_pair_lists_its_own_losses(tmp_path: Path) -> None:

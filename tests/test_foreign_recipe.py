@@ -438,7 +438,7 @@ def test_rounding_becomes_the_pass() -> None:
     assert parse_recipe(text, "r").passes == (
         ExpertsToW4A16(
             bits=8, group=128, symmetric=True, actorder=None,
-            targets=(_EXPERTS, r"re:a\.b$"), ignore=(r"re:c\.d$",),
+            targets=(_EXPERTS, r"re:a\.b$"), ignore=(r"re:c\.d$",), shared_experts="keep",
         ),
     )  # fmt: skip
 
@@ -448,7 +448,13 @@ def test_gptq_becomes_a_calibrated_pass() -> None:
     given = {"data": "x.txt", "samples": 3, "experts": "all"}
     asked = Calibration("x.txt", samples=3, experts="all", dampening_frac=0.02, block_size=64)
     step = ExpertsToW4A16(
-        bits=4, group=128, symmetric=True, actorder="static", targets=(_EXPERTS,), calibrate=asked
+        bits=4,
+        group=128,
+        symmetric=True,
+        actorder="static",
+        targets=(_EXPERTS,),
+        calibrate=asked,
+        shared_experts="keep",
     )
     assert parse_recipe(below("GPTQModifier", options), "r", given).passes == (step,)
     # What is said on the command line is said last.

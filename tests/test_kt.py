@@ -185,10 +185,12 @@ def test_every_bf16_matrix_is_ignored_and_nothing_quantized_is(made: Made) -> No
         if name.endswith(".weight") and len(value.shape) == 2 and ".mlp.experts." not in name
     }
     plain = {module for module, dtype in matrices.items() if dtype == "BF16"}
+    if made.kind == "deepseek":  # its draft layer is FP8 in part, so that a pattern would not do
+        at = "model.layers.2."
+        plain |= {f"model.decoder.{m.removeprefix(at)}" for m in plain if m.startswith(at)}
     assert {name for name in ignored if not name.startswith("re:")} == plain
     patterns = [re.compile(name.removeprefix("re:")) for name in ignored if name.startswith("re:")]
-    assert len(patterns) == (made.kind == "deepseek")
-    assert not any(pattern.match(module) for pattern in patterns for module in made.experts)
+    assert patterns == []
 
 
 def test_what_is_block_fp8_is_said_in_the_form_runtimes_take(made: Made) -> None:

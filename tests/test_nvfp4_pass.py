@@ -241,7 +241,8 @@ def test_part_of_what_shares_a_scale_is_refused(tmp_path: Path) -> None:
 
 @every_model
 def test_modelopts_block(kind: str, tmp_path: Path) -> None:
-    """Weights only says so; beside FP8 layers the source's own block stays, with what experts are."""
+    """Weights only says so; beside FP8 layers each layer is named, as sglang's MIXED_PRECISION reads
+    them."""
     model = MODELS[kind]()
     source = model.write(tmp_path / "source")
     assert nvfp4(source, tmp_path / "out", "modelopt").code == 0
@@ -256,12 +257,31 @@ def test_modelopts_block(kind: str, tmp_path: Path) -> None:
             ],
         }  # fmt: skip
         return
-    drafts = {"exclude_modules": ["model.layers.2.*", "model.decoder.*"]}
+    made = read_tensors(tmp_path / "out")
+    layers, left = block.pop("quantized_layers"), block.pop("ignore")
     assert block == {
-        **model.config["quantization_config"],
-        "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "W4A16_NVFP4", "group_size": 16,
-        **(drafts if kind == "deepseek" else {}),
+        **model.config["quantization_config"], "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION", "group_size": 16,
+        "kv_cache_quant_algo": None,
     }  # fmt: skip
+    packed = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    fp8 = {"quant_algo": "FP8_PB_WO", "group_size": 128}
+    wanted_layers = {}
+    for name, (dtype, *_) in made.items():
+        module = name.removesuffix(".weight")
+        holder = module.partition(".experts.")[0] + ".experts" if ".experts." in name else module
+        if name.endswith(".weight") and dtype in ("U8", "F8_E4M3"):
+            wanted_layers[holder] = packed if dtype == "U8" else fp8
+            assert module not in left
+    assert {name: layers.get(name) for name in wanted_layers} == wanted_layers
+    fused = {name for name in layers if name not in wanted_layers}
+    assert all(
+        name.startswith("model.decoder.")
+        or name.endswith(("qkv_proj", "gate_up_proj", "_with_mqa"))
+        for name in fused
+    )
+    assert ("model.decoder.mlp.experts" in fused) == (kind == "deepseek")
+    assert "model.layers.0.mlp.gate_up_proj" in fused or kind != "deepseek"
 
 
 def test_unquantized_draft_layers_are_ignored_by_both_names(tmp_path: Path) -> None:
@@ -410,12 +430,14 @@ def test_input_scales_come_from_statistics(dialect: Dialect, tmp_path: Path) -> 
         assert (inputs["dynamic"], inputs["num_bits"], inputs["group_size"]) == ("local", 4, 16)
 
 
-def test_the_hybrid_says_nvfp4_once_there_are_input_scales(tmp_path: Path) -> None:
+def test_beside_fp8_nvfp4_says_so_once_there_are_input_scales(tmp_path: Path) -> None:
     source = deepseek_v3().write(tmp_path / "source")
     stats = write_stats(tmp_path / "stats", [1])
     assert nvfp4(source, tmp_path / "out", "modelopt", "--stats", str(stats)).code == 0
     block = quantization(tmp_path / "out")
-    assert (block["quant_method"], block["moe_quant_algo"]) == ("fp8", "NVFP4")
+    layers = block["quantized_layers"]
+    assert layers["model.layers.1.mlp.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert layers["model.decoder.mlp.experts"]["quant_algo"] == "FP8_PB_WO"
 
 
 @pytest.mark.peer

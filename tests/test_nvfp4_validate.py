@@ -22,7 +22,11 @@ from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
 from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
-from qconvert.formats.nvfp4.config import group_config, hybrid_config, modelopt_config
+from qconvert.formats.nvfp4.config import (
+    group_config,
+    mixed_config,
+    modelopt_config,
+)
 from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops.fp4 import Dialect, from_e4m3
 from qconvert.validation.runner import Request, validate_folder
@@ -122,8 +126,16 @@ def test_blocks_say_whether_activations_are_quantized(inputs: bool) -> None:
     groups = {"config_groups": {"a": group_config(["Linear"], inputs=inputs)}}
     block: dict[str, Any] = {"quant_method": "compressed-tensors", **groups}
     flat = modelopt_config([], inputs=inputs)
-    hybrid = hybrid_config({"quant_method": "fp8"}, [], inputs=inputs)
-    for one, name in ((block, "compressed-tensors"), (flat, "modelopt"), (hybrid, "modelopt")):
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    packed = ["a.mlp.experts.0.up_proj"]
+    mixed = mixed_config(fp8, [], packed, ["a.mlp.gate_proj"], inputs=inputs)
+    hybrid = {**fp8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": flat["quant_algo"]}
+    for one, name in (
+        (block, "compressed-tensors"),
+        (flat, "modelopt"),
+        (mixed, "modelopt"),
+        (hybrid, "modelopt"),
+    ):
         found = stated(QuantConfig("config.json", one))
         assert found is not None
         assert (found.dialect.name, found.inputs) == (name, inputs)

@@ -38,7 +38,7 @@ _BAD: dict[str, list[str]] = {
     "method": _CHOICES, "rounding": _CHOICES, "mtp": _CHOICES, "gpu": _CHOICES, "bits": _CHOICES,
     "group": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
     "dialect": _CHOICES, "targets_nvfp4": _CHOICES, "level": _CHOICES, "form": _CHOICES,
-    "experts": _CHOICES, "few": _CHOICES,
+    "experts": _CHOICES, "few": _CHOICES, "shared_experts": _CHOICES,
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],

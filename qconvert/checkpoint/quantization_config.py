@@ -193,7 +193,8 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
         return Fp8Scheme(sizes.pop(), config.where, u8)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
-        if not algorithm.startswith("FP8") and "moe_quant_algo" not in block:  # FP8 but for experts
+        mixed = "moe_quant_algo" in block or "quantized_layers" in block  # FP8 but for experts
+        if not algorithm.startswith("FP8") and not mixed:
             raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
         size = block.get("weight_block_size")
         return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)

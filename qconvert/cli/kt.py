@@ -17,7 +17,7 @@ from qconvert.cli.convert import (
     plan_options,
     show_plan,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, Folder, Words
+from qconvert.cli.options import MOST, OUT, SOURCE, TP, Folder, Words
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def amx(
     "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
+@TP
 @CALIBRATION
 @RUNNING
 def kt(
@@ -111,6 +112,7 @@ def kt(
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | None,
+    tp: int | None,
     **given: Any,
 ) -> None:
     """Convert SRC for KTransformers, CPU and GPU side in one read, and print the launch command. With
@@ -124,10 +126,13 @@ def kt(
     """
     from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.recipe.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
+    if tp is not None and gpu_out is None:
+        raise click.UsageError("--tp is checked for the folder of --gpu w4a16 alone")
     asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
     if gpu_out is not None and options["dump_after"] is not None:
         raise click.UsageError(
@@ -138,7 +143,9 @@ def kt(
     if gpu_out is None:
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
-        planned = api.plan_pair(cpu_side, source, cpu_out, gpu_out, **plan_options(options))
+        planned = api.plan_pair(
+            cpu_side, source, cpu_out, gpu_out, gpu=ExpertsToW4A16(tp=tp), **plan_options(options)
+        )
         show_plan(planned, options)
         if not options["dry_run"]:
             carry_out(planned, as_json=options["as_json"])

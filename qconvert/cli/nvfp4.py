@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SOURCE, STATS, TARGETS, from_options
+from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, STATS, TARGETS, TP, from_options
 
 if TYPE_CHECKING:
     from qconvert.ops.fp4 import Dialect
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     "scale, the other multiplies by it.",
 )  # fmt: skip
 @TARGETS
+@SHARED_EXPERTS
+@TP
 @STATS
 @click.option(
     "--weight-only", is_flag=True,
@@ -34,6 +36,8 @@ def nvfp4(
     out: Path,
     dialect: Dialect,
     targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
     stats: Path | None,
     weight_only: bool,
     **options: Unpack[RunOptions],
@@ -44,9 +48,9 @@ def nvfp4(
     nvidia-modelopt would, byte for byte, with two exceptions. Gate and up of an expert always share one
     global scale, which runtimes require. In the compressed-tensors dialect FP16 weights are converted
     to FP32 first: that library's FP16 arithmetic overflows and loses small weights. MXFP4 in the form
-    of compressed-tensors is relabelled without loss, or refused. MTP layers are unchanged: sglang loads
-    them without NVFP4. A model whose family is not in layouts/ is refused, because its linear layers
-    are not known. --targets takes `experts` and `Linear` only.
+    of compressed-tensors is relabelled without loss, or refused. MTP layers are unchanged, but for the
+    experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model whose family is not in layouts/
+    is refused, because its linear layers are not known. --targets takes `experts` and `Linear` only.
 
     \b
     Examples:
@@ -62,5 +66,7 @@ def nvfp4(
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
     with from_options():
         chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
-        step = ToNvfp4(dialect, chosen, weight_only, None if stats is None else str(stats))
+        step = ToNvfp4(
+            dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp
+        )
     convert(Recipe("nvfp4", (step,), options["max_shard_size"]), source, out, options)

@@ -309,5 +309,14 @@ STATS = click.option(
     help="Statistics of a calibration (DIR of `w4a16 --gptq --save-stats DIR`), to take the input "
     "scales of activations from.",
 )  # fmt: skip
+SHARED_EXPERTS = click.option(
+    "--shared-experts", type=click.Choice(["quantize", "keep"]), default=None,
+    help="Quantize shared experts as the routed ones, or keep them. [default: quantize where sglang "
+    "fuses them with the routed ones, so that it loads the result without options; keep elsewhere]",
+)  # fmt: skip
+TP = click.option(
+    "--tp", type=click.IntRange(1, MOST), metavar="N",
+    help="Refuse a result that would not load on N tensor-parallel ranks.",
+)  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())
 OUT = click.argument("out", type=Folder())

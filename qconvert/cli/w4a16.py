@@ -9,7 +9,16 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.cli.convert import CONVERSION, convert
-from qconvert.cli.options import IGNORE, MOST, OUT, SOURCE, TARGETS, Renamed, from_options
+from qconvert.cli.options import (
+    IGNORE,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    TARGETS,
+    TP,
+    Renamed,
+    from_options,
+)
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -39,10 +48,8 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 )  # fmt: skip
 @TARGETS
 @IGNORE
-@click.option(
-    "--tp", type=click.IntRange(1, MOST), metavar="N",
-    help="Refuse a result that would not load on N tensor-parallel ranks.",
-)  # fmt: skip
+@SHARED_EXPERTS
+@TP
 @click.option(
     "--leave-bf16", is_flag=True,
     help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
@@ -64,6 +71,7 @@ def w4a16(
     packing: Literal["compressed-tensors", "gptq", "gptq-v2"],
     targets: tuple[str, ...],
     ignore: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
     leave_bf16: bool,
     actorder: Literal["static", "group"] | None,
@@ -105,5 +113,6 @@ def w4a16(
             tp=tp,
             actorder=actorder,
             calibrate=calibration_from(asked),
+            shared_experts=shared_experts,
         )
     convert(Recipe("w4a16", (step,), options["max_shard_size"]), source, out, options)

@@ -139,4 +139,5 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
         _list(_with({"file": _is_text}, {"before": _is_hash, "after": _is_hash})),
         "a list of repairs, each with its file",
     ),
+    "tp_sizes": (_is_counts, "a list of counts"),
 }

@@ -110,6 +110,8 @@ class Cut(Enum):
 
 
 _APART = (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN)
+# The matrices of shared experts.
+SHARED = (Kind.SHARED_GATE, Kind.SHARED_UP, Kind.SHARED_DOWN)
 _STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
 _ROUTED = frozenset((*_APART, *_STACKED, Kind.EXPERT_UNKNOWN))
 _BY_COLUMNS = frozenset(

@@ -38,7 +38,8 @@ def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]
 def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
     """Modules of linears that runtimes are known to load quantized, and their kinds, except those of the
     tensors `taken` (experts). A name that no role fits is not among them. Nor are draft layers: a draft
-    that is wrong more often costs more than its bytes."""
+    that is wrong more often costs more than its bytes; nor Qwen3-Next's fused GDN inputs: sglang 0.5.23
+    (`models/qwen3_next.py`, `_make_packed_weight_loader`) asks them for a `weight`."""
     known, dims = set(taken), plan.role_index.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
@@ -46,6 +47,8 @@ def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
             continue
         kind = plan.role_index.kind(name)
         if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):
+            continue
+        if kind is Kind.GDN_QKVZ and plan.family.name == "qwen3_next":
             continue
         yield module, kind
 

@@ -8,12 +8,22 @@ from re import escape
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
+from qconvert.core.roles import SHARED
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 _VISION = r"re:.*visual\..*"
+# Families whose classes in sglang 0.5.23 have no packed_modules_mapping, or a part of one: a fused
+# module is looked up under its own name alone (`models/glm4_moe.py`, `models/deepseek_v2.py`).
+_UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
+# Qwen3-Next's draft class in sglang 0.5.23 calls its one layer `model.layers.0`
+# (`models/qwen3_next_mtp.py`), which in the model itself has linear attention.
+_DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
+_DRAFT_ATTENTION = r"re:model\.layers\.0\.self_attn\..*"
+_FIRST_ATTENTION = "model.layers.0.self_attn."
 
 Named = Mapping[str, Output]
 
@@ -27,6 +37,16 @@ def expert_targets(paths: Iterable[str]) -> list[str]:
 def all_experts(paths: Iterable[str]) -> list[str]:
     """The same with the module that holds them, for lists of what is left."""
     return [rf"re:.*{escape(path)}(\..*)?$" for path in paths]
+
+
+def shared_paths(plan: Plan) -> list[str]:
+    """Where shared experts are below their layer, with a dot at the end (`.mlp.shared_expert.`, which
+    their gate's name does not contain)."""
+    found: dict[str, None] = {}
+    for role in plan.family.roles:
+        if role.kind in SHARED:
+            found[role.module.rpartition("{L}")[2].rpartition(".")[0] + "."] = None
+    return list(found)
 
 
 def no_experts(paths: Iterable[str]) -> str:
@@ -44,10 +64,12 @@ def _any_of(texts: Iterable[str]) -> str:
     return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
-def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
+def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
-    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model, and
-    runtimes name vision towers as they like; experts that stay are one pattern."""
+    name does no harm. Draft layers that are numbered on go by another name in sglang's draft model: one
+    pattern, or their names where others of them are FP8. Runtimes name vision towers as they like;
+    experts that stay are one pattern. `experts` and `shared`: the routed, and the shared ones of draft
+    layers too, are packed."""
     role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
     found, vision, kept = [], False, False
@@ -61,13 +83,49 @@ def ignored(plan: Plan, others: Named, *, experts: bool) -> list[str]:
             continue
         if output.type.dtype not in WEIGHT_DTYPES:
             found.append(split_parameter(name)[0])
-    if any(".layers." in m and plan.family.is_mtp(m, dims) for m in found):
-        found.append(_draft_linears(paths))
+    drafts = [m for m in found if ".layers." in m and plan.family.is_mtp(m, dims)]
+    in_fp8 = any(
+        output.type.dtype in WEIGHT_DTYPES and plan.family.is_mtp(name, dims)
+        for name, output in others.items()
+    )
+    if plan.family.name in _UNMAPPED:
+        found = with_fused_names(found)
+    if drafts and in_fp8:
+        numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
+        found += [f"model.decoder.{_below_layer(module)}" for module in numbered]
+    elif drafts:
+        packed = [path[:-1] for path in shared_paths(plan)] if shared else []
+        found.append(_draft_linears([*paths, *packed]))
+    if _drafts_first_layer(plan, found):
+        found.append(_DRAFT_ATTENTION)
     if vision:
         found.append(_VISION)
     if kept:
         found += all_experts(paths)
     return found
+
+
+def _below_layer(module: str) -> str:
+    return module.partition(".layers.")[2].partition(".")[2]
+
+
+def draft_as_first_layer(plan: Plan) -> bool:
+    """Whether sglang's draft model calls its layer as the model calls its first: a config cannot tell
+    the two apart."""
+    dims, family = plan.role_index.dims, plan.family
+    return family.name in _DRAFT_AS_FIRST_LAYER and any(
+        family.is_mtp(name, dims) for name in plan.tensors
+    )
+
+
+def _drafts_first_layer(plan: Plan, left: Iterable[str]) -> bool:
+    """Whether attention of such a draft is unquantized, and the model has none of that name."""
+    inside = any(
+        ".self_attn." in module and plan.family.is_mtp(module, plan.role_index.dims)
+        for module in left
+    )
+    named = any(name.startswith(_FIRST_ATTENTION) for name in plan.tensors)
+    return inside and not named and draft_as_first_layer(plan)
 
 
 def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None:

@@ -9,12 +9,15 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
-from qconvert.matrices.unquantized import Named, ignored
+from qconvert.matrices.unquantized import Named, draft_as_first_layer, ignored
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 # sglang's draft models call a layer so that checkpoints number on from the model's own.
 _NUMBERED_ON = "model.decoder."
+_DRAFT_HEAD = "model.shared_head.head"
+_FIRST_OF_DRAFT = "mtp.layers.0.self_attn."
+_DRAFT_ATTENTION = "model.layers.0.self_attn.*"
 
 
 def draft_prefixes(plan: Plan) -> list[str]:
@@ -38,14 +41,16 @@ def draft_patterns(plan: Plan) -> list[str]:
     return [escape(prefix) for prefix in prefixes]
 
 
-def ignored_names(plan: Plan, others: Named) -> list[str]:
+def ignored_names(plan: Plan, others: Named, *, drafts: bool) -> list[str]:
     """compressed-tensors' list: every unquantized matrix beside the packed ones by name; draft layers,
-    where nothing of them is FP8, by a pattern each."""
-    drafts = tuple(draft_prefixes(plan))
+    where nothing of them is FP8, by a pattern each. `drafts`: experts of theirs are packed too."""
+    if drafts:
+        return ignored(plan, others, experts=True)
+    draft_names = tuple(draft_prefixes(plan))
     found = ignored(
-        plan, {n: o for n, o in others.items() if not n.startswith(drafts)}, experts=True
+        plan, {n: o for n, o in others.items() if not n.startswith(draft_names)}, experts=True
     )
-    inside = {name: o for name, o in others.items() if name.startswith(drafts)}
+    inside = {name: o for name, o in others.items() if name.startswith(draft_names)}
     plain = [name for name, o in inside.items() if _is_matrix(plan, name, o)]
     if not plain:
         return found
@@ -56,9 +61,10 @@ def ignored_names(plan: Plan, others: Named) -> list[str]:
 
 def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list[str]:
     """modelopt's list: a glob for each module under which nothing is quantized, or else the linear's
-    own name. Runtimes find fused modules by the glob of what they are in."""
+    own name. Runtimes find fused modules by the glob of what they are in, and sglang's draft model asks
+    for its head as `model.shared_head.head`."""
     parents = {parent for module in quantized for parent in _parents(module)}
-    drafts = draft_prefixes(plan)
+    drafts = [] if _any_draft(plan, quantized) else draft_prefixes(plan)
     found: dict[str, None] = {}
     for name, output in others.items():
         if not _is_matrix(plan, name, output):
@@ -74,17 +80,38 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
             found[f"{before}{visual}*"] = None
         else:
             found[module if not above or above in parents else f"{above}.*"] = None
+    packed_drafts = not drafts and draft_as_first_layer(plan)
+    if packed_drafts or any(".layers." in prefix for prefix in drafts):
+        found[_DRAFT_HEAD] = None
+    if packed_drafts:
+        found[_DRAFT_ATTENTION] = None
     return list(found)
 
 
-def kept_expert_globs(plan: Plan, others: Named) -> list[str]:
-    """Globs of draft layers that have FP8 experts of their own."""
-    found: dict[str, None] = {}
-    for draft in draft_prefixes(plan):
-        inside = [n for n in others if n.startswith(draft) and plan.role_index.kind(n).routed]
-        if any(others[name].type.dtype in WEIGHT_DTYPES for name in inside):
-            found |= dict.fromkeys(_draft_globs(draft))
-    return list(found)
+def ignored_linears(plan: Plan, others: Named) -> list[str]:
+    """modelopt's list beside FP8 layers: the own name of every unquantized linear."""
+    return [split_parameter(name)[0] for name, o in others.items() if _is_matrix(plan, name, o)]
+
+
+def with_draft_names(plan: Plan, modules: Iterable[str]) -> list[str]:
+    """The modules, those of draft layers also as sglang's draft model calls them: `model.decoder` where
+    they are numbered on, `model.layers.0` in Qwen3-Next, whose experts are so called in both."""
+    dims, family = plan.role_index.dims, plan.family
+    found: list[str] = []
+    for module in modules:
+        found.append(module)
+        _, layers, rest = module.partition(".layers.")
+        numbered = layers and not module.startswith(family.mtp)
+        if _FIRST_OF_DRAFT in module and draft_as_first_layer(plan):
+            found.append(f"model{module.removeprefix('mtp')}")
+        if numbered and family.is_mtp(f"{module}.weight", dims):
+            found.append(_NUMBERED_ON + rest.partition(".")[2])
+    return found
+
+
+def _any_draft(plan: Plan, modules: Iterable[str]) -> bool:
+    dims = plan.role_index.dims
+    return any(plan.family.is_mtp(f"{module}.weight", dims) for module in modules)
 
 
 def _draft_globs(prefix: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 The config follows what runtimes do with it (read in sglang 0.5.23). It says that activations are
 quantized only where their scales are stored: without them a runtime would use scales that it never
-filled. Draft (MTP) layers stay as they are: sglang builds them without NVFP4, whatever the config says.
+filled. Draft (MTP) layers stay as they are: sglang builds them without NVFP4, but for Qwen3-Next's,
+which it builds as the model's first layer.
 """
 
 from __future__ import annotations
@@ -16,34 +17,52 @@ from struct import pack
 from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
+from qconvert.core.roles import Kind
 from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
     group_config,
-    hybrid_config,
     input_scale,
+    mixed_config,
     modelopt_config,
 )
 from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
 from qconvert.matrices.experts import Projection, check_described, routed_experts
 from qconvert.matrices.linears import check_sets, runtime_linears
 from qconvert.matrices.stored import Stored
-from qconvert.matrices.unquantized import Named, fp8_block, with_weight_scales
+from qconvert.matrices.unquantized import (
+    Named,
+    draft_as_first_layer,
+    fp8_block,
+    shared_paths,
+    with_weight_scales,
+)
 from qconvert.matrices.unquantized_nvfp4 import (
     draft_patterns,
     fp8_own_block,
     ignored_globs,
+    ignored_linears,
     ignored_names,
-    kept_expert_globs,
+    with_draft_names,
 )
 from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.passes.input_scales import InputMaxima, input_maxima
-from qconvert.passes.nvfp4_groups import quantized, shared_groups
-from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
+from qconvert.passes.replace_weights import (
+    Linear,
+    Selection,
+    replace_weights,
+    select_linears,
+    shared_experts,
+)
+from qconvert.passes.shared_experts import SharedExperts, shared_notes
 from qconvert.plan.plan import LogEntry, Plan
+from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,9 @@ class ToNvfp4:
     """The routed experts, or with `targets: all` every linear layer that runtimes load in NVFP4, in
     either dialect. `stats` is a folder of a calibration's statistics, from which the input scales of
     experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
+    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
+    quantized only where sglang would otherwise fuse them and not read them, and kept with `stats`, which
+    have no inputs of theirs. `tp` is a tensor-parallel size that the result must load at.
 
     Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
     cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
@@ -64,6 +86,8 @@ class ToNvfp4:
     targets: Literal["experts", "all"] = "experts"
     weight_only: bool = False
     stats: str | None = None
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
 
     def __post_init__(self) -> None:
         if self.stats is not None and self.weight_only:
@@ -75,6 +99,13 @@ class ToNvfp4:
                 "statistics are of experts' inputs alone, and with targets all other layers would need "
                 "input scales too: leave stats out for weights only, or target experts"
             )
+        if self.stats is not None and self.shared_experts == "quantize":
+            raise PlanError(
+                "statistics are of routed experts' inputs alone, and quantized shared experts would "
+                "need input scales too: leave stats out for weights only, or choose keep"
+            )
+        if self.tp is not None and self.tp < 1:
+            raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
 
     def __call__(self, plan: Plan) -> Plan:
         modules = mxfp4_modules(plan)
@@ -139,10 +170,33 @@ class ToNvfp4:
             linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks)
             check_sets({module: one.kind for module, one in linears.items()}, ragged)
             left = tuple(ragged)
-        own = experts.without_drafts(plan) if experts is not None else None
+        own = experts
+        if experts is not None and not self._takes_drafts(plan):
+            own = experts.without_drafts(plan)
         if not linears and not (own is not None and own.projections):
             raise PlanError("no linear layer found that runtimes load in NVFP4")
-        return Selection(own, linears, left)
+        found = self._with_shared(plan, Selection(own, linears, left))
+        check_tp(_sizes(found), self.tp)
+        return found
+
+    def _takes_drafts(self, plan: Plan) -> bool:
+        """Whether experts of draft layers are quantized too: where a config cannot tell them from the
+        model's own. There are no statistics of theirs."""
+        return self.stats is None and draft_as_first_layer(plan)
+
+    def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
+        """The same with shared experts, where they are to be quantized with the routed ones."""
+        drafts = self._takes_drafts(plan)
+        shared = shared_experts(plan, chosen.linears, drafts=drafts)
+        if not shared or not _projections(chosen) or self.shared_experts == "keep":
+            return chosen
+        if self.shared_experts is None:
+            block, _ = self._block(plan, chosen, inputs=False)
+            # Targets that name shared experts never take those of draft layers.
+            lost = chosen.names_shared and drafts and would_fuse(plan.config, block)
+            if self.stats is not None or not (lost or loses_shared(plan.config, block)):
+                return chosen
+        return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
 
     def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
         if self.stats is None:
@@ -156,26 +210,36 @@ class ToNvfp4:
     def _planned(
         self, plan: Plan, chosen: Selection, made: Named, maxima: InputMaxima | None
     ) -> Plan:
-        others = chosen.others(plan)
-        linears = runtime_linears(plan, others)
-        fp8 = fp8_block(plan, linears)
-        inputs = maxima is not None
-        if self.dialect == "compressed-tensors":
-            if fp8 is not None:
-                others = with_weight_scales(others)
-            block = _packed_block(plan, chosen, others, fp8, inputs)
-        else:
-            block = _modelopt_block(plan, chosen, others, linears, inputs)
+        block, others = self._block(plan, chosen, inputs=maxima is not None)
         return replace_weights(
             plan,
-            self._entry(plan, chosen, maxima, hybrid=fp8 is not None),
+            self._entry(plan, chosen, maxima, block),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
+            facts={"tp_sizes": _loads_at(chosen)},
         )
 
+    def _block(
+        self, plan: Plan, chosen: Selection, *, inputs: bool
+    ) -> tuple[dict[str, Any], Named]:
+        """The config's block for what is chosen, and the tensors that stay, under their new names."""
+        others: Named = chosen.others(plan)
+        linears = runtime_linears(plan, others)
+        fp8 = fp8_block(plan, linears)
+        if self.dialect == "modelopt":
+            return _modelopt_block(plan, chosen, others, linears, inputs), others
+        if fp8 is not None:
+            others = with_weight_scales(others)
+        drafts = self._takes_drafts(plan)
+        return _packed_block(plan, chosen, others, fp8, inputs, drafts=drafts), others
+
     def _entry(
-        self, plan: Plan, chosen: Selection, maxima: InputMaxima | None, *, hybrid: bool
+        self,
+        plan: Plan,
+        chosen: Selection,
+        maxima: InputMaxima | None,
+        block: Mapping[str, Any],
     ) -> LogEntry:
         notes = []
         spec = repr(self)
@@ -187,14 +251,40 @@ class ToNvfp4:
                 notes.append(f"{maxima.unseen} experts saw no token and take their layer's largest")
         else:
             notes.append("weights only: no input scales")
-            if hybrid and self.dialect == "modelopt":
-                notes.append("sglang 0.5.23 loads NVFP4 experts beside FP8 with input scales alone")
         dims = plan.role_index.dims
         if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
-            notes.append("MTP layers as they are")
+            notes.append(self._of_drafts(plan))
         if chosen.left:
             notes.append(f"{len(chosen.left)} linears left as they are: no whole blocks of {BLOCK}")
+        notes += shared_notes(plan, chosen, block)
+        notes.append(f"loads at tensor parallel {', '.join(map(str, _loads_at(chosen)))}")
         return chosen.entry(self.name, spec, notes)
+
+    def _of_drafts(self, plan: Plan) -> str:
+        if self._takes_drafts(plan):
+            return (
+                "experts of MTP layers quantized too: sglang's draft calls its layer model.layers.0"
+            )
+        if draft_as_first_layer(plan):
+            return (
+                "MTP layers as they are, which sglang's draft class does not load beside NVFP4: drop "
+                "them (a recipe of `drop: {what: mtp}` and `nvfp4`) or serve without speculation"
+            )
+        return "MTP layers as they are"
+
+
+def _sizes(chosen: Selection) -> list[Matrix]:
+    """One matrix of each kind and size."""
+    found: dict[tuple[Kind, int, int], Matrix] = {}
+    for module, kind, stored in chosen:
+        matrix = Matrix(module, stored.rows, stored.columns, kind.cut)
+        found.setdefault((kind, stored.rows, stored.columns), matrix)
+    return list(found.values())
+
+
+def _loads_at(chosen: Selection) -> list[int]:
+    """The usual tensor-parallel sizes at which each rank gets whole blocks."""
+    return [tp for tp in TP_SIZES if not cut_blocks(_sizes(chosen), tp)]
 
 
 def _projections(chosen: Selection) -> tuple[Projection, ...]:
@@ -206,21 +296,29 @@ def _in_blocks(stored: Stored) -> bool:
 
 
 def _packed_block(
-    plan: Plan, chosen: Selection, others: Named, fp8: tuple[int, int] | None, inputs: bool
+    plan: Plan,
+    chosen: Selection,
+    others: Named,
+    fp8: tuple[int, int] | None,
+    inputs: bool,
+    *,
+    drafts: bool,
 ) -> dict[str, Any]:
-    """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name."""
-    drafts = draft_patterns(plan)
-    experts = "".join(f"(?!{pattern})" for pattern in drafts)
-    paths = plan.family.expert_paths if _projections(chosen) else ()
-    targets = [rf"re:{experts}.*{escape(path)}\..*" for path in paths]
-    if chosen.linears:
-        targets = ["Linear"] if fp8 is None else [*targets, *chosen.linears]
+    """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name. `drafts`:
+    experts of draft layers are packed too."""
+    kept = [] if drafts else draft_patterns(plan)
+    own = "".join(f"(?!{pattern})" for pattern in kept)
+    paths = [f"{path}." for path in plan.family.expert_paths] if _projections(chosen) else []
+    paths += shared_paths(plan) if chosen.shared else []
+    targets = [rf"re:{own}.*{escape(path)}.*" for path in paths]
+    if chosen.plain:
+        targets = ["Linear"] if fp8 is None else [*targets, *with_fused_names(chosen.plain)]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized" if fp8 is None else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group_config(targets, inputs=inputs)},
-        "ignore": ignored_names(plan, others),
+        "ignore": ignored_names(plan, others, drafts=drafts),
     }
     if fp8 is not None:
         config["config_groups"]["group_1"] = fp8_group_config(fp8)
@@ -230,18 +328,20 @@ def _packed_block(
 def _modelopt_block(
     plan: Plan, chosen: Selection, others: Named, linears: Mapping[str, bool], inputs: bool
 ) -> dict[str, Any]:
-    """modelopt's block, or the source's own for FP8 layers with NVFP4 experts."""
+    """modelopt's block; for experts beside FP8 layers one with an entry for each layer."""
     fp8 = [module for module, is_fp8 in linears.items() if is_fp8]
+    modules = [module for module, _, _ in chosen]
     if not fp8:
-        modules = {module for module, _, _ in chosen}
         return modelopt_config(ignored_globs(plan, others, modules), inputs=inputs)
-    if chosen.linears:
+    if chosen.plain:
         raise PlanError(
             f"{fp8[0]!r} is FP8 and would stay so beside other layers in NVFP4, for which modelopt's "
             "dialect has no place: target experts, take dialect compressed-tensors, or dequantize "
             "first (a recipe of `dequant` and `nvfp4` is one read)"
         )
-    return hybrid_config(fp8_own_block(plan), kept_expert_globs(plan, others), inputs=inputs)
+    own = fp8_own_block(plan)
+    left = with_draft_names(plan, ignored_linears(plan, others))
+    return mixed_config(own, left, modules, with_draft_names(plan, fp8), inputs=inputs)
 
 
 PASSES = (ToNvfp4,)

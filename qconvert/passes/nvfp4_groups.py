@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
-from qconvert.core.roles import Kind, joined_with
+from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.nvfp4.config import NAMES
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
-from qconvert.ops.fp4 import Dialect
+from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.ops.rowwise import RowOp
 
 
@@ -57,3 +58,19 @@ def shared_groups(modules: Mapping[str, Kind]) -> tuple[tuple[str, ...], ...]:
         at = module.rpartition(".")[0] if len(joined) > 1 else module
         found.setdefault((at, joined), []).append(module)
     return tuple(map(tuple, found.values()))
+
+
+def cut_blocks(matrices: Iterable[Matrix], tp: int) -> list[Matrix]:
+    """The matrices of whose columns each of `tp` ranks would not get whole blocks."""
+    return [m for m in matrices if m.cut is Cut.COLUMNS and m.columns % (tp * BLOCK)]
+
+
+def check_tp(matrices: Sequence[Matrix], tp: int | None) -> None:
+    """Raises PlanError where a rank would cut a block, naming the matrix."""
+    for matrix in cut_blocks(matrices, tp) if tp is not None else ():
+        sizes = [size for size in TP_SIZES if not cut_blocks(matrices, size)]
+        raise PlanError(
+            f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "
+            f"{BLOCK} of its {matrix.columns} columns; it loads at "
+            + (", ".join(map(str, sizes)) or "none of the usual sizes")
+        )

@@ -1,7 +1,8 @@
 """A CPU folder and a GPU folder from one read of a checkpoint, and what says that they belong together.
 
 The fork of sglang that serves them may place any expert on the GPU, so the GPU folder holds all of them,
-never a part.
+never a part. Shared experts stay as they are: it is started with --disable-shared-experts-fusion, as
+routed experts on two devices cannot hold them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
             )
     if gpu.packing != "compressed-tensors":
         raise PlanError("the GPU side of a pair is compressed-tensors': its rows are made in parts")
-    gpu = replace(gpu, calibrate=cpu.calibrate)
+    gpu = replace(gpu, calibrate=cpu.calibrate, shared_experts="keep")
     chosen = gpu.chosen(plan)
     digest = gpu.digest(plan, chosen)
     shards: dict[str, Output] = {}

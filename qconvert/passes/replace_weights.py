@@ -7,7 +7,7 @@ the config blocks and side files of an earlier quantization.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
-from qconvert.core.roles import Kind
+from qconvert.core.names import split_parameter
+from qconvert.core.roles import SHARED, Kind
 from qconvert.matrices.experts import KINDS, STALE, STALE_RULE, Experts
 from qconvert.matrices.linears import quantizable
 from qconvert.matrices.stored import Stored, read_matrix
@@ -41,11 +42,23 @@ class Linear:
 @dataclass(frozen=True)
 class Selection:
     """The matrices that a pass quantizes: the routed experts (None: they stay), and other linears by
-    module. `left` are linears that a target names and that stay, since their columns do not fit."""
+    module. `left` are linears that a target names and that stay, since their columns do not fit;
+    `shared` are those of shared experts that no target names, quantized with the routed ones."""
 
     experts: Experts | None
     linears: Mapping[str, Linear]
     left: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
+
+    @property
+    def plain(self) -> list[str]:
+        """The linears that are not quantized for the routed experts' sake."""
+        return [module for module in self.linears if module not in self.shared]
+
+    @property
+    def names_shared(self) -> bool:
+        """Whether targets name shared experts."""
+        return any(one.kind in SHARED and m not in self.shared for m, one in self.linears.items())
 
     def __iter__(self) -> Iterator[tuple[str, Kind, Stored]]:
         """Every matrix: its module, its kind, and how it is read."""
@@ -69,8 +82,9 @@ class Selection:
     def entry(self, name: str, spec: str, notes: Iterable[str]) -> LogEntry:
         """What the pass did. Linears are chosen by targets, so that only experts are counted."""
         matrices = len(self.experts.projections) if self.experts else 0
-        what = "matrices" if self.linears else "expert matrices"
-        expected = self.experts.expected if self.experts and not self.linears else None
+        what = "matrices" if self.plain else "expert matrices"
+        counted = self.experts is not None and not self.plain
+        expected = self.experts.expected + len(self.shared) if self.experts and counted else None
         return LogEntry(name, spec, matrices + len(self.linears), expected, tuple(notes), what)
 
 
@@ -97,6 +111,28 @@ def select_linears(
         names = dict.fromkeys((*read, *(name for name in stale if name in plan.tensors)))
         found[module] = Linear(kind, stored, tuple(names))
     return found, left, unwanted
+
+
+def shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict[str, Linear]:
+    """The linears of shared experts that are not `known` already, those of draft layers if `drafts`.
+    Raises PlanError where one of a layer's is missing."""
+    found: dict[str, Linear] = {}
+    for name in plan.tensors:
+        module, parameter = split_parameter(name)
+        kind = plan.role_index.kind(name)
+        if kind not in SHARED or parameter not in ("weight", "weight_packed", "qweight"):
+            continue
+        if module in known or (not drafts and plan.family.is_mtp(name, plan.role_index.dims)):
+            continue
+        stored, read = read_matrix(plan, module)
+        stale = [f"{module}{end}" for end in STALE if f"{module}{end}" in plan.tensors]
+        found[module] = Linear(kind, stored, tuple(dict.fromkeys((*read, *stale))))
+    kinds = {(module.rpartition(".")[0], one.kind) for module, one in found.items()}
+    for parent in dict.fromkeys(parent for parent, _ in kinds):
+        for kind in SHARED:
+            if (parent, kind) not in kinds and not any(m.startswith(f"{parent}.") for m in known):
+                raise PlanError(f"{parent}: a matrix of a shared expert is missing")
+    return found
 
 
 def replace_weights(

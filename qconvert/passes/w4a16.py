@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from re import escape
 from typing import Any, ClassVar
 
 from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
 from qconvert.core.roles import Kind
@@ -44,12 +46,20 @@ from qconvert.matrices.unquantized import (
     fp8_block,
     ignored,
     no_experts,
+    shared_paths,
     with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.passes.replace_weights import Selection, replace_weights, select_linears
+from qconvert.passes.replace_weights import (
+    Selection,
+    replace_weights,
+    select_linears,
+    shared_experts,
+)
+from qconvert.passes.shared_experts import SharedExperts, shared_notes
 from qconvert.plan.plan import Plan
+from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 from qconvert.samples.request import Calibration, digest_of, identity
 
 GROUP = 128
@@ -65,7 +75,9 @@ class ExpertsToW4A16:
     names. Layers that no runtime is known to load quantized are never taken. With `leave_bf16` a linear
     whose columns are not whole groups stays as it is (an expert never does). `tp` is a tensor-parallel
     size that the result must load at. With `calibrate` GPTQ finds the codes of routed experts, but not
-    of draft layers, for which transformers has no class.
+    of draft layers, for which transformers has no class. `shared_experts` says whether shared experts,
+    where targets do not name them, are quantized with the routed ones or kept; None: quantized only
+    where sglang would otherwise fuse them and not read them, and kept beside calibrated ones.
 
     Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
     groups that do not fit (naming groups that do), and as `routed_experts` does.
@@ -84,6 +96,7 @@ class ExpertsToW4A16:
     leave_bf16: bool = False
     tp: int | None = None
     calibrate: Calibration | None = None
+    shared_experts: SharedExperts | None = None
 
     def __post_init__(self) -> None:
         if self.tp is not None and self.tp < 1:
@@ -162,9 +175,32 @@ class ExpertsToW4A16:
         )
         self._check_targets([*linears, *left], experts)
         check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
-        found = Selection(experts, linears, tuple(left))
+        found = self._with_shared(plan, Selection(experts, linears, tuple(left)))
         self._check_sizes(found)
         return found
+
+    def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
+        """The same with shared experts that no target names, where they are to be quantized."""
+        if chosen.experts is None or self.shared_experts == "keep":
+            return chosen
+        drafts = any(projection.draft for projection in chosen.experts.projections)
+        shared = shared_experts(plan, chosen.linears, drafts=drafts)
+        if not shared:
+            return chosen
+        if self.shared_experts is None and any(matches(module, self.ignore) for module in shared):
+            return chosen
+        if self.shared_experts is None:
+            block = self._block(plan, chosen, chosen.others(plan))
+            # Targets that name shared experts never take those of draft layers.
+            lost = chosen.names_shared and would_fuse(plan.config, block)
+            if self.calibrate is not None or not (lost or loses_shared(plan.config, block)):
+                return chosen
+        elif self.calibrate is not None:
+            raise PlanError(
+                "calibration solves routed experts alone, and shared ones would be rounded to nearest: "
+                "leave shared_experts out, or choose keep"
+            )
+        return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
 
     def _routed(self, plan: Plan) -> Experts | None:
         """The model's routed experts, targets or not; None where it has none and needs none."""
@@ -237,11 +273,16 @@ class ExpertsToW4A16:
                 f"{self.tp}; this one loads at {sizes}"
             )
 
+    def _loads_at(self, chosen: Selection) -> list[int]:
+        """The usual tensor-parallel sizes at which each rank gets whole groups."""
+        words = isinstance(self.packer(), PackGptq)
+        return [tp for tp in TP_SIZES if loads_at(_sizes(chosen), self.scheme, tp, words)]
+
     def _notes(self, chosen: Selection) -> list[str]:
         """At which tensor-parallel sizes the result loads, and what else decides who takes it."""
         matrices, scheme = _sizes(chosen), self.scheme
         words = isinstance(self.packer(), PackGptq)
-        sizes = [tp for tp in TP_SIZES if loads_at(matrices, scheme, tp, words)]
+        sizes = self._loads_at(chosen)
         notes = [f"loads at tensor parallel {_listed(sizes)}"]
         groups = fitting_groups(matrices, scheme, 1, words) if scheme.group else []
         for group in groups[::-1][:1]:  # the smallest loads at the most sizes
@@ -261,29 +302,35 @@ class ExpertsToW4A16:
         """The plan with these tensors in place of what was chosen."""
         others = chosen.others(plan)
         check_nothing_packed(others)
-        linears = runtime_linears(plan, others)
-        fp8 = fp8_block(plan, linears)
-        every_linear = fp8 is not None and all(linears.values()) and not chosen.linears
+        block = self._block(plan, chosen, others)
+        every_linear = "linear_fp8_config" in block
         notes = [*(["linear_fp8_config"] if every_linear else []), *self._notes(chosen)]
-        if fp8 is not None:
-            self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
         experts = chosen.experts.projections if chosen.experts is not None else ()
         if digest is not None and any(projection.draft for projection in experts):
             notes.append("MTP experts are not calibrated: rounded to nearest")
-        if isinstance(self.packer(), PackGptq):
-            block = self._gptq_quantization(plan, chosen, others)
-        else:
-            block = self._quantization(plan, chosen, others, fp8, every_linear)
-        renamed = fp8 is not None and not every_linear
+        notes += shared_notes(plan, chosen, block)
+        renamed = not every_linear and any(runtime_linears(plan, others).values())
         return replace_weights(
             plan,
             chosen.entry(self.name, identity(self, digest), notes),
             {**(with_weight_scales(others) if renamed else others), **results},
             dropped=chosen.dropped(plan),
             block=block,
+            facts={"tp_sizes": self._loads_at(chosen)},
             calibrate=self.calibrate,
             digest=digest,
         )
+
+    def _block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+        """The config's block for what is chosen. Raises PlanError for FP8 that cannot stay."""
+        linears = runtime_linears(plan, others)
+        fp8 = fp8_block(plan, linears)
+        if fp8 is not None:
+            self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
+        if isinstance(self.packer(), PackGptq):
+            return self._gptq_quantization(plan, chosen, others)
+        every_linear = fp8 is not None and all(linears.values()) and not chosen.linears
+        return self._quantization(plan, chosen, others, fp8, every_linear)
 
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
@@ -308,20 +355,26 @@ class ExpertsToW4A16:
         fp8: tuple[int, int] | None,
         every_linear: bool,
     ) -> dict[str, Any]:
-        """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name."""
-        experts = expert_targets(plan.family.expert_paths)
-        if not chosen.linears:
+        """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name, also
+        by that of what they are fused to: runtimes find a class before the parts."""
+        experts = expert_targets(plan.family.expert_paths) if chosen.experts else []
+        if chosen.shared:
+            experts += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
+        plain = chosen.plain
+        if not plain:
             targets = experts
         elif fp8 is None:
             targets = ["Linear"]
         else:
-            targets = [*(experts if chosen.experts else []), *chosen.linears]
+            targets = [*experts, *with_fused_names(plain)]
         config: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group_config(self.scheme, targets)},
-            "ignore": ignored(plan, others, experts=chosen.experts is not None),
+            "ignore": ignored(
+                plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared)
+            ),
         }
         if fp8 is not None and every_linear:
             config["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
@@ -331,8 +384,9 @@ class ExpertsToW4A16:
 
     def _gptq_quantization(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         """GPTQ's block: every module is quantized except those that match a pattern."""
-        if not chosen.linears:
-            left = [no_experts(plan.family.expert_paths)]
+        if not chosen.plain:
+            shared = shared_paths(plan) if chosen.shared else []
+            left = [no_experts([*plan.family.expert_paths, *shared])]
         else:
             left = [left_pattern(runtime_linears(plan, others))]
             if not chosen.experts:

@@ -23,9 +23,10 @@ BLOCK = 128
 
 @dataclass
 class Parts:
-    """Tensors by name; linears in block FP8, if `fp8`."""
+    """Tensors by name; linears in block FP8, if `fp8`; routed experts of `inner` rows."""
 
     fp8: bool
+    inner: int = 512
     tensors: dict[str, Tensor] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # modules of matrices that stay bf16
 
@@ -106,9 +107,10 @@ class Parts:
         if gate:
             self.plain(f"{at}.shared_expert_gate", 1, HIDDEN)
         if shared:
-            self.mlp(f"{at}.{shared}")
+            # DeepSeek and GLM have one size for both.
+            self.mlp(f"{at}.{shared}", self.inner if shared == "shared_experts" else INNER)
         for expert in range(count):
-            self.mlp(f"{at}.experts.{expert}")
+            self.mlp(f"{at}.experts.{expert}", self.inner)
 
     def ends(self, base: str) -> None:
         self.plain(f"{base}.embed_tokens", VOCAB, HIDDEN)
@@ -276,11 +278,22 @@ _FAMILIES: dict[str, Callable[[Parts, str, int], Config]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def published(family: str, *, fp8: bool = False, stacked: bool = False, experts: int = 4) -> Model:
+def published(
+    family: str,
+    *,
+    fp8: bool = False,
+    stacked: bool = False,
+    experts: int = 4,
+    inner: int = INNER,
+) -> Model:
     """A checkpoint of a family. `fp8`: linears in blocks of 128 x 128, as its authors publish them.
-    `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them."""
-    parts = Parts(fp8)
+    `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them. `inner`: rows of
+    routed experts' gates; Qwen's shared experts keep theirs."""
+    parts = Parts(fp8, inner)
     config = _FAMILIES[family](parts, family, experts)
+    for level in (config, config.get("text_config", {})):
+        if "moe_intermediate_size" in level:
+            level["moe_intermediate_size"] = inner
     if stacked:
         _stack(parts.tensors, experts)
     if fp8:

@@ -6,22 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from qconvert.core.fused_names import with_fused_names
 from qconvert.core.int_scheme import IntScheme
-
-# What runtimes call the fused forms of modules that are separate in a checkpoint.
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "q_a_proj": "fused_qkv_a_proj_with_mqa",
-    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
-    "in_proj_qkv": "in_proj_qkvz",
-    "in_proj_z": "in_proj_qkvz",
-    "in_proj_b": "in_proj_ba",
-    "in_proj_a": "in_proj_ba",
-}
 
 
 def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:
@@ -78,10 +64,4 @@ def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict
 
 def left_pattern(modules: Iterable[str]) -> str:
     """A pattern of just these modules, under the names that runtimes fuse them to as well."""
-    found: dict[str, None] = {}
-    for module in modules:
-        parent, dot, last = module.rpartition(".")
-        found[module] = None
-        if last in _FUSED:
-            found[f"{parent}{dot}{_FUSED[last]}"] = None
-    return f"^(?:{'|'.join(map(re.escape, found))})$"
+    return f"^(?:{'|'.join(map(re.escape, with_fused_names(modules)))})$"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qconvert.core.fused_names import with_fused_names
 from qconvert.ops.fp4 import BLOCK, Dialect
+
+_FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 
 # The largest code times the largest block scale.
 RANGE = 6.0 * 448.0
@@ -63,14 +66,38 @@ def modelopt_config(ignore: Sequence[str], *, inputs: bool) -> dict[str, Any]:
     }
 
 
-def hybrid_config(block: Mapping[str, Any], kept: Sequence[str], *, inputs: bool) -> dict[str, Any]:
-    """A block-FP8 model's block, with NVFP4 experts (sglang 0.5.23 `HybridFp8NvFp4Config`; it
-    takes `moe_quant_algo: NVFP4` alone, so without input scales nothing known loads it). `kept` are
-    globs of experts that stay FP8."""
-    found = {
-        **block,
+def mixed_config(
+    block: Mapping[str, Any],
+    ignore: Sequence[str],
+    packed: Iterable[str],
+    fp8: Iterable[str],
+    *,
+    inputs: bool,
+) -> dict[str, Any]:
+    """NVFP4 matrices beside block FP8, an entry for each layer: modelopt's MIXED_PRECISION as sglang
+    0.5.23 reads it (`ModelOptMixedPrecisionConfig`; it takes config.json's block only with
+    `quantized_layers` and a statement on the KV cache). `inputs`: activations are quantized too.
+    `packed` and `fp8` are modules; routed experts are one entry a layer. `block` is the source's, whose
+    block size stays stated for readers of FP8."""
+    layers: dict[str, dict[str, Any]] = {}
+    size = block["weight_block_size"]
+    for module in packed:
+        algorithm = "NVFP4" if inputs else "W4A16_NVFP4"
+        layers[_holder(module)] = {"quant_algo": algorithm, "group_size": BLOCK}
+    for module in with_fused_names(fp8):
+        layers.setdefault(_holder(module), {"quant_algo": "FP8_PB_WO", "group_size": size[1]})
+    return {
+        **{key: value for key, value in block.items() if key not in _FP8_LISTS},
+        "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
-        "moe_quant_algo": "NVFP4" if inputs else "W4A16_NVFP4",
         "group_size": BLOCK,
+        "kv_cache_quant_algo": None,
+        "ignore": list(ignore),
+        "quantized_layers": layers,
     }
-    return {**found, "exclude_modules": list(kept)} if kept else found
+
+
+def _holder(module: str) -> str:
+    """The module that runtimes build: of a routed expert's matrix, all experts of its layer."""
+    before, experts, _ = module.partition(".experts.")
+    return f"{before}.experts" if experts else module

@@ -15,12 +15,9 @@ from qconvert.checkpoint.family import text_config
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.runtimes.consumers import RUNTIMES, takers_of_gdn
 from qconvert.runtimes.pipeline import VARIABLE
+from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared
 
 TRANSFORMERS, KTRANSFORMERS = "transformers", "ktransformers"
-NO_FUSION = "--disable-shared-experts-fusion"
-# Steps that quantize routed experts and may leave shared experts unquantized.
-_OF_EXPERTS = ("w4a16", "nvfp4")
-_SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
 
 
 def takers(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -35,6 +32,8 @@ def takers(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str,
         heads = text_config(config).get("linear_num_key_heads")
         order = takers_of_gdn(str(manifest.get("family")), groups, heads or 0)
         found = [name for name in found if name in order]
+    if manifest.get("experts") and _has_zero_points(quantization_of(config)):
+        found = [name for name in found if name != "sglang"]  # no experts so (0.5.23)
     if not _transformers_reads(quantization_of(config)):
         found = [name for name in found if name != TRANSFORMERS]
     stage = manifest.get("stage")
@@ -58,16 +57,17 @@ def command(runtime: str, manifest: Mapping[str, Any], config: Mapping[str, Any]
         words += [f"--pp-size {stages}"] if stages > 1 else []
         # sglang would fuse the shared expert into the routed experts, with their scheme, and skip its
         # weights if they are stored in another format.
-        words += [NO_FUSION] if _has_two_schemes(manifest, config) else []
+        words += [NO_FUSION] if loses_shared(config, quantization_of(config)) else []
         return " ".join(words)
     if runtime == "vllm":
         return "vllm serve REPO" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
     return 'AutoModelForCausalLM.from_pretrained("REPO")'
 
 
-def _has_two_schemes(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    quantized = any(step["name"] in _OF_EXPERTS for step in manifest["passes"])
-    return quantized and any(text_config(config).get(key) for key in _SHARED)
+def _has_zero_points(block: Mapping[str, Any] | None) -> bool:
+    groups = (block or {}).get("config_groups")
+    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
+    return any(isinstance(one, Mapping) and one.get("symmetric") is False for one in weights)
 
 
 def _transformers_reads(block: Mapping[str, Any] | None) -> bool:

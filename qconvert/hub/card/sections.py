@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.shown import count
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
-from qconvert.hub.card.loaders import NO_FUSION, command, takers
+from qconvert.hub.card.loaders import command, takers
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
+from qconvert.runtimes.shared_experts import NO_FUSION
 
 if TYPE_CHECKING:
     from qconvert.validation.runner import Report
@@ -140,8 +141,12 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         lines.append("")
         lines.append(
             f"`{NO_FUSION}` keeps sglang from fusing the shared expert into the routed experts: its "
-            "weights may be stored in another format, and would then not be loaded."
+            "weights are stored in another form, and would not be loaded."
         )
+    tp_sizes = manifest.get("tp_sizes")
+    if tp_sizes is not None:
+        held = ", ".join(map(str, tp_sizes)) or "none of 1, 2, 4, 8 and 16"
+        lines += ["", f"Ranks get whole groups of its packed weights at tensor parallel {held}."]
     stage = manifest.get("stage")
     if stage is not None:
         settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())

@@ -65,7 +65,10 @@ class Names:
         """A name that is looked up without asking whether it is there."""
         if not self.known(name):
             raise LoadRefused(
-                "KeyError", name, tensor, f"the class has no parameter {name} here and ends the load"
+                "KeyError",
+                name,
+                tensor,
+                f"the class has no parameter {name} here and ends the load",
             )
         return name
 
@@ -201,7 +204,9 @@ class Qwen35(Names):
             if self._is(name):
                 return self._one(name, shard)
         if self.stacked:
-            for part, parameter in zip(both, ("experts.w13_weight", "experts.w2_weight"), strict=True):
+            for part, parameter in zip(
+                both, ("experts.w13_weight", "experts.w2_weight"), strict=True
+            ):
                 if part in name:
                     return self._all_experts(name.replace(part, parameter), part, stored)
         else:
@@ -389,4 +394,3 @@ class DeepSeek(Names):
             )
         joined = stored.shape[0] + second.shape[0], *stored.shape[1:]
         return (Target(mapped, None, joined, beside),)
-

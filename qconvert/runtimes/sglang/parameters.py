@@ -85,7 +85,9 @@ def _kind(dtype: str) -> str:
     return "float" if dtype in ("F16", "BF16", "F32", "F64") else "integer"
 
 
-def _refused(kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str) -> LoadRefused:
+def _refused(
+    kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str
+) -> LoadRefused:
     """`where` is filled in by who knows the names."""
     return LoadRefused(kind, says, "", f"{why}: {tensor} for a parameter {list(into)}")
 
@@ -113,7 +115,9 @@ def broadcast(into: Shape, tensor: TensorType, shape: Shape) -> None:
     if len(shape) > len(into) or any(
         have not in (1, want) for have, want in zip(reversed(shape), reversed(into), strict=False)
     ):
-        raise _refused("RuntimeError", "must match", tensor, into, "the rank's part has another shape")
+        raise _refused(
+            "RuntimeError", "must match", tensor, into, "the rank's part has another shape"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +331,7 @@ class Linear:
         if self.role == "tensor":
             if tensor.numel != 1:
                 raise _refused("ValueError", "Expected scalar scale", tensor, into, "expected one")
-            return Filled({number: 1 for number in range(count)})
+            return Filled(dict.fromkeys(range(count), 1))
         if self.role == "base":
             asserted(into, tensor, tensor.shape)
             return Filled({None: prod(into)})
@@ -448,12 +452,16 @@ class Experts:
         slot = self.local(expert)
         assert slot is not None, "asked only for the rank's experts"
         if slot >= into[0]:
-            raise _refused("IndexError", "out of bounds", tensor, into, f"there is no expert {slot}")
+            raise _refused(
+                "IndexError", "out of bounds", tensor, into, f"there is no expert {slot}"
+            )
         data = into[1:]
         shape = tensor.shape
         if self.turned and not self.zeros:
             if len(shape) > 2:
-                raise _refused("RuntimeError", "expects a tensor with", tensor, into, "not a matrix")
+                raise _refused(
+                    "RuntimeError", "expects a tensor with", tensor, into, "not a matrix"
+                )
             shape = shape[::-1]
         if self.role == "single":
             broadcast(data, tensor, _assigned(shape))
@@ -467,9 +475,7 @@ class Experts:
             return self._down(data, tensor, shape, dim, slot)
         return self._gate_or_up(data, tensor, shape, dim, (slot, which))
 
-    def _down(
-        self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int
-    ) -> Filled:
+    def _down(self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int) -> Filled:
         if self.role == "channel":
             broadcast(data, tensor, shape)
             return Filled({slot: prod(data)})

@@ -158,7 +158,9 @@ class _Group:
     @property
     def is_integers(self) -> bool:
         static = not self.weights.get("dynamic")
-        return self.integers and self.strategy in ("channel", "group") and static and not self.inputs
+        return (
+            self.integers and self.strategy in ("channel", "group") and static and not self.inputs
+        )
 
     @property
     def is_nvfp4(self) -> bool:
@@ -387,7 +389,9 @@ def _names(value: object) -> Sequence[str]:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(i) is int and i > 0 for i in value)
+    return (
+        isinstance(value, list) and len(value) == 2 and all(type(i) is int and i > 0 for i in value)
+    )
 
 
 def _activations(form: object) -> bool:

@@ -51,7 +51,8 @@ RULES = (
         "The ignore list has other names than the runtime uses (fused instead of split, or the other "
         "way round), or was not updated with the weights. Nothing fails, but the model generates "
         "garbage: sglang#35797 fell from 95 to 27 on GSM8K.",
-        "List the module under all names of its set: in_proj_b, in_proj_a and in_proj_ba together.",
+        "List the module under all names of its set: in_proj_b, in_proj_a and in_proj_ba together; for "
+        "GLM and DeepSeek also qkv_proj and gate_up_proj, the names that sglang fuses to.",
     ),
     Rule(
         "QC036",
@@ -81,6 +82,13 @@ _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
 )
+# Classes of these families have no packed_modules_mapping in sglang 0.5.23 (`models/glm4_moe.py`,
+# `models/deepseek_v2.py`), so that the fused name must be listed too.
+_WITHOUT_MAPPING = ("deepseek_v3", "glm4_moe", "kimi_k2")
+_FUSED_BY_SGLANG = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 # Read as floats by every runtime, whatever the config says.
 _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
@@ -124,6 +132,8 @@ class QuantizationConfig:
         yield from _uncovered(checkpoint, listed, named, plain)
         if taken.method == "compressed-tensors":
             yield from _draft_names(checkpoint, listed, named, plain)
+            if not _all_linear(taken):
+                yield from _fused_names(checkpoint, listed, plain)
 
 
 def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
@@ -207,6 +217,26 @@ def _uncovered(
         whole = members[-1:] == (lacking[0].rpartition(".")[2],) and module not in lacking
         message = "is not quantized, but the config does not list " + ", ".join(lacking)
         yield Finding("QC035", "warning" if whole else "error", f"{module}.weight", message)
+
+
+def _fused_names(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> Iterator[Finding]:
+    """Parts that are listed, of modules that sglang looks up under the fused name alone."""
+    role_index = checkpoint.role_index
+    if role_index.family.name not in _WITHOUT_MAPPING:
+        return
+    seen: set[str] = set()
+    for module in plain:
+        stem, _, last = module.rpartition(".")
+        whole = f"{stem}.{_FUSED_BY_SGLANG.get(last)}"
+        if last not in _FUSED_BY_SGLANG or whole in seen or not listed.names(module):
+            continue
+        if listed.names(whole) or role_index.family.is_mtp(f"{module}.weight", role_index.dims):
+            continue
+        seen.add(whole)
+        message = (
+            f"is listed as left out, but not {whole!r}, the only name that sglang 0.5.23 looks up"
+        )
+        yield Finding("QC035", "warning", f"{module}.weight", message)
 
 
 def _draft_names(

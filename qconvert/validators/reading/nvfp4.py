@@ -183,8 +183,11 @@ def stated(config: QuantConfig) -> Stated | None:
     if config.method == "compressed-tensors":
         inputs = set(_group_inputs(config.block.get("config_groups")))
         return Stated(config.where, PACKED, inputs.pop()) if len(inputs) == 1 else None
-    for key in ("moe_quant_algo", "quant_algo"):
-        algorithm = str(config.block.get(key, ""))
+    stated_here = [config.block.get(key) for key in ("moe_quant_algo", "quant_algo")]
+    layers = config.block.get("quantized_layers")  # of quant_algo MIXED_PRECISION
+    for entry in layers.values() if isinstance(layers, Mapping) else ():
+        stated_here.append(entry.get("quant_algo") if isinstance(entry, Mapping) else None)
+    for algorithm in map(str, stated_here):
         if "NVFP4" in algorithm:
             return Stated(config.where, MODELOPT, not algorithm.startswith("W4A16"))
     return None

@@ -1,0 +1,36 @@
+"""Shared experts beside quantized routed ones: quantized with them or kept, and what to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.passes.replace_weights import Selection
+from qconvert.plan.plan import Plan
+from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared, needs_plain_linears
+
+SharedExperts = Literal["quantize", "keep"]
+
+
+def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> list[str]:
+    """What the plan says of shared experts: which were quantized for the routed ones' sake and what
+    keeping them would take, or with which option sglang reads those that are kept."""
+    if chosen.shared:
+        wide = sum(
+            2 * one.stored.rows * one.stored.columns
+            for module, one in chosen.linears.items()
+            if module in chosen.shared
+        )
+        said = (
+            f"{count(len(chosen.shared), 'matrix', 'matrices')} of shared experts quantized with the "
+            f"routed ones (kept in bf16: {format_size(wide)}, and {NO_FUSION} in sglang)"
+        )
+        if needs_plain_linears(plan.config) and block.get("quant_method") != "modelopt":
+            said += "; sglang with expert parallelism needs them kept"
+        return [said]
+    if loses_shared(plan.config, block):
+        said = "sglang would fuse the shared experts, which are in another form, and not read them"
+        return [f"{said}: start it with {NO_FUSION}"]
+    return []

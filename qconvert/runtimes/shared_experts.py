@@ -1,0 +1,214 @@
+"""When sglang makes shared experts one more routed expert, and what becomes of their weights.
+
+A fused shared expert is read with the routed experts' scheme. Where a folder stores it in another form,
+sglang leaves it unread without a word, or fails. `--disable-shared-experts-fusion` turns fusion off.
+
+Read in sglang 0.5.23: `model_loader/loader.py` (`_initialize_model`), `layers/moe/utils.py`
+(`resolve_shared_experts_config`), and per class `shared_experts_fusion_disable_reason`
+(`models/deepseek_v2.py`, `models/glm4_moe.py`) or `can_fuse_shared_expert` (`models/qwen2_moe.py`, asked
+by `models/qwen3_next.py`). Qwen3.5's classes fuse on ROCm alone. Assumed: an NVIDIA GPU of capability
+8.0 or higher, no expert parallelism, no DeepEP, and a MoE runner that fuses (trtllm's and cutedsl's do
+not).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from qconvert.checkpoint.family import text_config
+from qconvert.core.patterns import compiled
+
+NO_FUSION = "--disable-shared-experts-fusion"
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A class that fuses: what it calls shared experts, and the config key of its first sparse layer."""
+
+    shared: str
+    first: str | None = None
+
+
+_DEEPSEEK, _GLM, _QWEN = "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"
+_CLASSES = {
+    _DEEPSEEK: _Class("shared_experts", "first_k_dense_replace"),
+    _GLM: _Class("shared_experts", "first_k_dense_replace"),
+    _QWEN: _Class("shared_expert"),
+}
+# For configs without `architectures`.
+_BY_TYPE = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _GLM, "qwen3_next": _QWEN}
+
+
+def architecture_of(config: Config) -> str:
+    """The class that a config names, by its model_type where it names none."""
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        return named[0]
+    return _BY_TYPE.get(str(config.get("model_type")), "")
+
+
+def fuses(architecture: str, config: Config, block: Config | None) -> bool:
+    """Whether sglang's class fuses the shared experts of a model with this config and quantization
+    block."""
+    text = text_config(config)
+    if architecture == _DEEPSEEK:
+        return _deepseek_fuses(text, block)
+    if architecture == _GLM:
+        return _count(text, "n_shared_experts") > 0
+    if architecture == _QWEN:
+        size = _count(text, "shared_expert_intermediate_size")
+        return size > 0 and size == _count(text, "moe_intermediate_size") and not _vetoes(block)
+    return False
+
+
+def _deepseek_fuses(text: Config, block: Config | None) -> bool:
+    """256 routed experts and one shared. 384 (Kimi) fuse in Quark's form alone."""
+    experts, method = _count(text, "n_routed_experts"), (block or {}).get("quant_method")
+    known = experts == 256 or (experts == 384 and method == "quark")
+    one = _count(text, "n_shared_experts") == 1
+    return known and one and not _vetoes(block) and not _packs_linears(block)
+
+
+def _count(text: Config, key: str) -> int:
+    value = text.get(key)
+    return value if type(value) is int else 0
+
+
+def _vetoes(block: Config | None) -> bool:
+    """modelopt's NVFP4 without FP8: an entry of its list that names shared experts
+    (`ModelOptFp4Config.can_fuse_shared_expert`)."""
+    if block is None or block.get("quant_method") != "modelopt":
+        return False
+    if "NVFP4" not in str(block.get("quant_algo")):
+        return False
+    return any(
+        "shared_expert" in entry and "shared_expert_gate" not in entry for entry in _left_out(block)
+    )
+
+
+def _packs_linears(block: Config | None) -> bool:
+    """Whether the class of all linears is 4-bit integers (`is_wint4afp8_or_wint4a16_config`)."""
+    for targets, group in _groups(block):
+        weights = group.get("weights")
+        if "Linear" in targets and isinstance(weights, Mapping):
+            kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
+            if kind == ("int", 4, True):
+                return True
+    return False
+
+
+def kept_apart(architecture: str, config: Config, block: Config | None) -> bool:
+    """Whether a block stores shared experts of some layer in another form than its routed ones, for a
+    class that can fuse."""
+    kind = _CLASSES.get(architecture)
+    if kind is None or block is None:
+        return False
+    text = text_config(config)
+    first = _count(text, kind.first) if kind.first else 0
+    for layer in range(first, _count(text, "num_hidden_layers")):
+        at = f"model.layers.{layer}.mlp"
+        routed, shared = f"{at}.experts.0.down_proj", f"{at}.{kind.shared}.down_proj"
+        if _form(block, routed, routed=True) != _form(block, shared, routed=False):
+            return True
+    return False
+
+
+def loses_shared(config: Config, block: Config | None) -> bool:
+    """Whether sglang, started without options, fuses shared experts that are stored in another form than
+    the routed ones: it would not read them, or fail."""
+    architecture = architecture_of(config)
+    return fuses(architecture, config, block) and kept_apart(architecture, config, block)
+
+
+def would_fuse(config: Config, block: Config | None) -> bool:
+    """`fuses` for the class that the config names."""
+    return fuses(architecture_of(config), config, block)
+
+
+def needs_plain_linears(config: Config) -> bool:
+    """Whether the class fails with packed shared experts that it does not fuse: GLM's looks at the dtype
+    of a `weight`, which packed linears have not (`models/glm4_moe.py`, `Glm4MoeSparseMoeBlock`)."""
+    return architecture_of(config) == _GLM
+
+
+def _form(block: Config, module: str, *, routed: bool) -> str:
+    """How a block stores a module, comparable with another's; "" for unquantized."""
+    method = block.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_form(block, module, routed=routed)
+    if method == "gptq":
+        dynamic = block.get("dynamic")
+        left = [str(name).removeprefix("-:") for name in dynamic or () if str(name)[:2] == "-:"]
+        return "" if any(_fits(f"re:{pattern}", module) for pattern in left) else "gptq"
+    layers = block.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        return _layer_form(layers, module)
+    if any(_names(entry, module) for entry in _left_out(block)):
+        return ""
+    if "moe_quant_algo" in block:
+        return "routed" if routed else "linear"
+    return "all"
+
+
+def _compressed_form(block: Config, module: str, *, routed: bool) -> str:
+    if isinstance(block.get("linear_fp8_config"), Mapping) and not routed:
+        return "linear_fp8_config"
+    if any(_fits(entry, module) for entry in _left_out(block)):
+        return ""
+    fitting = []
+    for number, (targets, _) in enumerate(_groups(block)):
+        for target in targets:
+            if _fits(target, module):
+                fitting.append((0, number))
+            elif target == "Linear":
+                fitting.append((1, number))
+    return f"group {min(fitting)[1]}" if fitting else ""
+
+
+def _layer_form(layers: Config, module: str) -> str:
+    """modelopt's MIXED_PRECISION: the entry of the module or of what it is in."""
+    while module:
+        entry = layers.get(module)
+        if isinstance(entry, Mapping):
+            return str(entry.get("quant_algo"))
+        module = module.rpartition(".")[0]
+    return ""
+
+
+def _groups(block: Config | None) -> list[tuple[list[str], Config]]:
+    groups = (block or {}).get("config_groups")
+    found = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if isinstance(targets, list):
+            found.append(([one for one in targets if isinstance(one, str)], group))
+    return found
+
+
+def _left_out(block: Config) -> list[str]:
+    for key in ("ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert"):
+        value = block.get(key)
+        if isinstance(value, list):
+            return [entry for entry in value if isinstance(entry, str)]
+    return []
+
+
+def _fits(entry: str, module: str) -> bool:
+    """compressed-tensors' matching, as sglang does it: `re:` from the beginning, or a name's end."""
+    if not entry.startswith("re:"):
+        return entry == module or module.endswith(f".{entry}")
+    try:
+        return compiled(entry[3:]).match(module) is not None
+    except re.error:  # QC034 reports it; a loader fails
+        return False
+
+
+def _names(entry: str, module: str) -> bool:
+    """modelopt's and FP8's matching: a glob of the whole name or of one part of it."""
+    return fnmatchcase(module, entry) or any(fnmatchcase(p, entry) for p in module.split("."))
