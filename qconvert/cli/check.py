@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli.consumer import ConsumerName
 from qconvert.cli.options import (
     AGAINST,
     FOLLOW_LINKS,
@@ -182,6 +183,35 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="0,3,58-60",
     help="Layers for --kernels and --attribute. [default: a few]",
 )
+@click.option(
+    "--for",
+    "runtime",
+    type=ConsumerName("sglang", "vllm"),
+    metavar="NAME[==VERSION]",
+    help="Also say what this runtime's loader would do with OUT, from headers alone. Simulated: "
+    "sglang 0.5.23, on an H200 without other options.",
+)
+@click.option(
+    "--tp",
+    type=click.IntRange(1, MOST),
+    default=1,
+    metavar="N",
+    help="Tensor-parallel ranks. [default: 1]",
+)
+@click.option(
+    "--pp",
+    type=click.IntRange(1, MOST),
+    default=1,
+    metavar="N",
+    help="Pipeline stages. [default: 1]",
+)
+@click.option(
+    "--ep",
+    type=click.IntRange(1, MOST),
+    default=1,
+    metavar="N",
+    help="Groups of experts among the tensor-parallel ranks. [default: 1]",
+)
 @jobs("the cores, as far as the work needs them")
 @memory("not limited")
 @click.option(
@@ -210,6 +240,10 @@ def validate(
     logits: int | None,
     attribute: bool,
     layers: tuple[int, ...] | None,
+    runtime: str | None,
+    tp: int,
+    pp: int,
+    ep: int,
     jobs: int | None,
     memory: int | None,
     form: str | None,
@@ -232,6 +266,7 @@ def validate(
       qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
+      qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
@@ -246,15 +281,20 @@ def validate(
         )
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    if out is None and (against or pair or logits or attribute or layers or level != "headers"):
+    if out is None and (
+        runtime or against or pair or logits or attribute or layers or level != "headers"
+    ):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
         raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
+    if runtime is None and (tp, pp, ep) != (1, 1, 1):
+        raise click.UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
             out, against, level=level, pair=pair, kernels=kernels, logits=logits or 0,
-            attribute=attribute, layers=layers, jobs=jobs, memory=memory, follow_links=follow_links,
+            attribute=attribute, layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
+            memory=memory, follow_links=follow_links,
             events=bar, notice=lambda text: say(text, err=True),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))

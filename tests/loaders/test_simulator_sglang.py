@@ -172,9 +172,7 @@ def test_stacked_and_apart(family: str, hopper: Server, folders: Path) -> None:
 @pytest.mark.parametrize("made", QUANTIZED)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantized(
-    family: str, fp8: bool, made: str, hopper: Server, folders: Path
-) -> None:
+def test_quantized(family: str, fp8: bool, made: str, hopper: Server, folders: Path) -> None:
     folder = converted(folders, source(folders, family, fp8=fp8), *QUANTIZED[made])
     agree(folder, hopper)
     agree(folder, hopper, (Rank(), Rank(4, 3)), flags=NO_FUSION)
@@ -184,9 +182,7 @@ def test_quantized(
     "made", ["groups of 32", "rows", "nvfp4", "nvfp4 linears", "modelopt", "modelopt linears"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantized_on_blackwell(
-    family: str, made: str, blackwell: Server, folders: Path
-) -> None:
+def test_quantized_on_blackwell(family: str, made: str, blackwell: Server, folders: Path) -> None:
     folder = converted(folders, source(folders, family), *QUANTIZED[made])
     agree(folder, blackwell, (Rank(), Rank(2, 1)), capability=BLACKWELL)
 

@@ -2,8 +2,8 @@
 the parameter of a tensor.
 
 Read in sglang 0.5.23: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
-`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for in
-`arg_groups/model_overrides/`.
+`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for
+in `arg_groups/model_overrides/`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Finder(Protocol):
 class ModelClass:
     """A class: the names that it fuses, as its quantization asks for them; whether it loads a shared
     expert as one more routed one, how many; what it builds; how it finds names. `blackwell`: names of
-    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups the rows
-    of its fused linear-attention projections must be."""
+    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups
+    the rows of its fused linear-attention projections must be."""
 
     fused: Callable[[Config], Fused]
     shared: Callable[[Config, Quantization, Setting], int]
@@ -216,7 +216,9 @@ def _gdn_layers(
 
 def _qwen3_next(build: Build, config: Config, fused: int) -> None:
     if build.setting.pp > 1:
-        raise LoadRefused("AssertionError", "", "model", "the class runs in one pipeline stage only")
+        raise LoadRefused(
+            "AssertionError", "", "model", "the class runs in one pipeline stage only"
+        )
     _ends(build, config, embeds=True, heads=False, quantization=build.quantization)
     _gdn_layers(build, config, fused, base="model", own="qwen3_next", dense=False)
     build.norm("model.norm", config.number("hidden_size"))
@@ -255,7 +257,9 @@ def _tower(build: Build, vision: Config) -> None:
         inner = vision.number("intermediate_size")
         build.linear(f"{at}.mlp.linear_fc1", "column", size, inner, scheme=plain, bias=True)
         build.linear(f"{at}.mlp.linear_fc2", "row", inner, size, scheme=plain, bias=True)
-    deep = [f"deepstack_merger_list.{i}" for i in range(len(vision.numbers("deepstack_visual_indexes")))]
+    deep = [
+        f"deepstack_merger_list.{i}" for i in range(len(vision.numbers("deepstack_visual_indexes")))
+    ]
     for merger in ("merger", *deep):
         at, whole = f"visual.{merger}", size * merge
         build.norm(f"{at}.norm", size if merger == "merger" else whole, bias=True)
@@ -264,10 +268,8 @@ def _tower(build: Build, vision: Config) -> None:
         build.linear(f"{at}.linear_fc2", "row", whole, out, scheme=plain, bias=True)
 
 
-def _qwen35_names(
-    build: Build, config: Config, fused: int, *, vision: bool, dense: bool
-) -> Finder:
-    known = {**build.parameters, **{name: None for name in build.aliases}}
+def _qwen35_names(build: Build, config: Config, fused: int, *, vision: bool, dense: bool) -> Finder:
+    known = {**build.parameters, **dict.fromkeys(build.aliases)}
     return Qwen35(
         known, 0 if dense else config.number("num_experts"), fused,
         build.setting.layers(config.number("num_hidden_layers")), moe=not dense, vision=vision,

@@ -34,7 +34,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Elements of a parameter that one tensor fills, by part, and what the runtime does not say of it."""
+    """Elements of a parameter that one tensor fills, by part, and what the runtime does not say."""
 
     parts: dict[object, int]
     silent: str | None = None
@@ -85,7 +85,9 @@ def _kind(dtype: str) -> str:
     return "float" if dtype in ("F16", "BF16", "F32", "F64") else "integer"
 
 
-def _refused(kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str) -> LoadRefused:
+def _refused(
+    kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str
+) -> LoadRefused:
     """`where` is filled in by who knows the names."""
     return LoadRefused(kind, says, "", f"{why}: {tensor} for a parameter {list(into)}")
 
@@ -113,7 +115,9 @@ def broadcast(into: Shape, tensor: TensorType, shape: Shape) -> None:
     if len(shape) > len(into) or any(
         have not in (1, want) for have, want in zip(reversed(shape), reversed(into), strict=False)
     ):
-        raise _refused("RuntimeError", "must match", tensor, into, "the rank's part has another shape")
+        raise _refused(
+            "RuntimeError", "must match", tensor, into, "the rank's part has another shape"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +229,9 @@ Wrapped = Literal["", "qwen3_next", "qwen3_5"]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows in one element. `wrapped`: the
-    class puts a loader of its own before, for the fused projections of linear attention."""
+    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows
+    in one element. `wrapped`: the class puts a loader of its own before, for the fused projections of
+    linear attention."""
 
     layout: Layout
     role: Role
@@ -238,7 +243,8 @@ class Linear:
         if not self.block and self.layout.kind in ("merged", "qkv"):
             raise _refused(
                 "TypeError", "not subscriptable", tensor, into,
-                "the block of a fused projection is looked for in the target `Linear`, which states none",
+                "the block of a fused projection is looked for in the target `Linear`, which states "
+                "none",
             )  # fmt: skip
         if self.wrapped == "qwen3_next" and shard is None:
             return self._contiguous(into, tensor)
@@ -327,7 +333,7 @@ class Linear:
         if self.role == "tensor":
             if tensor.numel != 1:
                 raise _refused("ValueError", "Expected scalar scale", tensor, into, "expected one")
-            return Filled({number: 1 for number in range(count)})
+            return Filled(dict.fromkeys(range(count), 1))
         if self.role == "base":
             asserted(into, tensor, tensor.shape)
             return Filled({None: prod(into)})
@@ -444,16 +450,21 @@ class Experts:
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         assert isinstance(shard, tuple)
         expert, which = shard
-        assert isinstance(expert, int) and isinstance(which, str)
+        assert isinstance(expert, int)
+        assert isinstance(which, str)
         slot = self.local(expert)
         assert slot is not None, "asked only for the rank's experts"
         if slot >= into[0]:
-            raise _refused("IndexError", "out of bounds", tensor, into, f"there is no expert {slot}")
+            raise _refused(
+                "IndexError", "out of bounds", tensor, into, f"there is no expert {slot}"
+            )
         data = into[1:]
         shape = tensor.shape
         if self.turned and not self.zeros:
             if len(shape) > 2:
-                raise _refused("RuntimeError", "expects a tensor with", tensor, into, "not a matrix")
+                raise _refused(
+                    "RuntimeError", "expects a tensor with", tensor, into, "not a matrix"
+                )
             shape = shape[::-1]
         if self.role == "single":
             broadcast(data, tensor, _assigned(shape))
@@ -467,9 +478,7 @@ class Experts:
             return self._down(data, tensor, shape, dim, slot)
         return self._gate_or_up(data, tensor, shape, dim, (slot, which))
 
-    def _down(
-        self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int
-    ) -> Filled:
+    def _down(self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int) -> Filled:
         if self.role == "channel":
             broadcast(data, tensor, shape)
             return Filled({slot: prod(data)})

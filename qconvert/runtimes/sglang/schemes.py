@@ -197,7 +197,10 @@ class CompressedFp8:
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
         yield "weight", _parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
         block = self.rows if self.known else 0
-        yield "weight_scale", _parameter(layout, "block", "F32", scales, block=block, wrapped=wrapped)
+        yield (
+            "weight_scale",
+            _parameter(layout, "block", "F32", scales, block=block, wrapped=wrapped),
+        )
 
     def experts(self, moe: Moe) -> Named:
         raise NotSimulated("experts in compressed-tensors' FP8")
@@ -278,7 +281,10 @@ class PackedIntegers:
             return
         ordered = self.actorder == "group"
         for which, length in (("w13", hidden), ("w2", size)):
-            for name, needed in ((f"{which}_weight_g_idx", ordered), (f"{which}_g_idx_sort_indices", False)):
+            for name, needed in (
+                (f"{which}_weight_g_idx", ordered),
+                (f"{which}_g_idx_sort_indices", False),
+            ):
                 shape = slots, length
                 yield name, moe.parameter("I32", shape, "weight", turned=True, needed=needed)
 
@@ -356,15 +362,15 @@ class ModeloptFp4:
         codes, scales = layout.columns // 2, layout.columns // self.group
         # The fused projections of linear attention are wrapped; this linear's NVFP4A16 form is not among
         # those that have the loader for parts, so it takes them as an unquantized one would.
-        yield "weight", _parameter(
-            layout, "matrix", "U8", (layout.rows, codes), wrapped=wrapped
-        )
-        yield "input_scale", _parameter(
-            layout, "tensor", "F32", parts, wrapped=wrapped, needed=not self.weights
+        yield "weight", _parameter(layout, "matrix", "U8", (layout.rows, codes), wrapped=wrapped)
+        yield (
+            "input_scale",
+            _parameter(layout, "tensor", "F32", parts, wrapped=wrapped, needed=not self.weights),
         )
         yield "weight_scale_2", _parameter(layout, "tensor", "F32", parts)
-        yield "weight_scale", _parameter(
-            layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped
+        yield (
+            "weight_scale",
+            _parameter(layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped),
         )
 
     def experts(self, moe: Moe) -> Named:
