@@ -55,7 +55,13 @@ from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
 from qconvert.runtimes.consumers import parse_consumer
-from qconvert.runtimes.pipeline import VARIABLE, Runtime, check_runtime, partition_of
+from qconvert.runtimes.pipeline import (
+    VARIABLE,
+    Runtime,
+    check_runtime,
+    parse_partition,
+    partition_of,
+)
 from qconvert.runtimes.serving import Serving
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
@@ -481,7 +487,7 @@ def validate(
     layers: tuple[int, ...] | None = None,
     runtime: str | None = None,
     tp: int = 1,
-    pp: int = 1,
+    pp: int | str | None = None,
     ep: int = 1,
     jobs: int | None = None,
     memory: int | str | None = None,
@@ -496,7 +502,8 @@ def validate(
     qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
     attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
     (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
-    in each of `pp` stages would do with the folder, `ep` groups of experts among them. `jobs`
+    would do with the folder, in each of `pp` stages (a number, or the layers of each: `15,16`), with
+    `ep` groups of experts among them. `jobs`
     worker processes (None: the cores, as far as the work needs them) start by importing the main
     module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
     From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
@@ -514,9 +521,10 @@ def validate(
 
     if against is None and (logits or attribute):
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
-    if runtime is None and (tp, pp, ep) != (1, 1, 1):
+    if runtime is None and (tp, pp, ep) != (1, None, 1):
         raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
-    serving = None if runtime is None else Serving(parse_consumer(runtime), tp, pp, ep)
+    stages = (1,) if pp is None else parse_partition(str(pp))
+    serving = None if runtime is None else Serving(parse_consumer(runtime), tp, stages, ep)
     request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
     source = None if against is None else str(against)
     partner = None if pair is None else str(pair)

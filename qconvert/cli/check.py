@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.consumer import ConsumerName
+from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
     FOLLOW_LINKS,
     JSON,
     MOST,
     SOURCE,
+    Partition,
     SourceName,
     jobs,
     level,
@@ -183,34 +184,24 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="0,3,58-60",
     help="Layers for --kernels and --attribute. [default: a few]",
 )
-@click.option(
-    "--for",
-    "runtime",
-    type=ConsumerName("sglang", "vllm"),
-    metavar="NAME[==VERSION]",
-    help="Also say what this runtime's loader would do with OUT, from headers alone. Simulated: "
-    "sglang 0.5.23, on an H200 without other options.",
-)
+@made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
 @click.option(
     "--tp",
     type=click.IntRange(1, MOST),
-    default=1,
     metavar="N",
-    help="Tensor-parallel ranks. [default: 1]",
+    help="Refuse a result that would not load on N tensor-parallel ranks. [with --for; default: 1]",
 )
 @click.option(
     "--pp",
-    type=click.IntRange(1, MOST),
-    default=1,
-    metavar="N",
-    help="Pipeline stages. [default: 1]",
+    type=Partition(),
+    metavar="15,15,15,16|N",
+    help="Layers of each stage, or a number of stages to split as the runtime would. [with --for]",
 )
 @click.option(
     "--ep",
     type=click.IntRange(1, MOST),
-    default=1,
     metavar="N",
-    help="Groups of experts among the tensor-parallel ranks. [default: 1]",
+    help="Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
 )
 @jobs("the cores, as far as the work needs them")
 @memory("not limited")
@@ -240,10 +231,10 @@ def validate(
     logits: int | None,
     attribute: bool,
     layers: tuple[int, ...] | None,
-    runtime: str | None,
-    tp: int,
-    pp: int,
-    ep: int,
+    consumer: str | None,
+    tp: int | None,
+    pp: str | None,
+    ep: int | None,
     jobs: int | None,
     memory: int | None,
     form: str | None,
@@ -281,21 +272,20 @@ def validate(
         )
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    if out is None and (
-        runtime or against or pair or logits or attribute or layers or level != "headers"
-    ):
+    about = (consumer, against, pair, logits, attribute, layers)
+    if out is None and (any(about) or level != "headers"):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
         raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
-    if runtime is None and (tp, pp, ep) != (1, 1, 1):
+    if consumer is None and (tp or pp or ep):
         raise click.UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
             out, against, level=level, pair=pair, kernels=kernels, logits=logits or 0,
-            attribute=attribute, layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
-            memory=memory, follow_links=follow_links,
-            events=bar, notice=lambda text: say(text, err=True),
+            attribute=attribute, layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
+            jobs=jobs, memory=memory, follow_links=follow_links, events=bar,
+            notice=lambda text: say(text, err=True),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
     return _FINDINGS if report.errors else 0

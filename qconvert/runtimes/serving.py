@@ -20,13 +20,20 @@ NO_FUSION = "--disable-shared-experts-fusion"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A runtime and how many ranks serve a folder: `tp` of tensor parallelism, `pp` pipeline stages, and
-    `ep` groups of experts among the former."""
+    """A runtime and how many ranks serve a folder: `tp` of tensor parallelism and `ep` groups of experts
+    among them; `stages` are the layers of each pipeline stage, or their number alone."""
 
     consumer: Consumer
     tp: int = 1
-    pp: int = 1
+    stages: tuple[int, ...] = (1,)
     ep: int = 1
+
+    @property
+    def setting(self) -> Setting:
+        """Its first rank."""
+        if len(self.stages) == 1:
+            return Setting(tp=self.tp, pp=self.stages[0], ep=self.ep)
+        return Setting(tp=self.tp, pp=len(self.stages), ep=self.ep, partition=self.stages)
 
     def __str__(self) -> str:
         version = f" {self.consumer.version}" if self.consumer.version else ""
@@ -60,10 +67,10 @@ class Answer:
         return self.ranks[0].setting
 
 
-def ranks_of(setting: Setting) -> Iterator[Setting]:
-    """The ranks that differ in what they build or read: of each stage the first and the last, and one
-    of each group of experts."""
-    for stage in range(setting.pp):
+def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
+    """The ranks that differ in what they build or read: of each stage, or of one, the first and the
+    last, and one of each group of experts."""
+    for stage in range(setting.pp) if only is None else (only,):
         numbers = {0, setting.tp - 1, *range(0, setting.tp, setting.moe_tp)}
         for rank in sorted(numbers):
             yield replace(setting, stage=stage, rank=rank)
@@ -75,17 +82,19 @@ def served(
     setting: Setting,
     *,
     groups: int | None = None,
+    stage: int | None = None,
 ) -> Answer:
     """Ask the simulator for every kind of rank; where the folder does not load whole, also with shared
-    experts kept apart. Raises NotSimulated."""
+    experts kept apart. `stage`: the folder holds only that one. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups)
+    answer = _served(config, tensors, setting, groups, stage)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
-    apart = _served(config, tensors, replace(setting, disable_shared_experts_fusion=True), groups)
+    split = replace(setting, disable_shared_experts_fusion=True)
+    apart = _served(config, tensors, split, groups, stage)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
 
 
@@ -94,9 +103,10 @@ def _served(
     tensors: Mapping[str, TensorType],
     setting: Setting,
     groups: int | None,
+    stage: int | None,
 ) -> Answer:
     ranks = []
-    for rank in ranks_of(setting):
+    for rank in ranks_of(setting, stage):
         ranks.append(simulate(config, tensors, rank, groups=groups))
         if ranks[-1].refused is not None:
             break

@@ -350,8 +350,8 @@ class DeepSeek(Names):
             if "down" in part:
                 return [Target(mapped, (i, "w2"), inner) for i in range(stored.shape[0])]
             half = (-(-inner[0] // 2), *inner[1:])
-            pairs = [(i, which) for i in range(stored.shape[0]) for which in ("w1", "w3")]
-            return [Target(mapped, pair, half) for pair in pairs]
+            numbers = range(stored.shape[0])
+            return [Target(mapped, (i, which), half) for i in numbers for which in ("w1", "w3")]
         return None
 
     def _plain(self, tensor: str, name: str, stored: TensorType) -> Found:

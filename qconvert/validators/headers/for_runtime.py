@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.serving import SIMULATED, Answer, Serving, served
 from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import Setting
 from qconvert.runtimes.sglang.simulator import Simulated
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
+from qconvert.validators.reading.model import stage_of
 
 RULES = (
     Rule(
@@ -76,8 +77,10 @@ class ForRuntime:
             raise NotChecked(f"the loader of {serving.consumer.name} is not simulated")
         tensors = {name: source.type for name, source in checkpoint.items()}
         try:
-            answer = ask(serving, checkpoint.config, tensors, _groups(folder))
-        except NotSimulated as reason:
+            stage = stage_of(checkpoint)
+            place = None if stage is None else (stage.number, stage.partition)
+            answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+        except (NotSimulated, PlanError) as reason:
             raise NotChecked(f"not simulated: {reason}") from None
         version = SIMULATED[serving.consumer.name]
         who = f"{serving.consumer.name} {version}"
@@ -93,10 +96,15 @@ def ask(
     config: Mapping[str, object],
     tensors: Mapping[str, TensorType],
     groups: int | None,
+    stage: tuple[int, tuple[int, ...]] | None,
 ) -> Answer:
-    """The simulator's answer for all ranks. Raises NotSimulated."""
-    setting = Setting(tp=serving.tp, pp=serving.pp, ep=serving.ep)
-    return served(config, tensors, setting, groups=groups)
+    """The simulator's answer for all ranks; those of one stage for the folder of one, cut as it was.
+    Raises NotSimulated."""
+    setting, number = serving.setting, None
+    if stage is not None:
+        number, partition = stage
+        setting = replace(setting, pp=len(partition), partition=partition)
+    return served(config, tensors, setting, groups=groups, stage=number)
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
