@@ -61,7 +61,14 @@ from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
 from qconvert.runtimes.consumers import Consumer, parse_consumer
-from qconvert.runtimes.pipeline import VARIABLE, Runtime, check_runtime, partition_of
+from qconvert.runtimes.pipeline import (
+    VARIABLE,
+    Runtime,
+    check_runtime,
+    parse_partition,
+    partition_of,
+)
+from qconvert.runtimes.serving import Serving
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
 from qconvert.validation.diff import Difference, compare
@@ -474,6 +481,10 @@ def validate(
     logits: int = 0,
     attribute: bool = False,
     layers: tuple[int, ...] | None = None,
+    runtime: str | None = None,
+    tp: int = 1,
+    pp: int | str | None = None,
+    ep: int = 1,
     jobs: int | None = None,
     memory: int | str | None = None,
     follow_links: bool = False,
@@ -485,7 +496,10 @@ def validate(
     `against` is the source that it was made from. `level` headers reads no weights, sample some of each
     kind, full every byte. `pair` is the GPU side of a folder of CPU experts. `kernels` compares
     qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
-    attributes the output error to its causes; `layers` are those for kernels and attribute. `jobs`
+    attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
+    (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
+    would do with the folder, in each of `pp` stages (a number, or the layers of each: `15,16`), with
+    `ep` groups of experts among them. `jobs`
     worker processes (None: the cores, as far as the work needs them) start by importing the main
     module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
     From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
@@ -503,7 +517,11 @@ def validate(
 
     if against is None and (logits or attribute):
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
-    request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory))
+    if runtime is None and (tp, pp, ep) != (1, None, 1):
+        raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
+    stages = (1,) if pp is None else parse_partition(str(pp))
+    serving = None if runtime is None else Serving(parse_consumer(runtime), tp, stages, ep)
+    request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
     source = None if against is None else str(against)
     partner = None if pair is None else str(pair)
     weights = level != "headers" or bool(kernels or logits or attribute)

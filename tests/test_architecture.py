@@ -125,6 +125,10 @@ _FOR_VALIDATORS = {
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",
     "qconvert.core.yaml_lines",
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
+    # The simulator of a runtime's loader, which knows nothing of how a folder was made.
+    "qconvert.core.sizes", "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
+    "qconvert.runtimes.sglang.refusal", "qconvert.runtimes.sglang.setting",
+    "qconvert.runtimes.sglang.simulator",
 }  # fmt: skip
 _OF_VALIDATORS = (
     "qconvert.validation.", "qconvert.validators.", "qconvert.contrib.trtllm_gen.prepared_"

@@ -28,8 +28,8 @@ _SOURCES = ["", "hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt",
 # Values that an option refuses by their text, for each that takes a value.
 _BAD: dict[str, list[str]] = {
     "memory": _SIZES, "max_shard_size": _SIZES, "jobs": _COUNTS, "groups": _COUNTS,
-    "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "logits": _COUNTS, "samples": _COUNTS,
-    "length": ["1", *_COUNTS], "min_tokens": _COUNTS, "seed": ["", "-1", "x", str(2**32)],
+    "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
+    "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS, "seed": ["", "-1", "x", str(2**32)],
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
     FOLLOW_LINKS,
     JSON,
     MOST,
     SOURCE,
+    Partition,
     SourceName,
     jobs,
     level,
@@ -182,6 +184,25 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="0,3,58-60",
     help="Layers for --kernels and --attribute. [default: a few]",
 )
+@made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
+@click.option(
+    "--tp",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help="Refuse a result that would not load on N tensor-parallel ranks. [with --for; default: 1]",
+)
+@click.option(
+    "--pp",
+    type=Partition(),
+    metavar="15,15,15,16|N",
+    help="Layers of each stage, or a number of stages to split as the runtime would. [with --for]",
+)
+@click.option(
+    "--ep",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help="Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
+)
 @jobs("the cores, as far as the work needs them")
 @memory("not limited")
 @click.option(
@@ -210,6 +231,10 @@ def validate(
     logits: int | None,
     attribute: bool,
     layers: tuple[int, ...] | None,
+    consumer: str | None,
+    tp: int | None,
+    pp: str | None,
+    ep: int | None,
     jobs: int | None,
     memory: int | None,
     form: str | None,
@@ -232,6 +257,7 @@ def validate(
       qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
+      qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
@@ -246,16 +272,20 @@ def validate(
         )
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    if out is None and (against or pair or logits or attribute or layers or level != "headers"):
+    about = (consumer, against, pair, logits, attribute, layers)
+    if out is None and (any(about) or level != "headers"):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
         raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
+    if consumer is None and (tp or pp or ep):
+        raise click.UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
             out, against, level=level, pair=pair, kernels=kernels, logits=logits or 0,
-            attribute=attribute, layers=layers, jobs=jobs, memory=memory, follow_links=follow_links,
-            events=bar, notice=lambda text: say(text, err=True),
+            attribute=attribute, layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
+            jobs=jobs, memory=memory, follow_links=follow_links, events=bar,
+            notice=lambda text: say(text, err=True),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
     return _FINDINGS if report.errors else 0

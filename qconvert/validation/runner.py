@@ -21,13 +21,14 @@ from qconvert.checkpoint.family import discover
 from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.errors import CheckpointError
+from qconvert.runtimes.serving import Serving
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.validation.workers import AnyTask, Progress, run_tasks
 
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
-    "attribute", "model", "nvfp4", "prepared", "files",
+    "attribute", "model", "nvfp4", "prepared", "files", "runtime",
 ]  # fmt: skip
 Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
 
@@ -45,9 +46,9 @@ _OPTIONS: Mapping[str, str] = {
     "logits": "what transformers computes with both (give --logits N)",
     "attribute": "where output errors come from (give --attribute)",
 }
-# Kinds of folders, not options: a validator of another kind does not apply. A `model`
-# holds the layers of one, all or a stage's; `amx` folders hold only experts for CPU kernels.
-_KINDS = ("amx", "gdn", "model", "nvfp4", "prepared")
+# Kinds of folders, not options: a validator of another kind does not apply. A `model` holds the layers
+# of one, all or a stage's; `amx` folders hold only experts for CPU kernels; `runtime`: one is named.
+_KINDS = ("amx", "gdn", "model", "nvfp4", "prepared", "runtime")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
@@ -87,7 +88,7 @@ class Request:
     """What to check. `level` headers reads no tensor data, sample a part of each kind, full all.
     `layers` are those that real-repo kernels, logits and attribution use (None: their own few).
     `jobs` worker processes, None for as many as the machine has cores and the work needs; `memory`
-    bytes they may use together."""
+    bytes they may use together. `serving`: the runtime that is to load the folder."""
 
     level: Level = "headers"
     layers: tuple[int, ...] | None = None
@@ -96,6 +97,7 @@ class Request:
     attribute: bool = False
     jobs: int | None = None
     memory: int | None = None
+    serving: Serving | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "logits": request.logits > 0,
         "attribute": request.attribute,
         "files": not folder.planned,
+        "runtime": request.serving is not None,
     }
     return {need for need, there in found.items() if there}
 

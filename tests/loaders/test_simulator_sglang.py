@@ -188,8 +188,11 @@ def test_quantized_on_blackwell(family: str, made: str, blackwell: Server, folde
 
 
 @pytest.mark.parametrize("made", ["", "groups of 32", "shared too", "shared kept", "modelopt"])
-def test_deepseek_of_256_experts(made: str, hopper: Server, folders: Path) -> None:
+def test_deepseek_of_256_experts(
+    made: str, hopper: Server, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The count for which the class loads the shared expert as one more routed expert."""
+    monkeypatch.setattr(sizes, "INNER", 128)  # the bytes of 256 experts
     folder = source(folders, "deepseek_v3", experts=256)
     if made:
         folder = converted(folders, folder, *QUANTIZED[made])

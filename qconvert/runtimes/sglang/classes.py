@@ -2,8 +2,8 @@
 the parameter of a tensor.
 
 Read in sglang 0.5.23: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
-`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for in
-`arg_groups/model_overrides/`.
+`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for
+in `arg_groups/model_overrides/`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Finder(Protocol):
 class ModelClass:
     """A class: the names that it fuses, as its quantization asks for them; whether it loads a shared
     expert as one more routed one, how many; what it builds; how it finds names. `blackwell`: names of
-    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups the rows
-    of its fused linear-attention projections must be."""
+    quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups
+    the rows of its fused linear-attention projections must be."""
 
     fused: Callable[[Config], Fused]
     shared: Callable[[Config, Quantization, Setting], int]

@@ -8,6 +8,7 @@ that it fuses is asked for under the fused name, unless its class maps that name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -138,5 +139,5 @@ def is_layer_excluded(name: str, excluded: Sequence[str]) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _glob(entry: str):  # type: ignore[no-untyped-def]
+def _glob(entry: str) -> re.Pattern[str]:
     return compiled(entry.replace(".", r"\.").replace("*", ".*"))

@@ -1,5 +1,5 @@
-"""How the classes of sglang find the parameter of a tensor: names are rewritten and looked up, and a name
-that leads nowhere is skipped, warned about, or ends the load.
+"""How the classes of sglang find the parameter of a tensor: names are rewritten and looked up, and a
+name that leads nowhere is skipped, warned about, or ends the load.
 
 Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
 `qwen3_moe.py`, `glm4_moe.py` and `models/deepseek_common/deepseek_weight_loader.py`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.sglang.parameters import Shard
@@ -17,9 +18,16 @@ from qconvert.runtimes.sglang.refusal import LoadRefused
 
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|down|up)_proj\.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
-QKV = (("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v"))
-GATE_UP = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1))
+_PARTS: dict[str, Literal["w1", "w2", "w3"]] = {"gate": "w1", "down": "w2", "up": "w3"}
+QKV: tuple[tuple[str, str, Shard], ...] = (
+    ("qkv_proj", "q_proj", "q"),
+    ("qkv_proj", "k_proj", "k"),
+    ("qkv_proj", "v_proj", "v"),
+)
+GATE_UP: tuple[tuple[str, str, Shard], ...] = (
+    ("gate_up_proj", "gate_proj", 0),
+    ("gate_up_proj", "up_proj", 1),
+)
 GDN: tuple[tuple[str, str, Shard], ...] = (
     ("in_proj_qkvz.", "in_proj_qkv.", (0, 1, 2)), ("in_proj_qkvz.", "in_proj_z.", 3),
     ("in_proj_ba.", "in_proj_b.", 0), ("in_proj_ba.", "in_proj_a.", 1),
@@ -65,11 +73,9 @@ class Names:
         """A name that is looked up without asking whether it is there."""
         if not self.known(name):
             raise LoadRefused(
-                "KeyError",
-                name,
-                tensor,
-                f"the class has no parameter {name} here and ends the load",
-            )
+                "KeyError", name, tensor,
+                f"the class builds no parameter {name} here, and ends the load where it finds none",
+            )  # fmt: skip
         return name
 
     def expert(self, name: str) -> tuple[str, Shard] | None:
@@ -78,7 +84,7 @@ class Names:
         if match is None or int(match[1]) >= self.experts + self.fused:
             return None
         which = "experts.w2_" if match[2] == "down" else "experts.w13_"
-        return name.replace(match[0], which), (int(match[1]), _PARTS[match[2]])  # type: ignore[return-value]
+        return name.replace(match[0], which), (int(match[1]), _PARTS[match[2]])
 
     def elsewhere(self, name: str) -> bool:
         """Whether a tensor is of a layer of another stage."""
@@ -120,8 +126,8 @@ class Qwen3Next(Names):
 
 @dataclass
 class Qwen35(Names):
-    """Lenient: a name that leads nowhere is warned about. `moe`: with experts, whose suffixes are skipped
-    without a word. `stacked`: 3-D experts were met, so experts apart are no longer looked for."""
+    """Lenient: a name that leads nowhere is warned about. `moe`: with experts, whose suffixes are
+    skipped without a word. `stacked`: 3-D experts were met, so experts apart are looked for no more."""
 
     moe: bool = False
     vision: bool = False
@@ -215,7 +221,8 @@ class Qwen35(Names):
                 mapped, which = found
                 if mapped.endswith(skipped) and not self._is(mapped):
                     return PASSED
-                self.required(name, self._held(mapped))
+                if not self._is(mapped):
+                    self.required(name, mapped)
                 return self._one(mapped, which)
         name = self._seen(name) if self.vision else name
         if self._is(name):
@@ -241,7 +248,7 @@ class Qwen35(Names):
             Target(self._held(name), (expert, which), half)
             for which in ("w1", "w3")
             for expert in range(self.experts)
-        ]  # type: ignore[misc]
+        ]
 
 
 @dataclass
@@ -343,8 +350,8 @@ class DeepSeek(Names):
             if "down" in part:
                 return [Target(mapped, (i, "w2"), inner) for i in range(stored.shape[0])]
             half = (-(-inner[0] // 2), *inner[1:])
-            pairs = [(i, which) for i in range(stored.shape[0]) for which in ("w1", "w3")]
-            return [Target(mapped, pair, half) for pair in pairs]  # type: ignore[arg-type]
+            numbers = range(stored.shape[0])
+            return [Target(mapped, (i, which), half) for i in numbers for which in ("w1", "w3")]
         return None
 
     def _plain(self, tensor: str, name: str, stored: TensorType) -> Found:

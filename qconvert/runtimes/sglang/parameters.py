@@ -34,7 +34,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Elements of a parameter that one tensor fills, by part, and what the runtime does not say of it."""
+    """Elements of a parameter that one tensor fills, by part, and what the runtime does not say."""
 
     parts: dict[object, int]
     silent: str | None = None
@@ -229,8 +229,9 @@ Wrapped = Literal["", "qwen3_next", "qwen3_5"]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows in one element. `wrapped`: the
-    class puts a loader of its own before, for the fused projections of linear attention."""
+    """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows
+    in one element. `wrapped`: the class puts a loader of its own before, for the fused projections of
+    linear attention."""
 
     layout: Layout
     role: Role
@@ -242,7 +243,8 @@ class Linear:
         if not self.block and self.layout.kind in ("merged", "qkv"):
             raise _refused(
                 "TypeError", "not subscriptable", tensor, into,
-                "the block of a fused projection is looked for in the target `Linear`, which states none",
+                "the block of a fused projection is looked for in the target `Linear`, which states "
+                "none",
             )  # fmt: skip
         if self.wrapped == "qwen3_next" and shard is None:
             return self._contiguous(into, tensor)
@@ -448,7 +450,8 @@ class Experts:
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         assert isinstance(shard, tuple)
         expert, which = shard
-        assert isinstance(expert, int) and isinstance(which, str)
+        assert isinstance(expert, int)
+        assert isinstance(which, str)
         slot = self.local(expert)
         assert slot is not None, "asked only for the rank's experts"
         if slot >= into[0]:

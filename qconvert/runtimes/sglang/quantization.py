@@ -82,12 +82,12 @@ class Fp8:
     cache = True
 
     def __init__(self, block: Mapping[str, Any], fused: Fused, plain: Unquantized) -> None:
-        size = block.get("weight_block_size")
-        if not _is_pair(size):
+        size = _pair(block.get("weight_block_size"))
+        if size is None:
             raise NotSimulated("FP8 without weight_block_size")
         if block.get("activation_scheme") != "dynamic":
             raise NotSimulated(f"activation_scheme {block.get('activation_scheme')!r}")
-        self._scheme = BlockFp8(size[0], size[1])
+        self._scheme = BlockFp8(*size)
         self._plain, self._fused = plain, fused
         listed = block.get("ignored_layers")
         if listed is None:
@@ -148,12 +148,11 @@ class _Group:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns of a block of FP8, for activations quantized as they come."""
-        size = self.weights.get("block_structure")
         fits = (
             not self.integers and self.bits == 8 and self.symmetric and self.strategy == "block"
-            and self.inputs is not None and bool(self.inputs.get("dynamic")) and _is_pair(size)
+            and self.inputs is not None and bool(self.inputs.get("dynamic"))
         )  # fmt: skip
-        return (size[0], size[1]) if fits and isinstance(size, list) else None
+        return _pair(self.weights.get("block_structure")) if fits else None
 
     @property
     def is_integers(self) -> bool:
@@ -171,8 +170,8 @@ class _Group:
 
 
 class CompressedTensors:
-    """quant_method compressed-tensors: packed integers and NVFP4, with `linear_fp8_config` for FP8 linears
-    beside them."""
+    """quant_method compressed-tensors: packed integers and NVFP4, with `linear_fp8_config` for FP8
+    linears beside them."""
 
     name = "compressed_tensors"
     blocks_shared = False
@@ -193,10 +192,10 @@ class CompressedTensors:
         linears = block.get("linear_fp8_config")
         self._linears: BlockFp8 | None = None
         if isinstance(linears, Mapping):
-            size = linears.get("weight_block_size")
-            if linears.get("quant_method") != "fp8" or not _is_pair(size):
+            size = _pair(linears.get("weight_block_size"))
+            if linears.get("quant_method") != "fp8" or size is None:
                 raise NotSimulated("linear_fp8_config without FP8 blocks")
-            self._linears = BlockFp8(size[0], size[1])
+            self._linears = BlockFp8(*size)
         cache = block.get("kv_cache_scheme")
         self.cache = isinstance(cache, Mapping) and cache.get("num_bits") == 8
         if any(block.get(key) for key in ("sparsity_config",)):
@@ -309,7 +308,8 @@ class Modelopt:
             raise NotSimulated(f"quant_algo {algorithm!r}")
         size = block.get("group_size")
         if size is None:
-            first = next(iter((block.get("config_groups") or {}).values()), {})
+            groups: Mapping[str, Any] = block.get("config_groups") or {}
+            first: Mapping[str, Any] = next(iter(groups.values()), {})
             size = (first.get("weights") or {}).get("group_size", 16)
         excluded = block.get("ignore")
         for key in ("modules_to_not_convert", "exclude_modules"):
@@ -388,10 +388,11 @@ def _names(value: object) -> Sequence[str]:
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
 
 
-def _is_pair(value: object) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 2 and all(type(i) is int and i > 0 for i in value)
-    )
+def _pair(value: object) -> tuple[int, int] | None:
+    """Rows and columns of a block."""
+    if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    return None
 
 
 def _activations(form: object) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class LoadRefused(Exception):
-    """The runtime would end with this error. `kind` is the type of its exception and `says` a part of its
-    message; `why` says it in our words, `where` names the module or tensor."""
+    """The runtime would end with this error. `kind` is the type of its exception and `says` a part of
+    its message; `why` says it in our words, `where` names the module or tensor."""
 
     def __init__(self, kind: str, says: str, where: str, why: str) -> None:
         super().__init__(f"{where}: {why}")

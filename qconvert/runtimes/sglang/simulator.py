@@ -29,14 +29,17 @@ from qconvert.runtimes.sglang.setting import Setting
 class Simulated:
     """A load, foreseen. `refused`: the error that ends it. `unwritten`: parameters that no tensor fills,
     with the share of their elements; those among them that the runtime computes with are `missing`.
-    `unread`: tensors that reach no parameter. `misread`: tensors that reach one in silence and wrong.
-    `nbytes`: what the rank holds of weights. `shared_fused`: shared experts are loaded as routed ones."""
+    `unread`: tensors that reach no parameter; `ignored`: those among them for which the class looked
+    and found none, which it does not pass over by rule, as over a draft's. `misread`: tensors that
+    reach one in silence and wrong. `nbytes`: what the rank holds of weights. `shared_fused`: shared
+    experts are loaded as routed ones."""
 
     setting: Setting
     refused: LoadRefused | None
     unwritten: Mapping[str, float] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     misread: Mapping[str, str] = field(default_factory=dict)
     empty: tuple[str, ...] = ()
     schemes: Mapping[str, str] = field(default_factory=dict)
@@ -107,11 +110,16 @@ def _loaded(
     shared_fused: bool,
 ) -> Simulated:
     read: set[str] = set()
+    ignored: list[str] = []
     misread: dict[str, str] = {}
     refused = None
     try:
         for name, stored in tensors.items():
-            for target in finder.find(name, stored):
+            before = len(finder.missing)
+            targets = finder.find(name, stored)
+            if len(finder.missing) > before:
+                ignored.append(name)
+            for target in targets:
                 said = _write(build, target, name, stored, read)
                 if said:
                     misread[name] = said
@@ -131,7 +139,7 @@ def _loaded(
     return Simulated(
         asked, refused, unwritten,
         tuple(name for name in unwritten if held[name].needed and name not in build.aliases),
-        tuple(name for name in tensors if name not in read), misread,
+        tuple(name for name in tensors if name not in read), tuple(ignored), misread,
         tuple(name for name, parameter in held.items() if 0 in parameter.shape), build.schemes,
         {name: TensorType(made.dtype, made.shape) for name, made in held.items()},
         sum(parameter.nbytes for parameter in build.parameters.values()), shared_fused,

@@ -1,0 +1,88 @@
+"""Versions of runtimes that load a sound folder and serve it wrong: no rule about a folder finds these.
+
+Each row has its source. `since` and `before` bound the versions by release, empty where there is no
+bound; a commit between two releases is said in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.runtimes.consumers import Consumer
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """What a runtime gets wrong, for which folders: `concerns` is asked with the config. `unreleased`:
+    only builds between releases have it."""
+
+    runtime: str
+    since: str
+    before: str
+    what: str
+    source: str
+    concerns: Callable[[Mapping[str, Any]], bool]
+    unreleased: bool = False
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def _linear_attention(config: Mapping[str, Any]) -> bool:
+    return _architecture(config).startswith("Qwen3_5")
+
+
+def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
+    block = config.get("quantization_config")
+    groups = block.get("config_groups") if isinstance(block, Mapping) else None
+    return any(
+        isinstance(group, Mapping)
+        and (group.get("weights") or {}).get("type") == "float"
+        and (group.get("weights") or {}).get("num_bits") == 4
+        and not group.get("input_activations")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    )
+
+
+ADVISORIES: tuple[Advisory, ...] = (
+    Advisory(
+        "sglang", "", "",
+        "builds of the main branch between the commits of pull requests 22311 and 22312 take in_proj_b "
+        "and in_proj_a of Qwen3.5 in the other order",
+        "https://github.com/sgl-project/sglang/pull/22312", _linear_attention, unreleased=True,
+    ),
+    Advisory(
+        "vllm", "", "0.33",
+        "weight-only NVFP4 experts are computed wrong; use 0.33 or newer",
+        "https://github.com/vllm-project/vllm/issues/54189", _nvfp4_weights_alone,
+    ),
+)  # fmt: skip
+
+
+def advisories(consumer: Consumer, config: Mapping[str, Any]) -> tuple[Advisory, ...]:
+    """Those that concern a folder and a runtime; of its version, where one is given."""
+    return tuple(
+        row
+        for row in ADVISORIES
+        if row.runtime == consumer.name and row.concerns(config) and _in(row, consumer.version)
+    )
+
+
+def _in(row: Advisory, version: str | None) -> bool:
+    if version is None:
+        return True
+    if row.unreleased and re.fullmatch(r"v?[0-9.]+(?:post[0-9]+)?", version):
+        return False
+    here = _release(version)
+    return (not row.since or here >= _release(row.since)) and (
+        not row.before or here < _release(row.before)
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))

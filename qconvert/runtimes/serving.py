@@ -1,0 +1,116 @@
+"""A folder under a runtime: what `--for NAME==VERSION --tp N` asks, and the simulator's answer for all
+ranks together. Only sglang's loader is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.sglang import VERSION
+from qconvert.runtimes.sglang.refusal import NotSimulated
+from qconvert.runtimes.sglang.setting import Setting
+from qconvert.runtimes.sglang.simulator import Simulated, simulate
+
+SIMULATED = {"sglang": VERSION}
+NO_FUSION = "--disable-shared-experts-fusion"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A runtime and how many ranks serve a folder: `tp` of tensor parallelism and `ep` groups of experts
+    among them; `stages` are the layers of each pipeline stage, or their number alone."""
+
+    consumer: Consumer
+    tp: int = 1
+    stages: tuple[int, ...] = (1,)
+    ep: int = 1
+
+    @property
+    def setting(self) -> Setting:
+        """Its first rank."""
+        if len(self.stages) == 1:
+            return Setting(tp=self.tp, pp=self.stages[0], ep=self.ep)
+        return Setting(tp=self.tp, pp=len(self.stages), ep=self.ep, partition=self.stages)
+
+    def __str__(self) -> str:
+        version = f" {self.consumer.version}" if self.consumer.version else ""
+        return f"{self.consumer.name}{version}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all ranks of a server say together. `ignored` are tensors that no rank reads though one
+    looked for their parameter; `nbytes` is what the fullest rank holds; `mended_by` is an option with
+    which the folder loads whole, where it does not without."""
+
+    ranks: tuple[Simulated, ...]
+    ignored: tuple[str, ...]
+    mended_by: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return all(rank.whole for rank in self.ranks) and not self.ignored
+
+    @property
+    def refused(self) -> Simulated | None:
+        return next((rank for rank in self.ranks if rank.refused is not None), None)
+
+    @property
+    def nbytes(self) -> int:
+        return max(rank.nbytes for rank in self.ranks)
+
+    @property
+    def setting(self) -> Setting:
+        return self.ranks[0].setting
+
+
+def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
+    """The ranks that differ in what they build or read: of each stage, or of one, the first and the
+    last, and one of each group of experts."""
+    for stage in range(setting.pp) if only is None else (only,):
+        numbers = {0, setting.tp - 1, *range(0, setting.tp, setting.moe_tp)}
+        for rank in sorted(numbers):
+            yield replace(setting, stage=stage, rank=rank)
+
+
+def served(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting,
+    *,
+    groups: int | None = None,
+    stage: int | None = None,
+) -> Answer:
+    """Ask the simulator for every kind of rank; where the folder does not load whole, also with shared
+    experts kept apart. `stage`: the folder holds only that one. Raises NotSimulated."""
+    if setting.tp % setting.ep:
+        raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
+    answer = _served(config, tensors, setting, groups, stage)
+    if answer.whole or setting.disable_shared_experts_fusion:
+        return answer
+    if not any(rank.shared_fused for rank in answer.ranks):
+        return answer
+    split = replace(setting, disable_shared_experts_fusion=True)
+    apart = _served(config, tensors, split, groups, stage)
+    return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
+
+
+def _served(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting,
+    groups: int | None,
+    stage: int | None,
+) -> Answer:
+    ranks = []
+    for rank in ranks_of(setting, stage):
+        ranks.append(simulate(config, tensors, rank, groups=groups))
+        if ranks[-1].refused is not None:
+            break
+    looked = {name for rank in ranks for name in rank.ignored}
+    unread = set.intersection(*(set(rank.unread) for rank in ranks))
+    ignored = tuple(name for name in tensors if name in looked and name in unread)
+    return Answer(tuple(ranks), ignored)

@@ -1,0 +1,161 @@
+"""What the runtime that `--for` names would do with the folder, by the simulator of its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.runtimes.advisories import advisories
+from qconvert.runtimes.serving import SIMULATED, Answer, Serving, served
+from qconvert.runtimes.sglang.refusal import NotSimulated
+from qconvert.runtimes.sglang.simulator import Simulated
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
+from qconvert.validation.runner import Folder, Need, NotChecked, Yield
+from qconvert.validators.reading.matrices import FUSED, gdn_groups
+from qconvert.validators.reading.model import stage_of
+
+RULES = (
+    Rule(
+        "QC130",
+        "the runtime refuses the folder",
+        "The config leaves a module out that the runtime looks up under its own, fused name; the sizes "
+        "cannot be divided among so many ranks; or the class has no parameter for a tensor.",
+        "Follow the message: another --tp, another option of the runtime, or convert again with the "
+        "current qconvert, which writes the names that runtimes look up.",
+    ),
+    Rule(
+        "QC131",
+        "parameters of the runtime stay unwritten",
+        "The config says that a module is quantized otherwise than its tensors are stored, or tensors "
+        "of the model are missing: the runtime computes with what memory held.",
+        "Convert again with the current qconvert, or load with the option that the message names.",
+    ),
+    Rule(
+        "QC132",
+        "the runtime reads a tensor nowhere, without an error",
+        "The class looks for the tensor's parameter under another name or scheme, most often because it "
+        "loads shared experts as one more routed expert.",
+        "Load with the option that the message names, or convert again with the current qconvert.",
+    ),
+    Rule(
+        "QC133",
+        "the runtime reads a tensor wrong, without an error",
+        "A rank's share cuts a group of weights that share a scale, fused rows are in another order "
+        "than the class expects, or codes are taken for numbers.",
+        "Choose a smaller --tp, or convert again for this runtime: --for NAME.",
+    ),
+    Rule(
+        "QC134",
+        "this version of the runtime is known to serve such a folder wrong",
+        "An error of the runtime itself, reported where the message says.",
+        "Use a version without it.",
+    ),
+)
+_MOST = 3  # places named of one kind
+
+
+@dataclass(frozen=True)
+class ForRuntime:
+    """Reads headers and config alone."""
+
+    name: str = "for_runtime"
+    proves: str = "the runtime loads the folder whole"
+    needs: frozenset[Need] = frozenset({"runtime", "model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        serving = folder.request.serving
+        assert serving is not None
+        checkpoint = folder.checkpoint
+        for row in advisories(serving.consumer, checkpoint.config):
+            text = f"{serving}: {row.what} ({row.source})"
+            yield Finding("QC134", "warning", "config.json", text)
+        if serving.consumer.name not in SIMULATED:
+            raise NotChecked(f"the loader of {serving.consumer.name} is not simulated")
+        tensors = {name: source.type for name, source in checkpoint.items()}
+        try:
+            stage = stage_of(checkpoint)
+            place = None if stage is None else (stage.number, stage.partition)
+            answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+        except (NotSimulated, PlanError) as reason:
+            raise NotChecked(f"not simulated: {reason}") from None
+        version = SIMULATED[serving.consumer.name]
+        who = f"{serving.consumer.name} {version}"
+        yield OnlyRead(f"{who} at {answer.setting}: simulated from headers, no kernel was run")
+        yield from findings(answer)
+        if answer.whole:
+            size = format_size(answer.nbytes)
+            yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank")
+
+
+def ask(
+    serving: Serving,
+    config: Mapping[str, object],
+    tensors: Mapping[str, TensorType],
+    groups: int | None,
+    stage: tuple[int, tuple[int, ...]] | None,
+) -> Answer:
+    """The simulator's answer for all ranks; those of one stage for the folder of one, cut as it was.
+    Raises NotSimulated."""
+    setting, number = serving.setting, None
+    if stage is not None:
+        number, partition = stage
+        setting = replace(setting, pp=len(partition), partition=partition)
+    return served(config, tensors, setting, groups=groups, stage=number)
+
+
+def findings(answer: Answer) -> Iterator[Finding]:
+    """What is wrong with a load; warnings where an option of the runtime mends it."""
+    severity: Severity = "warning" if answer.mended_by else "error"
+    cure = f"; with {answer.mended_by} it loads whole" if answer.mended_by else ""
+    rank = answer.refused
+    if rank is not None and rank.refused is not None:
+        where = f"{rank.refused.where}: " if rank.refused.where else ""
+        text = f"{_at(rank)}: {where}{rank.refused.why}{cure}"
+        yield Finding("QC130", severity, rank.refused.where or "config.json", text)
+        return
+    for rank in answer.ranks:
+        missing = [*rank.missing, *(name for name in rank.empty if name not in rank.missing)]
+        if missing:
+            what = f"{count(len(missing), 'parameter')} stay unwritten"
+            text = f"{_at(rank)}: {what}: {_some(missing)}{cure}"
+            yield Finding("QC131", severity, missing[0], text)
+        if rank.misread:
+            first, why = next(iter(rank.misread.items()))
+            text = f"{_at(rank)}: {count(len(rank.misread), 'tensor')} read wrong: {why}{cure}"
+            yield Finding("QC133", severity, first, text)
+        if missing or rank.misread:
+            break  # other ranks say the same
+    if answer.ignored:
+        shared = any(".shared_expert" in name for name in answer.ignored)
+        fused = shared and any(rank.shared_fused for rank in answer.ranks)
+        why = " (shared experts are loaded as routed ones)" if fused else ""
+        what = count(len(answer.ignored), "tensor")
+        text = f"{what} reach no parameter{why}: {_some(answer.ignored)}{cure}"
+        yield Finding("QC132", severity, answer.ignored[0], text)
+
+
+def _at(rank: Simulated) -> str:
+    at = rank.setting
+    stage = f", stage {at.stage} of {at.pp}" if at.pp > 1 else ""
+    return f"rank {at.rank} of {at.tp}{stage}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
+
+
+def _groups(folder: Folder) -> int | None:
+    """The stated order of fused rows."""
+    checkpoint = folder.checkpoint
+    if checkpoint.role_index.dims.gdn is None:
+        return None
+    fused = any(f".{name}." in tensor for tensor in checkpoint for name in FUSED)
+    return gdn_groups(checkpoint) if fused else 0
+
+
+VALIDATOR = ForRuntime()

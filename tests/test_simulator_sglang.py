@@ -1,0 +1,403 @@
+"""The simulator of sglang's loader, without the loader: cells with their answers, and what must hold for
+any folder. That it says what the loader says is shown by tests/loaders/test_simulator_sglang.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run_cli, unjudged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaders.published import FAMILIES, published
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.advisories import advisories
+from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.serving import NO_FUSION, served
+from qconvert.runtimes.sglang.matching import Compressed, is_layer_excluded, is_layer_skipped
+from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
+from qconvert.runtimes.sglang.simulator import simulate
+
+Config = dict[str, Any]
+Tensors = dict[str, TensorType]
+
+
+def folder(family: str, **how: Any) -> tuple[Config, Tensors]:
+    """Config and headers of a published checkpoint."""
+    model = published(family, **how)
+    return model.config, {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
+
+
+def integers(
+    config: Config, tensors: Mapping[str, TensorType], where: str, group: int, **block: Any
+) -> tuple[Config, Tensors]:
+    """The folder with modules whose names contain `where` packed in 4 bits, as compressed-tensors
+    has them."""
+    made: Tensors = {}
+    for name, kind in tensors.items():
+        if where not in name or not name.endswith("_proj.weight"):
+            made[name] = kind
+            continue
+        rows, columns = kind.shape
+        stem = name.removesuffix("weight")
+        made[f"{stem}weight_packed"] = TensorType("I32", (rows, columns // 8))
+        made[f"{stem}weight_scale"] = TensorType("BF16", (rows, columns // group))
+        made[f"{stem}weight_shape"] = TensorType("I64", (2,))
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+               "group_size": group}  # fmt: skip
+    groups = {"group_0": {"targets": [rf"re:.*{where}.*"], "weights": weights}}
+    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+              "config_groups": groups, **block}  # fmt: skip
+    return {**config, "quantization_config": stated}, made
+
+
+LINEARS = [r"re:.*self_attn\..*", r"re:.*\.mlp\.(shared_experts\.)?(gate_up|gate|up|down)_proj$"]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_checkpoints_load_whole(family: str, fp8: bool, tp: int) -> None:
+    config, tensors = folder(family, fp8=fp8)
+    answer = simulate(config, tensors, Setting(tp=tp, rank=tp - 1))
+    if (family, fp8, tp) == ("deepseek_v3", True, 4):  # heads of 192 rows
+        assert answer.refused is not None
+        assert "192 is not divisible by weight quantization block_n = 128" in answer.refused.says
+        return
+    assert answer.whole
+    assert answer.ignored == ()
+    draft = "model.layers.3." if family in ("deepseek_v3", "glm4_moe") else "mtp."
+    assert all(name.startswith(draft) for name in answer.unread)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_hold_their_share(family: str) -> None:
+    config, tensors = folder(family)
+    whole = simulate(config, tensors)
+    read = sum(kind.nbytes for name, kind in tensors.items() if name not in whole.unread)
+    half = simulate(config, tensors, Setting(tp=2))
+    assert read <= whole.nbytes <= 1.01 * read  # routers are held in other types
+    assert whole.nbytes / 2 < half.nbytes < 0.6 * whole.nbytes
+
+
+def test_stages_hold_all_layers_once() -> None:
+    config, tensors = folder("glm4_moe")
+    stages = [simulate(config, tensors, Setting(pp=3, stage=stage)) for stage in range(3)]
+    layers = [{n.split(".")[2] for n in s.parameters if ".layers." in n} for s in stages]
+    assert layers == [{"0"}, {"1"}, {"2"}]
+    assert all("lm_head.weight" in stage.parameters for stage in stages)  # on every stage
+    told = simulate(config, tensors, Setting(pp=2, stage=0, partition=(2, 1)))
+    assert {n.split(".")[2] for n in told.parameters if ".layers." in n} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "fused"),
+    [
+        ("glm4_moe", Setting(), True),
+        ("glm4_moe", Setting(disable_shared_experts_fusion=True), False),
+        ("glm4_moe", Setting(tp=2, ep=2), False),
+        ("glm4_moe", Setting(a2a="deepep"), False),
+        ("glm4_moe", Setting(capability=(7, 5)), False),
+        ("glm4_moe", Setting(capability=BLACKWELL), False),  # the trtllm runner
+        ("qwen3_next", Setting(), True),
+        ("qwen3_next", Setting(a2a="mori"), False),
+        ("qwen3_5_moe", Setting(), False),
+        ("deepseek_v3", Setting(), False),  # 4 experts, not 256
+    ],
+)
+def test_where_shared_experts_are_loaded_as_routed_ones(
+    family: str, setting: Setting, fused: bool
+) -> None:
+    answer = simulate(*folder(family), setting)
+    assert answer.shared_fused is fused
+    assert answer.whole
+
+
+def test_shared_experts_of_another_scheme_are_lost() -> None:
+    packed = integers(*folder("glm4_moe"), ".experts.", 32, ignore=LINEARS)
+    answer = simulate(*packed)
+    assert answer.refused is None
+    assert not answer.whole
+    assert {name.split(".")[4] for name in answer.ignored} == {"shared_experts"}
+    assert len(answer.ignored) == 6
+    assert set(answer.missing) == {
+        f"model.layers.{layer}.mlp.experts.{which}_weight_{what}"
+        for layer in (1, 2)
+        for which in ("w13", "w2")
+        for what in ("packed", "scale")
+    }
+    assert served(*packed, Setting()).mended_by == NO_FUSION
+    assert simulate(*packed, Setting(disable_shared_experts_fusion=True)).whole
+
+
+def test_a_strict_class_refuses_them() -> None:
+    ignore = [r"re:.*self_attn\..*", r"re:.*linear_attn\..*", r"re:.*shared_expert.*"]
+    packed = integers(*folder("qwen3_next"), ".experts.", 32, ignore=ignore)
+    answer = simulate(*packed)
+    assert answer.refused is not None
+    assert answer.refused.kind == "KeyError"
+    assert served(*packed, Setting()).mended_by == NO_FUSION
+
+
+def test_an_ignore_list_without_fused_names_is_refused() -> None:
+    split = [r"re:.*self_attn\.[qkvo]_proj$", r"re:.*\.mlp\.(gate|up|down)_proj$"]
+    config, tensors = integers(*folder("glm4_moe"), ".experts.", 32, ignore=split)
+    refused = simulate(config, tensors).refused
+    assert refused is not None
+    assert refused.where == "model.layers.0.self_attn.qkv_proj"
+    # A class that maps fused names to their parts needs none.
+    config, tensors = integers(*folder("qwen3_moe"), ".experts.", 32, ignore=split)
+    assert simulate(config, tensors).whole
+
+
+@pytest.mark.parametrize(("tp", "empty", "misread"), [(1, 0, 0), (4, 0, 0), (8, 2, 0), (3, 0, 0)])
+def test_groups_of_an_expert_among_ranks(tp: int, empty: int, misread: int) -> None:
+    """512 columns in groups of 128."""
+    config, tensors = integers(*folder("qwen3_moe"), ".experts.", 128, ignore=LINEARS)
+    config = {**config, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    tensors["model.layers.0.self_attn.q_norm.weight"] = TensorType("BF16", (64,))
+    answer = simulate(config, tensors, Setting(tp=tp))
+    if tp in (3, 8):
+        # More ranks than the 4 experts, or heads that they cannot divide.
+        assert answer.refused is not None
+        return
+    assert (len(answer.empty), len(answer.misread)) == (empty, misread)
+
+
+def test_blocks_that_ranks_cut_are_refused() -> None:
+    config, tensors = folder("qwen3_moe", fp8=True, experts=8)
+    config = {**config, "num_attention_heads": 8}
+    answer = simulate(config, tensors, Setting(tp=8))
+    assert answer.refused is not None
+    assert answer.refused.kind == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("family", "groups", "wrong"),
+    [("qwen3_5_moe_text", 1, 0), ("qwen3_5_moe_text", 4, 6), ("qwen3_5_moe_text", None, 0),
+     ("qwen3_next", 4, 0), ("qwen3_next", 1, 6)],
+)  # fmt: skip
+def test_stated_order_of_fused_rows(family: str, groups: int | None, wrong: int) -> None:
+    config, tensors = folder("qwen3_next")
+    if family != "qwen3_next":
+        config, _ = folder(family)
+    answer = simulate(config, tensors, groups=groups)
+    assert answer.refused is None
+    assert len(answer.misread) == wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({}, "None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+        ({"hidden_size": "256"}, "hidden_size"),
+    ],
+)
+def test_what_it_has_no_rule_for_gets_no_answer(config: Config, why: str) -> None:
+    known, tensors = folder("qwen3_moe")
+    with pytest.raises(NotSimulated, match=why):
+        simulate({**known, **config} if config else {}, tensors)
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "ignored"),
+    [
+        ("lm_head", "lm_head", True),
+        ("mlp.gate", "model.layers.0.mlp.gate", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_up_proj", False),
+        ("model.layers.0.mlp", "model.layers.0.mlp.down_proj", False),  # a prefix is no match
+        (r"re:.*\.mlp\.gate", "model.layers.0.mlp.gate_up_proj", True),  # re.match has no end
+        (r"re:mlp", "model.layers.0.mlp.gate", False),  # nor a search
+    ],
+)
+def test_ignore_of_compressed_tensors(entry: str, name: str, ignored: bool) -> None:
+    assert Compressed([entry], [], {}).ignored(name) is ignored
+
+
+def test_parts_of_a_fused_module_must_agree() -> None:
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    with pytest.raises(LoadRefused, match="names some"):
+        Compressed(["self_attn.q_proj"], [], fused).ignored("model.layers.0.self_attn.qkv_proj")
+    with pytest.raises(LoadRefused, match="names some"):
+        is_layer_skipped("model.layers.0.self_attn.qkv_proj", ["self_attn.q_proj"], {})
+
+
+def test_targets_by_name_then_class_then_parts() -> None:
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    rules = Compressed([], ["Linear", r"re:.*q_proj", r"re:.*o_proj$"], fused)
+    assert rules.target("a.o_proj", "RowParallelLinear") == r"re:.*o_proj$"
+    assert rules.target("a.gate_up_proj", "MergedColumnParallelLinear") == "Linear"
+    few = Compressed([], [r"re:.*q_proj"], fused)
+    with pytest.raises(LoadRefused, match="neither"):
+        few.target("a.b.down_proj", "RowParallelLinear")
+
+
+def test_modelopts_list_takes_globs_and_parts() -> None:
+    name = "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa"
+    assert is_layer_excluded(name, ["model.layers.0.self_attn*"])
+    assert is_layer_excluded(name, ["model.layers.0.self_attn.kv_a_proj_with_mqa"])
+    # Though the runtime's comment says so: `q_a_proj` is no part of `fused_qkv_a_proj_with_mqa`.
+    assert not is_layer_excluded(name, ["model.layers.0.self_attn.q_a_proj"])
+    assert is_layer_excluded("mtp.fc", ["mtp*"])
+    assert not is_layer_excluded(name, ["model.layers.1.self_attn*"])
+
+
+# --- Properties ----------------------------------------------------------------------------------
+
+_SOME = {
+    family: folder(family) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_every_tensor_that_is_read_counts(family: str, data: st.DataObject) -> None:
+    """Without any one of them, a parameter is not written whole."""
+    config, tensors = _SOME[family]
+    before = simulate(config, tensors)
+    name = data.draw(st.sampled_from([n for n in tensors if n not in before.unread]))
+    after = simulate(config, {n: kind for n, kind in tensors.items() if n != name})
+    assert not after.whole
+    assert after.missing
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(_SOME)), st.randoms(use_true_random=False))
+def test_the_order_of_tensors_does_not_matter(family: str, random: Any) -> None:
+    config, tensors = _SOME[family]
+    names = list(tensors)
+    random.shuffle(names)
+    one, other = simulate(config, tensors), simulate(config, {n: tensors[n] for n in names})
+    assert set(one.unread) == set(other.unread)
+    assert one.unwritten == other.unwritten
+    assert one.parameters == other.parameters
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_any_other_shape_is_refused_or_said(family: str, data: st.DataObject) -> None:
+    config, tensors = _SOME[family]
+    before = simulate(config, tensors)
+    name = data.draw(st.sampled_from([n for n in tensors if n not in before.unread]))
+    kind = tensors[name]
+    axis = data.draw(st.integers(0, len(kind.shape) - 1))
+    size = data.draw(st.integers(2, 700).filter(lambda n: n != kind.shape[axis]))
+    shape = (*kind.shape[:axis], size, *kind.shape[axis + 1 :])
+    after = simulate(config, {**tensors, name: TensorType(kind.dtype, shape)}, Setting(tp=1))
+    assert after.refused is not None or name in after.misread or after.missing
+
+
+# --- 95,000 tensors, and the command line --------------------------------------------------------
+
+
+def large() -> tuple[Config, Tensors]:
+    """DeepSeek-V3's counts in FP8: 58 layers of 256 experts."""
+    config, small = folder("deepseek_v3", fp8=True)
+    config = {
+        **config,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+    }
+    made = {n: kind for n, kind in small.items() if ".layers." not in n}
+    sparse = {n: k for n, k in small.items() if ".layers.1." in n and ".experts." not in n}
+    expert = {n: k for n, k in small.items() if ".layers.1.mlp.experts.0." in n}
+    dense = {n: k for n, k in small.items() if ".layers.0." in n}
+    for layer in range(61):
+        for name, kind in (dense if layer < 3 else sparse).items():
+            first = name.split(".")[2]
+            wide = replace(kind, shape=(256, *kind.shape[1:])) if ".mlp.gate." in name else kind
+            made[name.replace(f".layers.{first}.", f".layers.{layer}.")] = wide
+        for number in range(256 if layer >= 3 else 0):
+            for name, kind in expert.items():
+                stem = name.replace(".layers.1.", f".layers.{layer}.")
+                made[stem.replace(".experts.0.", f".experts.{number}.")] = kind
+    return config, made
+
+
+def test_a_model_of_ninety_thousand_tensors() -> None:
+    config, tensors = large()
+    assert len(tensors) > 90_000
+    answer = simulate(config, tensors, Setting(tp=2, rank=1))
+    assert answer.whole
+    assert answer.shared_fused
+    assert answer.unread == ()
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys; import qconvert.runtimes.serving, qconvert.validators.headers.for_runtime; "
+        "print([m for m in ('torch', 'numpy', 'sglang') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def validated(where: Path, *options: str) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+    done = run_cli("validate", where, *options, "--json")
+    report = json.loads(done.out)
+    return done.code, report["findings"], report
+
+
+def test_validate_for_a_runtime(tmp_path: Path) -> None:
+    where = published("glm4_moe", fp8=True).write(tmp_path / "glm")
+    code, found, report = validated(where, "--for", "sglang==0.5.23", "--tp", "2")
+    assert (code, found) == (0, [])
+    assert any("H200 (capability 9.0), no other options" in text for text in report["read"])
+    assert any("sglang 0.5.23 loads the folder whole" in text for text in report["proved"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "family", "tp"),
+    [("QC130", "qwen3_moe", "8"), ("QC131", "qwen3_moe", "1"), ("QC132", "qwen3_moe", "1"),
+     ("QC133", "qwen3_5_moe_text", "1")],
+)  # fmt: skip
+def test_each_rule(rule: str, family: str, tp: str, tmp_path: Path) -> None:
+    model = published(family)
+    if rule == "QC131":
+        del model.tensors["model.norm.weight"]
+    if rule == "QC132":
+        model.tensors["model.layers.0.other.weight"] = model.tensors["model.norm.weight"]
+    where = model.write(tmp_path / "broken")
+    if rule == "QC133":
+        where = tmp_path / "interleaved"
+        unjudged("passes: [fuse: {groups: 4}]", tmp_path / "broken", where)
+    code, found, _ = validated(where, "--for", "sglang==0.5.23", "--tp", tp)
+    assert code == 3
+    assert rule in {finding["rule"] for finding in found}
+
+
+def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
+    config, _ = folder("qwen3_5_moe_text")
+    where = published("qwen3_5_moe_text").write(tmp_path / "qwen")
+    _, found, _ = validated(where, "--for", "sglang==0.5.10.dev1")
+    assert [finding["rule"] for finding in found] == ["QC134"]
+    assert advisories(parse_consumer("sglang==0.5.23"), config) == ()
+    assert advisories(parse_consumer("vllm==0.20"), config) == ()
+
+
+def test_sizes_without_a_runtime_are_a_mistake(tmp_path: Path) -> None:
+    where = published("qwen3_moe").write(tmp_path / "qwen")
+    assert run_cli("validate", where, "--tp", "2").code == 2
+    assert run_cli("validate", where, "--for", "transformers").code == 2
+
+
+def test_a_runtime_that_is_not_simulated_is_said(tmp_path: Path) -> None:
+    where = published("qwen3_moe").write(tmp_path / "qwen")
+    code, found, report = validated(where, "--for", "vllm==0.33")
+    assert (code, found) == (0, [])
+    assert any("the loader of vllm is not simulated" in text for text in report["not_checked"])
