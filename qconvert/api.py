@@ -576,6 +576,8 @@ def repair(
     folder: str | Path,
     out: str | Path | None = None,
     *,
+    runtime: str | None = None,
+    tp: int = 1,
     dry_run: bool = False,
     follow_links: bool = False,
     notice: Callable[[str], None] | None = None,
@@ -584,8 +586,10 @@ def repair(
     folder true to its tensors, or of the folder of all pipeline stages, or of a repo on the Hub (its
     headers are fetched, and `notice` is called with what was). Weights are never written.
 
-    Changed files are written into the folder, or into `out`, which a repo needs; with `dry_run`
-    nowhere. Returns what was (or would be) changed, per folder; again on the result it is nothing.
+    Changed files are written into the folder, or into `out`, which a repo needs; with `dry_run` nowhere.
+    The result must have no error left; with a `runtime` (`sglang==0.5.23`) the simulator of its loader
+    must say that `tp` ranks load it whole. Returns what was (or would be) changed, per folder; again on
+    the result it is nothing.
 
         >>> [found.changes for found in api.repair(sample)]
         [()]
@@ -594,6 +598,12 @@ def repair(
     Repair.left), for an unfinished conversion and for shards that cannot be read.
     """
     from qconvert.hub.headers import place_of
+
+    serving = None if runtime is None else Serving(parse_consumer(runtime), tp)
+
+    def judge(part: Path, follow_links: bool) -> list[Finding]:
+        request = Request(serving=serving)
+        return validate_folder(part, request=request, follow_links=follow_links).findings
 
     with place_of(str(folder)) as place:
         if notice is not None and place.fetched:
@@ -605,9 +615,7 @@ def repair(
         if not dry_run and out is None:
             for part in parts:
                 finish(part)
-        found = tuple(
-            repair_of(part, _header_findings, follow_links=follow_links) for part in parts
-        )
+        found = tuple(repair_of(part, judge, follow_links=follow_links) for part in parts)
         if dry_run:
             return found
         for one in found:
@@ -618,10 +626,6 @@ def repair(
                 into.mkdir(parents=True, exist_ok=True)
                 write(into, one.changes)
         return found
-
-
-def _header_findings(folder: Path, follow_links: bool) -> list[Finding]:
-    return validate_folder(folder, follow_links=follow_links).findings
 
 
 def diff(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import INDEX, edit_json, run_cli, tree
 from hub_client import hub_and_client
+from loaders.published import published
 from models import qwen3_moe
 
 from qconvert import api
@@ -352,3 +353,19 @@ def test_a_repair_that_stops_anywhere_is_finished_or_undone(
             api.repair(folder)
     api.repair(folder)
     assert tree(folder) == tree(whole)
+
+
+def test_a_runtime_must_load_the_result(tmp_path: Path) -> None:
+    """So many ranks would cut the experts' groups of 32 columns: no config mends that."""
+    source, folder = published("qwen3_moe").write(tmp_path / "source"), tmp_path / "folder"
+    done = run_cli("w4a16", source, folder, "--rtn", "--group-size", "32")
+    assert done.code == 0, done.err
+    _nested(folder)
+    before = tree(folder)
+    refused = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "64")
+    assert refused.code == 1
+    assert "QC13" in refused.err
+    assert tree(folder) == before
+    mended = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "2")
+    assert mended.code == 0, mended.err
+    assert run_cli("repair", folder, "--tp", "2").code == 2

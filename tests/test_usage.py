@@ -29,7 +29,9 @@ _SOURCES = ["", "hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt",
 _BAD: dict[str, list[str]] = {
     "memory": _SIZES, "max_shard_size": _SIZES, "jobs": _COUNTS, "groups": _COUNTS,
     "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
-    "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS, "seed": ["", "-1", "x", str(2**32)],
+    "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
+    "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
+    "disk": _SIZES, "capability": _CHOICES,
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
@@ -53,7 +55,7 @@ _BAD: dict[str, list[str]] = {
     "name": ["", "nope"],
 }  # fmt: skip
 # Any text says something: a pattern, a message, a column, a file that may or may not be there.
-_FREE = {"tensors", "commit_message", "column", "recipe"}
+_FREE = {"tensors", "commit_message", "column", "recipe", "hotness"}
 # What a command line must have beside the value that is tried.
 _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),
@@ -61,7 +63,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("w4a16",): ("--rtn",), ("gptq4",): ("--rtn",),
     ("nvfp4",): ("--dialect", "modelopt"),
     ("split",): ("--pp", "1,1"),
-    ("fuse",): ("--for", "sglang"),
+    ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",

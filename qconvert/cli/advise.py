@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import click
 
+from qconvert.cli.consumer import made_for
 from qconvert.cli.options import FOLLOW_LINKS, JSON, MOST, SOURCE, Size
 from qconvert.core.say import say, say_all, say_json
 
 
 @click.command()
 @SOURCE
-@click.option(
-    "--for",
-    "runtime",
-    required=True,
-    metavar="NAME[==VERSION]",
-    help="sglang, whose loader is simulated (0.5.23), or ktransformers.",
-)
+@made_for("sglang, whose loader is simulated, or ktransformers", "sglang", "ktransformers")
 @click.option("--gpus", type=click.IntRange(1, MOST), default=8, show_default=True, help="GPUs.")
 @click.option(
     "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
@@ -34,7 +29,7 @@ from qconvert.core.say import say, say_all, say_json
     type=click.IntRange(1, 64),
     default=2,
     show_default=True,
-    help="NUMA nodes of the machine, for KTransformers.",
+    help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
 )
 @click.option(
     "--hotness",
@@ -51,7 +46,7 @@ from qconvert.core.say import say, say_all, say_json
 @JSON
 def advise(
     source: str,
-    runtime: str,
+    consumer: str | None,
     gpus: int,
     gpu_memory: int,
     capability: str,
@@ -84,13 +79,15 @@ def advise(
     from qconvert.advise.advice import lines_of
     from qconvert.hub.headers import place_of
 
+    if consumer is None:
+        raise click.UsageError("name the runtime: --for sglang or --for ktransformers")
     major, minor = capability.split(".")
     machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
     with place_of(source) as place:
         if place.fetched:
             say(place.summary, err=True)
         found = api.advise(
-            Path(place.folder), runtime, machine, disaggregated=disaggregated, numa=numa,
+            Path(place.folder), consumer, machine, disaggregated=disaggregated, numa=numa,
             hotness=hotness, follow_links=follow_links,
         )  # fmt: skip
         if as_json:

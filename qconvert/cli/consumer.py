@@ -23,6 +23,8 @@ class ConsumerName(click.ParamType[str]):
         from qconvert.core.errors import PlanError
         from qconvert.runtimes.consumers import parse_consumer
 
+        if str(value) in self._only:  # a runtime may be no consumer of layouts: ktransformers
+            return str(value)
         try:
             consumer = parse_consumer(str(value))
         except PlanError as error:

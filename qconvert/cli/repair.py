@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, SourceName
+from qconvert.cli.consumer import made_for
+from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, TP, SourceName
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 
@@ -19,17 +20,27 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 
 
 @click.command()
-@click.argument("repo", type=SourceName())
+@click.argument("source", metavar="REPO", type=SourceName())
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Write the changed files here, and leave REPO as it is. Needed for a repo on the Hub.",
 )
+@made_for("sglang, whose loader is simulated: an H200 without other options", "sglang")
+@TP
 @DRY_RUN
 @FOLLOW_LINKS
 @JSON
-def repair(repo: str, out: Path | None, dry_run: bool, follow_links: bool, as_json: bool) -> int:
+def repair(
+    source: str,
+    out: Path | None,
+    consumer: str | None,
+    tp: int | None,
+    dry_run: bool,
+    follow_links: bool,
+    as_json: bool,
+) -> int:
     """Make the metadata of a converted folder true to its weights, which are not touched.
 
     Mends config.json (quantization blocks that describe no tensor, ignore lists, linear_fp8_config), the
@@ -41,15 +52,17 @@ def repair(repo: str, out: Path | None, dry_run: bool, follow_links: bool, as_js
     \b
     Examples:
       qconvert repair GLM-4.5-Air-int4 --dry-run
-      qconvert repair GLM-4.5-Air-int4
+      qconvert repair GLM-4.5-Air-int4 --for sglang==0.5.23 --tp 4
       qconvert repair ORG/GLM-4.5-Air-int4 --out mended
 
     Exit code 3 with --dry-run if errors would remain.
     """
     from qconvert import api
 
+    if consumer is None and tp is not None:
+        raise click.UsageError("--tp is a size of a runtime: give --for NAME")
     found = api.repair(
-        repo, out, dry_run=dry_run, follow_links=follow_links,
+        source, out, runtime=consumer, tp=tp or 1, dry_run=dry_run, follow_links=follow_links,
         notice=lambda text: say(text, err=True),
     )  # fmt: skip
     if as_json:

@@ -15,13 +15,17 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantConfig
 from qconvert.core.json_text import parse_object
-from qconvert.core.names import split_parameter
+from qconvert.core.names import natural_key, split_parameter
+from qconvert.formats.nvfp4.config import mixed_config
 from qconvert.matrices.linears import runtime_linears
+from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 _CODES = frozenset({"I8", "U8", "I32", "F4", *WEIGHT_DTYPES})
 _GPTQ = frozenset({"gptq", "awq", "gptq_marlin", "awq_marlin", "auto-round"})
+# Keys of the form that is replaced.
+_HYBRID = frozenset({"quant_algo", "moe_quant_algo", "group_size", "exclude_modules"})
 _SIZES = tuple(1 << power for power in range(4, 11))  # blocks of FP8 scales that exist
 
 
@@ -56,7 +60,7 @@ def fp8_modules(checkpoint: Checkpoint) -> set[str]:
 def methods_of(checkpoint: Checkpoint) -> frozenset[str] | None:
     """Values of `quant_method` that can describe the tensors: none where nothing is quantized. None
     where codes are stored in a form that is not known here."""
-    ends = {split_parameter(name)[1] for name in checkpoint}
+    ends = _ends(checkpoint)
     if "qweight" in ends:
         return _GPTQ
     if "weight_packed" in ends:
@@ -128,6 +132,34 @@ def with_linear_fp8(checkpoint: Checkpoint) -> Mended | None:
         f"{rows[0]} x {columns[0]}, the only size that fits all scales"
     )
     return Mended(config, (why,))
+
+
+def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
+    """modelopt's MIXED_PRECISION with an entry for each layer, in place of block FP8 with a
+    `moe_quant_algo` beside it, which sglang 0.5.23 reads for NVFP4 with input scales alone."""
+    block = checkpoint.config.get("quantization_config")
+    packed = packed_modules(checkpoint)
+    if not isinstance(block, Mapping) or not packed or "weight_scale_2" not in _ends(checkpoint):
+        return None
+    if block.get("quant_method") != "fp8" or not block.get("weight_block_size"):
+        return None
+    plan = Plan.identity(checkpoint)
+    others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
+    fp8 = [module for module, is_fp8 in runtime_linears(plan, others).items() if is_fp8]
+    own = {key: value for key, value in block.items() if key not in _HYBRID}
+    stated = mixed_config(
+        own, with_draft_names(plan, ignored_linears(plan, others)), sorted(packed, key=natural_key),
+        with_draft_names(plan, fp8), inputs="input_scale" in _ends(checkpoint),
+    )  # fmt: skip
+    return Mended(
+        {**checkpoint.config, "quantization_config": stated},
+        ("quant_algo MIXED_PRECISION with an entry for each layer, which sglang reads",),
+    )
+
+
+def _ends(checkpoint: Checkpoint) -> set[str]:
+    """Names of parameters."""
+    return {split_parameter(name)[1] for name in checkpoint}
 
 
 def hf_quant_config(checkpoint: Checkpoint) -> bytes | None:

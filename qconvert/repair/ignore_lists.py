@@ -13,8 +13,13 @@ from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.core.names import split_parameter
 from qconvert.core.shown import count
-from qconvert.matrices.unquantized import ignored
-from qconvert.matrices.unquantized_nvfp4 import ignored_globs, ignored_names
+from qconvert.matrices.unquantized import ignored, shared_paths
+from qconvert.matrices.unquantized_nvfp4 import (
+    ignored_globs,
+    ignored_linears,
+    ignored_names,
+    with_draft_names,
+)
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
 from qconvert.repair.blocks import Mended, fp8_modules, packed_modules
@@ -33,11 +38,15 @@ def true_ignore_list(checkpoint: Checkpoint) -> Mended | None:
     wanted = _wanted(checkpoint, own)
     listed, literal = Listed(own.method, tuple(entries)), frozenset(entries)
     linears = _plain_linears(checkpoint)
+    stored = {split_parameter(name)[0] for name in checkpoint}
     added = [
         entry
         for entry in dict.fromkeys(wanted)
         if entry not in literal
-        and (_is_pattern(entry) or (entry in linears and not listed.names(entry)))
+        and not listed.names(entry.replace("*", "any"))
+        # modelopt's readers ask for embeddings and heads too, others for linears alone. Names that are
+        # not stored are those of fused modules and of draft models.
+        and (own.method == "modelopt" or entry in linears or entry not in stored)
     ]
     if added:
         why.append(f"lists {count(len(added), 'unquantized module')} more: {_some(added)}")
@@ -96,12 +105,16 @@ def _wanted(checkpoint: Checkpoint, own: QuantConfig) -> Sequence[str]:
     others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
     if own.method == "compressed-tensors":
         if any(name.endswith(".weight_global_scale") for name in checkpoint):
-            return ignored_names(plan, others)
+            dims = plan.role_index.dims
+            drafts = any(plan.family.is_mtp(f"{module}.weight", dims) for module in packed)
+            return ignored_names(plan, others, drafts=drafts)
         routed = any(plan.role_index.kind(n).routed for n in plan.tensors if n not in others)
-        return ignored(plan, others, experts=routed)
+        shared = any(path in module for path in shared_paths(plan) for module in packed)
+        return ignored(plan, others, experts=routed, shared=shared)
     if own.method == "modelopt":
-        # Beside FP8 the list names experts that stay FP8, which no tensor here could show to be wrong.
-        return [] if own.block.get("moe_quant_algo") else ignored_globs(plan, others, packed)
+        if "quantized_layers" in own.block:
+            return with_draft_names(plan, ignored_linears(plan, others))
+        return ignored_globs(plan, others, packed)
     return list(_plain_linears(checkpoint))
 
 
@@ -116,10 +129,6 @@ def _plain_linears(checkpoint: Checkpoint) -> dict[str, None]:
         and len(checkpoint[name].type.shape) == 2
         and checkpoint[name].type.dtype in FLOAT_DTYPES
     }
-
-
-def _is_pattern(entry: str) -> bool:
-    return entry.startswith("re:") or "*" in entry
 
 
 def _some(entries: Sequence[str]) -> str:

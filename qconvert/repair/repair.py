@@ -30,6 +30,7 @@ from qconvert.repair.blocks import (
     as_json,
     hf_quant_config,
     with_linear_fp8,
+    with_mixed_precision,
     without_stale_blocks,
 )
 from qconvert.repair.ignore_lists import true_ignore_list
@@ -41,6 +42,7 @@ CONFIG = "config.json"
 # In this order: a list is mended for the block that is left.
 _MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
     without_stale_blocks,
+    with_mixed_precision,
     with_linear_fp8,
     true_ignore_list,
 )
