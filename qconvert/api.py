@@ -603,7 +603,12 @@ def repair(
 
     def judge(part: Path, follow_links: bool) -> list[Finding]:
         request = Request(serving=serving)
-        return validate_folder(part, request=request, follow_links=follow_links).findings
+        report = validate_folder(part, request=request, follow_links=follow_links)
+        if notice is not None and serving is not None:
+            for text in report.not_checked:
+                if "not simulated" in text:
+                    notice(f"not checked: {text}")
+        return report.findings
 
     with place_of(str(folder)) as place:
         if notice is not None and place.fetched:

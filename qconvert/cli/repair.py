@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, TP, SourceName
+from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, TP, Folder, SourceName
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 
@@ -23,7 +23,7 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 @click.argument("source", metavar="REPO", type=SourceName())
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Folder(),
     metavar="DIR",
     help="Write the changed files here, and leave REPO as it is. Needed for a repo on the Hub.",
 )

@@ -194,10 +194,14 @@ def _own_blocks(checkpoint: Checkpoint) -> list[QuantConfig]:
 
 
 def _without(config: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    """Without the entry at a path, and without objects that held nothing else: transformers would take
+    an empty text_config for the model's."""
     first, *rest = path
     if not rest:
         return {key: value for key, value in config.items() if key != first}
-    return {**config, first: _without(config[first], rest)}
+    inner = _without(config[first], rest)
+    kept = {key: inner if key == first else value for key, value in config.items()}
+    return kept if inner else {key: value for key, value in kept.items() if key != first}
 
 
 def _states_float(block: Mapping[str, Any]) -> bool:
