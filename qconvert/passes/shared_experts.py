@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.passes.replace_weights import Selection
@@ -12,6 +13,12 @@ from qconvert.plan.plan import Plan
 from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared, needs_plain_linears
 
 SharedExperts = Literal["quantize", "keep"]
+
+
+def check_any_shared(chosen: Selection, asked: SharedExperts | None) -> None:
+    """Raises PlanError where shared experts are to be quantized, and there are none."""
+    if asked == "quantize" and not chosen.names_shared:
+        raise PlanError("shared_experts is quantize, and the model has none: leave it out")
 
 
 def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> list[str]:
