@@ -25,14 +25,11 @@ def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> lis
     """What the plan says of shared experts: which were quantized for the routed ones' sake and what
     keeping them would take, or with which option sglang reads those that are kept."""
     if chosen.shared:
-        wide = sum(
-            2 * one.stored.rows * one.stored.columns
-            for module, one in chosen.linears.items()
-            if module in chosen.shared
-        )
+        names = [n for m, one in chosen.linears.items() if m in chosen.shared for n in one.names]
+        held = format_size(sum(plan.tensors[name].type.nbytes for name in names))
         said = (
             f"{count(len(chosen.shared), 'matrix', 'matrices')} of shared experts quantized with the "
-            f"routed ones (kept in bf16: {format_size(wide)}, and {NO_FUSION} in sglang)"
+            f"routed ones (kept they would take {held}, and {NO_FUSION} in sglang)"
         )
         if needs_plain_linears(plan.config) and block.get("quant_method") != "modelopt":
             said += "; sglang with expert parallelism needs them kept"
