@@ -125,7 +125,7 @@ def test_shared_experts_follow_the_routed_ones_where_sglang_fuses(
     assert bool(own) == (not vetoed)
     assert not loses_shared(plan.config, block_of(plan))
     assert NO_FUSION not in launch(plan)
-    said = "of shared experts quantized with the routed ones (kept in bf16:"
+    said = "of shared experts quantized with the routed ones (kept they would take "
     assert any(said in note for note in plan.log[-1].notes) == (not vetoed)
     expected = plan.log[-1].expected
     assert expected is not None
@@ -183,6 +183,30 @@ def test_who_ignores_them_keeps_them(tmp_path: Path) -> None:
     plan = planned(tmp_path, "qwen3_next", step)
     assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
     assert NO_FUSION in launch(plan)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        ExpertsToW4A16(targets=("Linear",), shared_experts="keep"),
+        ToNvfp4("compressed-tensors", targets="all", shared_experts="keep"),
+    ],
+    ids=["w4a16", "nvfp4"],
+)
+def test_keep_is_stronger_than_targets(step: Pass, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "glm4_moe", step)
+    assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
+    assert "model.layers.1.self_attn.q_proj.weight_packed" in plan.tensors
+    assert NO_FUSION in launch(plan)
+
+
+def test_a_model_without_them_has_none_to_quantize(tmp_path: Path) -> None:
+    for step in (
+        ExpertsToW4A16(shared_experts="quantize"),
+        ToNvfp4("modelopt", shared_experts="quantize"),
+    ):
+        with pytest.raises(PlanError, match="the model has none"):
+            planned(tmp_path / step.name, "qwen3_moe", step)
 
 
 def test_a_recipe_says_the_same(tmp_path: Path) -> None:

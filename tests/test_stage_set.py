@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import copied, edit_json, read_shard, read_tensors, run_cli, write_shard
+from loaders.published import published
 from models import qwen3_moe
 
 from qconvert.checkpoint.open import open_stages
@@ -155,3 +156,15 @@ def test_a_stage_that_does_not_say_which(stage: Any, stages: Path) -> None:
     says = "does not state which stage it is|expected 'stage' to be an object"
     with pytest.raises(CheckpointError, match=says):
         open_stages(stages)
+
+
+def test_a_stage_without_a_quantized_tensor_has_the_models_config(tmp_path: Path) -> None:
+    """GLM's first layer is dense: alone in a stage, beside packed experts in another."""
+    source, packed = published("glm4_moe").write(tmp_path / "source"), tmp_path / "packed"
+    assert run_cli("w4a16", source, packed, "--rtn", "--jobs", "1").code == 0
+    done = run_cli(
+        "split", packed, tmp_path / "stages", "--pp", "1,2", "--for", "sglang", "--jobs", "1"
+    )
+    assert done.code == 0, done.err
+    done = run_cli("validate", tmp_path / "stages" / "stage-00-of-02")
+    assert "QC012" not in done.out + done.err

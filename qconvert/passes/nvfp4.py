@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
-from qconvert.core.roles import Kind
+from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.int_packed.config import fp8_group_config
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.mxfp4.stored import mxfp4_modules
@@ -60,7 +60,7 @@ from qconvert.passes.replace_weights import (
     select_linears,
     shared_experts,
 )
-from qconvert.passes.shared_experts import SharedExperts, shared_notes
+from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
 from qconvert.plan.plan import LogEntry, Plan
 from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 
@@ -166,8 +166,9 @@ class ToNvfp4:
             experts = routed_experts(plan)
         linears: dict[str, Linear] = {}
         left: tuple[str, ...] = ()
+        keep = SHARED if self.shared_experts == "keep" else ()
         if every:
-            linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks)
+            linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks, keep=keep)
             check_sets({module: one.kind for module, one in linears.items()}, ragged)
             left = tuple(ragged)
         own = experts
@@ -188,6 +189,8 @@ class ToNvfp4:
         """The same with shared experts, where they are to be quantized with the routed ones."""
         drafts = self._takes_drafts(plan)
         shared = shared_experts(plan, chosen.linears, drafts=drafts)
+        if not shared:
+            check_any_shared(chosen, self.shared_experts)
         if not shared or not _projections(chosen) or self.shared_experts == "keep":
             return chosen
         if self.shared_experts is None:
@@ -284,7 +287,8 @@ def _sizes(chosen: Selection) -> list[Matrix]:
 
 def _loads_at(chosen: Selection) -> list[int]:
     """The usual tensor-parallel sizes at which each rank gets whole blocks."""
-    return [tp for tp in TP_SIZES if not cut_blocks(_sizes(chosen), tp)]
+    matrices = _sizes(chosen)
+    return [tp for tp in TP_SIZES if not cut_blocks(matrices, tp)]
 
 
 def _projections(chosen: Selection) -> tuple[Projection, ...]:

@@ -93,14 +93,15 @@ def select_linears(
     experts: Experts | None,
     wanted: Callable[[str], bool] = lambda module: True,
     fits: Callable[[Stored], bool] = lambda stored: True,
+    keep: Collection[Kind] = (),
 ) -> tuple[dict[str, Linear], dict[str, Kind], dict[str, Kind]]:
     """The linears beside the routed experts: those to quantize, those that are `wanted` and do not fit,
-    and those that are not wanted."""
+    and those that are not wanted, or of kinds to `keep`."""
     found: dict[str, Linear] = {}
     left: dict[str, Kind] = {}
     unwanted: dict[str, Kind] = {}
     for module, kind in quantizable(plan, experts.taken if experts is not None else ()):
-        if not wanted(module):
+        if kind in keep or not wanted(module):
             unwanted[module] = kind
             continue
         stored, read = read_matrix(plan, module)

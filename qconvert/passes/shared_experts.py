@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.passes.replace_weights import Selection
@@ -14,18 +15,21 @@ from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared, needs_plai
 SharedExperts = Literal["quantize", "keep"]
 
 
+def check_any_shared(chosen: Selection, asked: SharedExperts | None) -> None:
+    """Raises PlanError where shared experts are to be quantized, and there are none."""
+    if asked == "quantize" and not chosen.names_shared:
+        raise PlanError("shared_experts is quantize, and the model has none: leave it out")
+
+
 def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> list[str]:
     """What the plan says of shared experts: which were quantized for the routed ones' sake and what
     keeping them would take, or with which option sglang reads those that are kept."""
     if chosen.shared:
-        wide = sum(
-            2 * one.stored.rows * one.stored.columns
-            for module, one in chosen.linears.items()
-            if module in chosen.shared
-        )
+        names = [n for m, one in chosen.linears.items() if m in chosen.shared for n in one.names]
+        held = format_size(sum(plan.tensors[name].type.nbytes for name in names))
         said = (
             f"{count(len(chosen.shared), 'matrix', 'matrices')} of shared experts quantized with the "
-            f"routed ones (kept in bf16: {format_size(wide)}, and {NO_FUSION} in sglang)"
+            f"routed ones (kept they would take {held}, and {NO_FUSION} in sglang)"
         )
         if needs_plain_linears(plan.config) and block.get("quant_method") != "modelopt":
             said += "; sglang with expert parallelism needs them kept"

@@ -18,7 +18,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
-from qconvert.core.roles import Kind
+from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.int_packed.config import (
     fp8_group_config,
     gptq_config,
@@ -57,7 +57,7 @@ from qconvert.passes.replace_weights import (
     select_linears,
     shared_experts,
 )
-from qconvert.passes.shared_experts import SharedExperts, shared_notes
+from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
 from qconvert.plan.plan import Plan
 from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 from qconvert.samples.request import Calibration, digest_of, identity
@@ -75,8 +75,8 @@ class ExpertsToW4A16:
     names. Layers that no runtime is known to load quantized are never taken. With `leave_bf16` a linear
     whose columns are not whole groups stays as it is (an expert never does). `tp` is a tensor-parallel
     size that the result must load at. With `calibrate` GPTQ finds the codes of routed experts, but not
-    of draft layers, for which transformers has no class. `shared_experts` says whether shared experts,
-    where targets do not name them, are quantized with the routed ones or kept; None: quantized only
+    of draft layers, for which transformers has no class. `shared_experts` says whether shared experts
+    are quantized with the routed ones, or kept whatever targets name; None: quantized only
     where sglang would otherwise fuse them and not read them, and kept beside calibrated ones.
 
     Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
@@ -171,7 +171,11 @@ class ExpertsToW4A16:
         everyone = self._routed(plan)
         experts = everyone if everyone is not None and self._takes(everyone) else None
         linears, left, unwanted = select_linears(
-            plan, everyone, self._wants, lambda one: not self.leave_bf16 or self._fits(one)
+            plan,
+            everyone,
+            self._wants,
+            lambda one: not self.leave_bf16 or self._fits(one),
+            keep=SHARED if self.shared_experts == "keep" else (),
         )
         self._check_targets([*linears, *left], experts)
         check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
@@ -186,6 +190,7 @@ class ExpertsToW4A16:
         drafts = any(projection.draft for projection in chosen.experts.projections)
         shared = shared_experts(plan, chosen.linears, drafts=drafts)
         if not shared:
+            check_any_shared(chosen, self.shared_experts)
             return chosen
         if self.shared_experts is None and any(matches(module, self.ignore) for module in shared):
             return chosen
@@ -275,8 +280,8 @@ class ExpertsToW4A16:
 
     def _loads_at(self, chosen: Selection) -> list[int]:
         """The usual tensor-parallel sizes at which each rank gets whole groups."""
-        words = isinstance(self.packer(), PackGptq)
-        return [tp for tp in TP_SIZES if loads_at(_sizes(chosen), self.scheme, tp, words)]
+        words, matrices = isinstance(self.packer(), PackGptq), _sizes(chosen)
+        return [tp for tp in TP_SIZES if loads_at(matrices, self.scheme, tp, words)]
 
     def _notes(self, chosen: Selection) -> list[str]:
         """At which tensor-parallel sizes the result loads, and what else decides who takes it."""
