@@ -99,6 +99,22 @@ def test_stages_hold_all_layers_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        (Setting(pp=4), "AssertionError"),
+        (Setting(pp=2, partition=(1, 3)), "ValueError"),
+        (Setting(tp=3), "AssertionError"),
+        (Setting(tp=2, ep=2), ""),
+        (Setting(tp=8), "AssertionError"),
+    ],
+)
+def test_sizes_that_no_folder_fits(setting: Setting, kind: str) -> None:
+    """Three layers, four heads, four experts."""
+    refused = simulate(*folder("glm4_moe"), setting).refused
+    assert (refused.kind if refused else "") == kind
+
+
+@pytest.mark.parametrize(
     ("family", "setting", "fused"),
     [
         ("glm4_moe", Setting(), True),

@@ -97,7 +97,8 @@ class Build:
     def per_head(self, name: str, heads: int, dtype: str = "") -> None:
         """A number for each head, divided among ranks."""
         size = heads // self.setting.tp
-        self.parameters[name] = Parameter(dtype or self.dtype, (size,), Sharded(self.setting.rank))
+        slot = Sharded(self.setting.rank, self.setting.tp)
+        self.parameters[name] = Parameter(dtype or self.dtype, (size,), slot)
 
     def convolution(self, module: str, sizes: tuple[int, ...], kernel: int) -> None:
         rows = divided(sum(sizes), self.setting.tp, module)

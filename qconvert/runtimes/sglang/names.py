@@ -65,6 +65,7 @@ class Names:
     fused: int  # shared ones in slots behind
     layers: range
     missing: list[str] = field(default_factory=list)  # looked for under a name that is not there
+    stacked: bool = False  # 3-D experts were met
 
     def known(self, name: str) -> bool:
         return name in self.parameters
@@ -127,13 +128,12 @@ class Qwen3Next(Names):
 @dataclass
 class Qwen35(Names):
     """Lenient: a name that leads nowhere is warned about. `moe`: with experts, whose suffixes are
-    skipped without a word. `stacked`: 3-D experts were met, so experts apart are looked for no more."""
+    skipped without a word. Once `stacked`, it looks for experts apart no more."""
 
     moe: bool = False
     vision: bool = False
     tied: bool = False
     last: bool = True
-    stacked: bool = False
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
