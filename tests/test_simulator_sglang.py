@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,43 @@ def test_any_other_shape_is_refused_or_said(family: str, data: st.DataObject) ->
     shape = (*kind.shape[:axis], size, *kind.shape[axis + 1 :])
     after = simulate(config, {**tensors, name: TensorType(kind.dtype, shape)}, Setting(tp=1))
     assert after.refused is not None or name in after.misread or after.missing
+
+
+_JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 3), st.just(10**12), st.floats(), st.just("re:("),
+    st.lists(st.just("re:("), max_size=1), st.just([]), st.just({}), st.just({"a": 1}),
+)  # fmt: skip
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key of a config, nested ones too."""
+    items = value.items() if isinstance(value, dict) else []
+    return [place for key, inner in items for place in ((*at, key), *_places(inner, (*at, key)))]
+
+
+_CONFIGS = [
+    folder("glm4_moe", fp8=True),
+    integers(*folder("glm4_moe"), ".experts.", 32, ignore=LINEARS),
+    folder("qwen3_5_moe"),
+    folder("deepseek_v3"),
+    folder("qwen3_next"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(_CONFIGS), st.data())
+def test_any_config_gets_an_answer_or_none(
+    found: tuple[Config, Tensors], data: st.DataObject
+) -> None:
+    config, tensors = json.loads(json.dumps(found[0])), found[1]
+    *path, key = data.draw(st.sampled_from(_places(config)))
+    inner = config
+    for part in path:
+        inner = inner[part]
+    inner[key] = data.draw(_JUNK)
+    setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
+    with suppress(NotSimulated):
+        simulate(config, tensors, setting)
 
 
 # --- 95,000 tensors, and the command line --------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.shown import count
 from qconvert.runtimes.sglang.building import Build, Config
 from qconvert.runtimes.sglang.matching import Fused
 from qconvert.runtimes.sglang.names import DeepSeek, Found, Qwen3Moe, Qwen3Next, Qwen35
@@ -134,7 +135,7 @@ def _layers(build: Build, config: Config) -> range:
             "AssertionError",
             "",
             "model.layers",
-            f"{setting.pp} stages are more than {layers} layers",
+            f"{count(setting.pp, 'stage')} for {count(layers, 'layer')}",
         )
     if setting.partition is not None and sum(setting.partition) != layers:
         raise LoadRefused(

@@ -130,7 +130,8 @@ def _loaded(
                 if said:
                     misread[name] = said
             if len(targets) == 1 and name in read and name not in misread:
-                alike.learn(name, stored, build.parameters[targets[0].name], targets[0].shard)
+                under = build.aliases.get(targets[0].name, targets[0].name)
+                alike.learn(name, stored, build.parameters[under], targets[0].shard)
         if kind is CLASSES["DeepseekV3ForCausalLM"]:
             after_load(build, tensors)
     except LoadRefused as error:
