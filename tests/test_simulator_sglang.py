@@ -318,6 +318,21 @@ def test_any_other_shape_is_refused_or_said(family: str, data: st.DataObject) ->
     assert after.refused is not None or name in after.misread or after.missing
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
+    config, tensors = _SOME[family]
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 256, 512]), max_size=4)))
+    dtype = data.draw(st.sampled_from(["BF16", "F8_E4M3", "I32", "F32", "U8"]))
+    other = data.draw(
+        st.sampled_from(["{}", "{}.bias", "{}_scale", "x.{}", "{}.experts.99999.up_proj.x"])
+    )
+    changed = {**tensors, other.format(name): TensorType(dtype, shape)}
+    answer = simulate(config, changed, Setting(tp=data.draw(st.sampled_from([1, 2]))))
+    assert answer.refused is not None or answer.parameters
+
+
 _JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-2, 3), st.just(10**12), st.floats(), st.just("re:("),
     st.lists(st.just("re:("), max_size=1), st.just([]), st.just({}), st.just({"a": 1}),

@@ -16,8 +16,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.sglang.parameters import Shard
 from qconvert.runtimes.sglang.refusal import LoadRefused
 
-_EXPERT = re.compile(r"experts\.(\d+)\.(gate|down|up)_proj\.")
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERT = re.compile(r"experts\.([0-9]{1,6})\.(gate|down|up)_proj\.")
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 _PARTS: dict[str, Literal["w1", "w2", "w3"]] = {"gate": "w1", "down": "w2", "up": "w3"}
 QKV: tuple[tuple[str, str, Shard], ...] = (
     ("qkv_proj", "q_proj", "q"),
@@ -293,7 +293,7 @@ class Qwen3Moe(Names):
 
 def _layer(name: str) -> int:
     part = name.split(".")[2] if name.count(".") > 1 else ""
-    return int(part) if part.isdigit() else -1
+    return int(part) if part.isascii() and part.isdecimal() and len(part) < 7 else -1
 
 
 @dataclass
@@ -346,6 +346,8 @@ class DeepSeek(Names):
             mapped = name.removesuffix(part) + parameter
             if not name.endswith(part) or not self.known(mapped):
                 continue
+            if len(stored.shape) < 3:
+                raise LoadRefused("IndexError", "", name, f"expected 3 dimensions, found {stored}")
             inner = stored.shape[1:]
             if "down" in part:
                 return [Target(mapped, (i, "w2"), inner) for i in range(stored.shape[0])]

@@ -159,6 +159,8 @@ class Convolution:
     rank: int
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if len(tensor.shape) != 3:
+            raise _refused("RuntimeError", "", tensor, into, "expected 3 dimensions")
         start = 0
         for size in self.sizes:
             part = size // self.tp

@@ -25,7 +25,7 @@ from qconvert.runtimes.sglang.quantization import quantization_of
 from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.sglang.setting import Setting
 
-_NUMBER = re.compile(r"\.experts\.(\d{1,6})\.")
+_NUMBER = re.compile(r"\.experts\.([0-9]{1,6})\.")
 
 
 @dataclass(frozen=True, slots=True)
