@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def test_stages_hold_all_layers_once() -> None:
     assert all("lm_head.weight" in stage.parameters for stage in stages)  # on every stage
     told = simulate(config, tensors, Setting(pp=2, stage=0, partition=(2, 1)))
     assert {n.split(".")[2] for n in told.parameters if ".layers." in n} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        (Setting(pp=4), "AssertionError"),
+        (Setting(pp=2, partition=(1, 3)), "ValueError"),
+        (Setting(tp=3), "AssertionError"),
+        (Setting(tp=2, ep=2), ""),
+        (Setting(tp=8), "AssertionError"),
+    ],
+)
+def test_sizes_that_no_folder_fits(setting: Setting, kind: str) -> None:
+    """Three layers, four heads, four experts."""
+    refused = simulate(*folder("glm4_moe"), setting).refused
+    assert (refused.kind if refused else "") == kind
 
 
 @pytest.mark.parametrize(
@@ -299,6 +316,58 @@ def test_any_other_shape_is_refused_or_said(family: str, data: st.DataObject) ->
     shape = (*kind.shape[:axis], size, *kind.shape[axis + 1 :])
     after = simulate(config, {**tensors, name: TensorType(kind.dtype, shape)}, Setting(tp=1))
     assert after.refused is not None or name in after.misread or after.missing
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
+    config, tensors = _SOME[family]
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 256, 512]), max_size=4)))
+    dtype = data.draw(st.sampled_from(["BF16", "F8_E4M3", "I32", "F32", "U8"]))
+    other = data.draw(
+        st.sampled_from(["{}", "{}.bias", "{}_scale", "x.{}", "{}.experts.99999.up_proj.x"])
+    )
+    changed = {**tensors, other.format(name): TensorType(dtype, shape)}
+    answer = simulate(config, changed, Setting(tp=data.draw(st.sampled_from([1, 2]))))
+    assert answer.refused is not None or answer.parameters
+
+
+_JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 3), st.just(10**12), st.floats(), st.just("re:("),
+    st.lists(st.just("re:("), max_size=1), st.just([]), st.just({}), st.just({"a": 1}),
+)  # fmt: skip
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key of a config, nested ones too."""
+    items = value.items() if isinstance(value, dict) else []
+    return [place for key, inner in items for place in ((*at, key), *_places(inner, (*at, key)))]
+
+
+_CONFIGS = [
+    folder("glm4_moe", fp8=True),
+    integers(*folder("glm4_moe"), ".experts.", 32, ignore=LINEARS),
+    folder("qwen3_5_moe"),
+    folder("deepseek_v3"),
+    folder("qwen3_next"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(_CONFIGS), st.data())
+def test_any_config_gets_an_answer_or_none(
+    found: tuple[Config, Tensors], data: st.DataObject
+) -> None:
+    config, tensors = json.loads(json.dumps(found[0])), found[1]
+    *path, key = data.draw(st.sampled_from(_places(config)))
+    inner = config
+    for part in path:
+        inner = inner[part]
+    inner[key] = data.draw(_JUNK)
+    setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
+    with suppress(NotSimulated):
+        simulate(config, tensors, setting)
 
 
 # --- 95,000 tensors, and the command line --------------------------------------------------------

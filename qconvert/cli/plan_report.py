@@ -83,6 +83,7 @@ def plan_lines(
             f"{some(absent)}"
         )
     lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
+    lines += [f"loads   {text}" for text in verdict.loads]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {some(checkpoint.denied_files)}")
     lines += [
@@ -332,6 +333,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "unknown": unknown_names(checkpoint),
         "warnings": list(checkpoint.warnings),
         "findings": verdict.as_json(),
+        "loads": list(verdict.loads),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
         "disk": ready.layout.nbytes + side_bytes(plan),

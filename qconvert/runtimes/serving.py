@@ -83,18 +83,20 @@ def served(
     *,
     groups: int | None = None,
     stage: int | None = None,
+    every: bool = True,
 ) -> Answer:
-    """Ask the simulator for every kind of rank; where the folder does not load whole, also with shared
-    experts kept apart. `stage`: the folder holds only that one. Raises NotSimulated."""
+    """Ask the simulator for every kind of rank, or for the last alone; where the folder does not load
+    whole, also with shared experts kept apart. `stage`: the folder holds only that one. Raises
+    NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups, stage)
+    answer = _served(config, tensors, setting, groups, stage, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(config, tensors, split, groups, stage)
+    apart = _served(config, tensors, split, groups, stage, every=every)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
 
 
@@ -104,9 +106,12 @@ def _served(
     setting: Setting,
     groups: int | None,
     stage: int | None,
+    *,
+    every: bool,
 ) -> Answer:
-    ranks = []
-    for rank in ranks_of(setting, stage):
+    ranks: list[Simulated] = []
+    asked = list(ranks_of(setting, stage))
+    for rank in asked if every else asked[-1:]:
         ranks.append(simulate(config, tensors, rank, groups=groups))
         if ranks[-1].refused is not None:
             break
@@ -114,3 +119,57 @@ def _served(
     unread = set.intersection(*(set(rank.unread) for rank in ranks))
     ignored = tuple(name for name in tensors if name in looked and name in unread)
     return Answer(tuple(ranks), ignored)
+
+
+_SIZES = (1, 2, 4, 8)
+_MOST_WHY = 90
+
+
+def sizes(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    groups: int | None,
+    stage: tuple[int, tuple[int, ...]] | None = None,
+) -> tuple[str, ...]:
+    """At which tensor-parallel sizes the simulated runtime loads a folder, with which option, and why
+    not at the first that it does not; a line each. `stage` is its number and partition for a folder
+    that is one. Nothing for a class or a quantization without rules."""
+    number, partition = stage or (None, None)
+    whole: dict[str, list[int]] = {}
+    failed = ""
+    for tp in _SIZES:
+        setting = Setting(tp=tp, rank=tp - 1)
+        if partition is not None:
+            setting = replace(setting, pp=len(partition), partition=partition)
+        try:
+            answer = served(config, tensors, setting, groups=groups, stage=number, every=False)
+        except NotSimulated:
+            return ()
+        if answer.whole or answer.mended_by:
+            whole.setdefault(answer.mended_by, []).append(tp)
+        elif not failed:
+            failed = f"not at tp {tp}: {_why(answer)}"
+    who = f"sglang {VERSION} (H200)"
+    lines = [
+        f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
+        for option, numbers in whole.items()
+    ]
+    return (*lines, *([f"{who} {failed}"] if failed else []))
+
+
+def _why(answer: Answer) -> str:
+    """The first thing that goes wrong, in a few words."""
+    rank = answer.refused
+    if rank is not None and rank.refused is not None:
+        text = f"{rank.refused.where}: {rank.refused.why}"
+    else:
+        last = answer.ranks[-1]
+        missing = (*last.missing, *last.empty)
+        if missing:
+            text = f"{missing[0]} stays unwritten"
+        elif last.misread:
+            name, why = next(iter(last.misread.items()))
+            text = f"{name} is read wrong: {why}"
+        else:
+            text = f"{answer.ignored[0]} is not read"
+    return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY - 4]} ..."

@@ -98,10 +98,11 @@ class Table:
 @dataclass(frozen=True)
 class Verdict:
     """Warnings for a plan's result: findings that the plan adds, none of them an error, and
-    those that its source also has."""
+    those that its source also has. `loads` says at which sizes runtimes load it, a line each."""
 
     added: tuple[Finding, ...] = ()
     carried: tuple[Finding, ...] = ()
+    loads: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """One line per rule, for people."""

@@ -324,6 +324,16 @@ def test_damaged(damage: str, hopper: Server, tmp_path: Path) -> None:
         assert not answer.whole or answer.unread
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text", "deepseek_v3"])
+def test_a_tied_head(family: str, hopper: Server, tmp_path: Path) -> None:
+    model = published(family)
+    model.config["tie_word_embeddings"] = True
+    model.config.get("text_config", {})["tie_word_embeddings"] = True
+    agree(model.write(tmp_path / "both"), hopper, (Rank(), Rank(2, 1)))
+    del model.tensors["lm_head.weight"]
+    agree(model.write(tmp_path / "tied"), hopper, (Rank(), Rank(1, 0, 2, 1)))
+
+
 def test_split_projections_in_a_class_of_fused_ones(hopper: Server, tmp_path: Path) -> None:
     model = published("qwen3_next")
     model.tensors = published("qwen3_5_moe_text").tensors

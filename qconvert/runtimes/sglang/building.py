@@ -29,8 +29,19 @@ _CLASSES: dict[Kind, str] = {
 }  # fmt: skip
 
 
+_MOST = 1 << 31
+_MOST_LAYERS = 4096
+_LAYERS = ("num_hidden_layers", "depth")
+# Numbers that may be 0; a model with none of the others is no model.
+_ZERO = (
+    "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size", "num_experts",
+    "qk_rope_head_dim",
+)  # fmt: skip
+
+
 class Config:
-    """Numbers of a config. Raises NotSimulated for one that is missing or of another type."""
+    """Numbers of a config. Raises NotSimulated for one that is missing, of another type, or larger than
+    a model's."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -38,8 +49,9 @@ class Config:
     def number(self, key: str, default: int | None = None) -> int:
         value = self._values.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 0:
-            raise NotSimulated(f"config.json states no number {key}")
+        most = _MOST_LAYERS if key in _LAYERS else _MOST
+        if type(value) is not int or not int(key not in _ZERO) <= value <= most:
+            raise NotSimulated(f"config.json states no {key} that a model has")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -97,7 +109,8 @@ class Build:
     def per_head(self, name: str, heads: int, dtype: str = "") -> None:
         """A number for each head, divided among ranks."""
         size = heads // self.setting.tp
-        self.parameters[name] = Parameter(dtype or self.dtype, (size,), Sharded(self.setting.rank))
+        slot = Sharded(self.setting.rank, self.setting.tp)
+        self.parameters[name] = Parameter(dtype or self.dtype, (size,), slot)
 
     def convolution(self, module: str, sizes: tuple[int, ...], kernel: int) -> None:
         rows = divided(sum(sizes), self.setting.tp, module)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.shown import count
 from qconvert.runtimes.sglang.building import Build, Config
 from qconvert.runtimes.sglang.matching import Fused
 from qconvert.runtimes.sglang.names import DeepSeek, Found, Qwen3Moe, Qwen3Next, Qwen35
@@ -35,6 +36,8 @@ class Finder(Protocol):
     """Names of one class; keeps what it has met."""
 
     missing: list[str]
+    experts: int
+    stacked: bool
 
     def find(self, tensor: str, stored: TensorType) -> Found: ...
 
@@ -123,6 +126,25 @@ def _ends(
         build.vocabulary("lm_head", vocabulary, hidden, quantization.head("lm_head"))
 
 
+def _layers(build: Build, config: Config) -> range:
+    """The layers of the stage (utils/common.py, make_layers). Raises LoadRefused for more stages than
+    layers and for a stated partition of another count."""
+    setting, layers = build.setting, config.number("num_hidden_layers")
+    if setting.pp > layers:
+        raise LoadRefused(
+            "AssertionError",
+            "",
+            "model.layers",
+            f"{count(setting.pp, 'stage')} for {count(layers, 'layer')}",
+        )
+    if setting.partition is not None and sum(setting.partition) != layers:
+        raise LoadRefused(
+            "ValueError", "does not match num_hidden_layers", "model.layers",
+            f"the partition {list(setting.partition)} is not of {layers} layers",
+        )  # fmt: skip
+    return setting.layers(layers)
+
+
 def _check_experts(config: Config, count: int, setting: Setting, where: str, *, moe: bool) -> None:
     size = setting.moe_tp if moe else setting.tp
     if size > count:
@@ -200,7 +222,7 @@ def _gdn_layers(
     build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
 ) -> None:
     every = config.number("full_attention_interval", 4)
-    for layer in build.setting.layers(config.number("num_hidden_layers")):
+    for layer in _layers(build, config):
         at, asked = f"model.layers.{layer}", f"{base}.layers.{layer}"
         if (layer + 1) % every:
             _gated_delta_net(build, at, asked, config, own)
@@ -309,7 +331,7 @@ def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
     dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     count = config.number("num_experts")
-    for layer in setting.layers(config.number("num_hidden_layers")):
+    for layer in _layers(build, config):
         at = f"model.layers.{layer}"
         _attention(build, at, config, bias=config.flag("attention_bias"), norms=True)
         if layer not in dense and count and (layer + 1) % step == 0:
@@ -337,7 +359,7 @@ def _glm4_moe(build: Build, config: Config, fused: int) -> None:
     count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
     shared = config.number("n_shared_experts", 0)
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
-    for layer in setting.layers(config.number("num_hidden_layers")):
+    for layer in _layers(build, config):
         at = f"model.layers.{layer}"
         _attention(
             build, at, config, bias=config.flag("attention_bias"), norms=config.flag("use_qk_norm")
@@ -399,7 +421,7 @@ def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
     shared, step = config.number("n_shared_experts", 0), config.number("moe_layer_freq", 1)
     dense = config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
-    for layer in setting.layers(config.number("num_hidden_layers")):
+    for layer in _layers(build, config):
         at = f"model.layers.{layer}"
         _latent_attention(build, at, config)
         if layer < dense or layer % step:

@@ -34,9 +34,13 @@ class Compressed:
     name of the module's class."""
 
     def __init__(self, ignore: Sequence[str], targets: Iterable[str], fused: Fused) -> None:
+        # Raises re.error for a pattern that is none.
         self._plain = frozenset(entry for entry in ignore if not entry.startswith("re:"))
         self._patterns = [compiled(entry[3:]) for entry in ignore if entry.startswith("re:")]
         self.targets = list(targets)
+        for target in self.targets:
+            if target.startswith("re:"):
+                compiled(target[3:])  # an invalid one is found here
         self._fused = fused
 
     def ignored(self, name: str) -> bool:

@@ -16,8 +16,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.sglang.parameters import Shard
 from qconvert.runtimes.sglang.refusal import LoadRefused
 
-_EXPERT = re.compile(r"experts\.(\d+)\.(gate|down|up)_proj\.")
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERT = re.compile(r"experts\.([0-9]{1,6})\.(gate|down|up)_proj\.")
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 _PARTS: dict[str, Literal["w1", "w2", "w3"]] = {"gate": "w1", "down": "w2", "up": "w3"}
 QKV: tuple[tuple[str, str, Shard], ...] = (
     ("qkv_proj", "q_proj", "q"),
@@ -65,6 +65,7 @@ class Names:
     fused: int  # shared ones in slots behind
     layers: range
     missing: list[str] = field(default_factory=list)  # looked for under a name that is not there
+    stacked: bool = False  # 3-D experts were met
 
     def known(self, name: str) -> bool:
         return name in self.parameters
@@ -127,13 +128,12 @@ class Qwen3Next(Names):
 @dataclass
 class Qwen35(Names):
     """Lenient: a name that leads nowhere is warned about. `moe`: with experts, whose suffixes are
-    skipped without a word. `stacked`: 3-D experts were met, so experts apart are looked for no more."""
+    skipped without a word. Once `stacked`, it looks for experts apart no more."""
 
     moe: bool = False
     vision: bool = False
     tied: bool = False
     last: bool = True
-    stacked: bool = False
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
@@ -293,7 +293,7 @@ class Qwen3Moe(Names):
 
 def _layer(name: str) -> int:
     part = name.split(".")[2] if name.count(".") > 1 else ""
-    return int(part) if part.isdigit() else -1
+    return int(part) if part.isascii() and part.isdecimal() and len(part) < 7 else -1
 
 
 @dataclass
@@ -346,6 +346,8 @@ class DeepSeek(Names):
             mapped = name.removesuffix(part) + parameter
             if not name.endswith(part) or not self.known(mapped):
                 continue
+            if len(stored.shape) < 3:
+                raise LoadRefused("IndexError", "", name, f"expected 3 dimensions, found {stored}")
             inner = stored.shape[1:]
             if "down" in part:
                 return [Target(mapped, (i, "w2"), inner) for i in range(stored.shape[0])]

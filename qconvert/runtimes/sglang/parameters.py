@@ -137,6 +137,7 @@ class Sharded:
     """A rank's part along one dimension (sharded_weight_loader)."""
 
     rank: int
+    tp: int
     dim: int = 0
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
@@ -144,12 +145,9 @@ class Sharded:
         part = narrowed(tensor, tensor.shape, self.dim, self.rank * size, size)
         if not (prod(into) == 1 and prod(part) == 1):
             asserted(into, tensor, part, "Attempted to load weight")
-        return Filled({None: prod(into)}, _longer(tensor.shape[self.dim], into[self.dim]))
-
-
-def _longer(stored: int, part: int) -> str | None:
-    """What a rank does not see: that the parts of all ranks are not all of the tensor."""
-    return f"{part} does not divide its {stored} rows" if part and stored % part else None
+        stored, whole = tensor.shape[self.dim], size * self.tp
+        silent = None if stored == whole else f"expected {whole} numbers, found {stored}"
+        return Filled({None: prod(into)}, silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +159,19 @@ class Convolution:
     rank: int
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
-        start = at = 0
+        if len(tensor.shape) != 3:
+            raise _refused("RuntimeError", "", tensor, into, "expected 3 dimensions")
+        start = 0
         for size in self.sizes:
             part = size // self.tp
             begin = min(start + self.rank * part, tensor.shape[0])
             rows = min(begin + part, tensor.shape[0]) - begin
             broadcast((part, *into[1:]), tensor, (rows, *tensor.shape[1:]))
-            start, at = start + size, at + part
-        return Filled({None: prod(into)})
+            start += size
+        silent = None
+        if tensor.shape[0] != sum(self.sizes):
+            silent = f"expected {sum(self.sizes)} rows, found {tensor.shape[0]}"
+        return Filled({None: prod(into)}, silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +463,7 @@ class Experts:
             )
         data = into[1:]
         shape = tensor.shape
+        key, size = self.part(into, slot, which)
         if self.turned and not self.zeros:
             if len(shape) > 2:
                 raise _refused(
@@ -468,36 +472,40 @@ class Experts:
             shape = shape[::-1]
         if self.role == "single":
             broadcast(data, tensor, _assigned(shape))
-            return Filled({slot: prod(data)})
+            return Filled({key: size})
         if self.role == "tensor":
-            place = data[1:] if which != "w2" else data
-            broadcast(place, tensor, _assigned(shape))
-            return Filled({(slot, which): prod(place)})
+            broadcast(data[1:] if which != "w2" else data, tensor, _assigned(shape))
+            return Filled({key: size})
         dim = int(which == "w2") ^ int(self.turned)
-        if which == "w2":
-            return self._down(data, tensor, shape, dim, slot)
-        return self._gate_or_up(data, tensor, shape, dim, (slot, which))
+        down = which == "w2"
+        silent = (self._down if down else self._gate_or_up)(data, tensor, shape, dim)
+        return Filled({key: size}, silent)
 
-    def _down(self, data: Shape, tensor: TensorType, shape: Shape, dim: int, slot: int) -> Filled:
+    def part(self, into: Shape, slot: int, which: str) -> tuple[object, int]:
+        """What a matrix of an expert fills, and its elements: gate and up a half each."""
+        whole = prod(into[1:])
+        if self.role == "single" or which == "w2":
+            return slot, whole
+        return (slot, which), whole // 2
+
+    def _down(self, data: Shape, tensor: TensorType, shape: Shape, dim: int) -> str | None:
         if self.role == "channel":
             broadcast(data, tensor, shape)
-            return Filled({slot: prod(data)})
+            return None
         if self.modelopt and (len(data) != 2 or len(shape) != 2):
             raise _refused("ValueError", "Expected 2D tensors", tensor, data, "not a matrix")
         part = self._share(tensor, shape, dim)
         silent = self._silent(shape, dim, data[dim])
         _copied(data, tensor, part, dim)
-        return Filled({slot: prod(data)}, silent)
+        return silent
 
-    def _gate_or_up(
-        self, data: Shape, tensor: TensorType, shape: Shape, dim: int, key: object
-    ) -> Filled:
+    def _gate_or_up(self, data: Shape, tensor: TensorType, shape: Shape, dim: int) -> str | None:
         size = data[dim] // 2
         part = self._share(tensor, shape, dim)
         place = (*data[:dim], size, *data[dim + 1 :])
         silent = self._silent(shape, dim, size)
         _copied(place, tensor, part, dim)
-        return Filled({key: prod(place)}, silent)
+        return silent
 
     def _share(self, tensor: TensorType, shape: Shape, dim: int) -> Shape:
         if dim >= len(shape):

@@ -7,6 +7,7 @@ get_linear_scheme, get_moe_scheme, get_lm_head_scheme), `modelopt_quant.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -183,6 +184,8 @@ class CompressedTensors:
         self._groups: dict[str, _Group] = {}
         groups = block.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
+            if not isinstance(group, Mapping) or not _is_group(group):
+                raise NotSimulated("a config group that is none")
             own = group.get("format")
             inputs = group.get("input_activations") if _activations(own or self._format) else None
             for target in _names(group.get("targets")):
@@ -308,17 +311,22 @@ class Modelopt:
             raise NotSimulated(f"quant_algo {algorithm!r}")
         size = block.get("group_size")
         if size is None:
-            groups: Mapping[str, Any] = block.get("config_groups") or {}
-            first: Mapping[str, Any] = next(iter(groups.values()), {})
-            size = (first.get("weights") or {}).get("group_size", 16)
+            groups = block.get("config_groups")
+            first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+            size = 16
+            if isinstance(first, Mapping) and _is_group(first):
+                size = first["weights"].get("group_size") or 16
+        if type(size) is not int or size < 1:
+            raise NotSimulated(f"group_size {size!r}")
         excluded = block.get("ignore")
         for key in ("modules_to_not_convert", "exclude_modules"):
             excluded = block.get(key) if excluded is None else excluded
         self._excluded = _names(excluded)
+        is_layer_excluded("", self._excluded)  # an invalid pattern is found here
         self._plain, self._fused = plain, fused
         trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
         self._scheme = ModeloptFp4(
-            algorithm == "W4A16_NVFP4", int(size), not trtllm, 64 if trtllm else 1
+            algorithm == "W4A16_NVFP4", size, not trtllm, 64 if trtllm else 1
         )
         self.cache = True
         self._setting = setting
@@ -374,6 +382,15 @@ def quantization_of(
     block = block_of(config)
     if block is None:
         return NoQuantization(plain)
+    try:
+        return _stated(block, fused, plain, setting)
+    except re.error as error:
+        raise NotSimulated(f"a pattern of the quantization config: {error}") from None
+
+
+def _stated(
+    block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+) -> Quantization:
     method = block.get("quant_method")
     if method == "fp8":
         return Fp8(block, fused, plain)
@@ -382,6 +399,17 @@ def quantization_of(
     if method == "modelopt" or (method is None and "quant_algo" in block):
         return Modelopt(block, fused, plain, setting)
     raise NotSimulated(f"quant_method {method!r}")
+
+
+def _is_group(group: Mapping[str, Any]) -> bool:
+    """Whether the values that are read have the types that they must have."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping | None):
+        return False
+    numbers = (weights.get("num_bits", 8), weights.get("group_size", None))
+    return all(number is None or type(number) is int for number in numbers) and (
+        weights.get("num_bits", 8) in (4, 8) and weights.get("group_size") != 0
+    )
 
 
 def _names(value: object) -> Sequence[str]:

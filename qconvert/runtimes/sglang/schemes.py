@@ -277,8 +277,6 @@ class PackedIntegers:
                 "w2_weight_zero_point": (slots, down, hidden // word),
             }.items():
                 yield name, moe.parameter("I32", shape, kind, turned=True, zeros=True)
-        if self.triton:
-            return
         ordered = self.actorder == "group"
         for which, length in (("w13", hidden), ("w2", size)):
             for name, needed in (

@@ -54,7 +54,7 @@ class Setting:
         """Which layers of `count` the stage owns (distributed/utils.py, get_pp_indices): without a
         stated partition the last stages own one more each."""
         if self.pp == 1:
-            return range(count)
+            return range(count)  # a stated partition is not looked at
         if self.partition is not None:
             start = sum(self.partition[: self.stage])
             return range(start, start + self.partition[self.stage])

@@ -3,6 +3,7 @@ every tensor of the headers to them, and says what is written, read, refused or 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,12 @@ from qconvert.runtimes.sglang.classes import (
     text_config,
 )
 from qconvert.runtimes.sglang.names import Target
-from qconvert.runtimes.sglang.parameters import Experts
+from qconvert.runtimes.sglang.parameters import Experts, Parameter, Shard
 from qconvert.runtimes.sglang.quantization import quantization_of
 from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.sglang.setting import Setting
+
+_NUMBER = re.compile(r"\.experts\.([0-9]{1,6})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +116,22 @@ def _loaded(
     ignored: list[str] = []
     misread: dict[str, str] = {}
     refused = None
+    alike = _Alike(finder.experts)
     try:
         for name, stored in tensors.items():
+            if not finder.stacked and alike.takes(name, stored, read):
+                continue
             before = len(finder.missing)
-            targets = finder.find(name, stored)
+            targets = list(finder.find(name, stored))
             if len(finder.missing) > before:
                 ignored.append(name)
             for target in targets:
                 said = _write(build, target, name, stored, read)
                 if said:
                     misread[name] = said
+            if len(targets) == 1 and name in read and name not in misread:
+                under = build.aliases.get(targets[0].name, targets[0].name)
+                alike.learn(name, stored, build.parameters[under], targets[0].shard)
         if kind is CLASSES["DeepseekV3ForCausalLM"]:
             after_load(build, tensors)
     except LoadRefused as error:
@@ -146,6 +155,44 @@ def _loaded(
     )  # fmt: skip
 
 
+class _Alike:
+    """Experts of a layer, which are loaded alike: what one did is done for the others without finding
+    names and comparing shapes again. A model has tens of thousands of such tensors."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._known: dict[tuple[str, str, TensorType], tuple[Parameter, Experts, str]] = {}
+
+    def learn(self, name: str, stored: TensorType, parameter: Parameter, shard: Shard) -> None:
+        """Remember a tensor that was written to a parameter and read right."""
+        match, slot = _NUMBER.search(name), parameter.slot
+        if match is None or not isinstance(slot, Experts) or not isinstance(shard, tuple):
+            return
+        if shard[0] == int(match[1]) < self._experts:
+            key = name[: match.start(1)], name[match.end(1) :], stored
+            self._known[key] = parameter, slot, str(shard[1])
+
+    def takes(self, name: str, stored: TensorType, read: set[str]) -> bool:
+        """Write a tensor as one of another expert was written, if one was."""
+        match = _NUMBER.search(name)
+        if match is None or int(match[1]) >= self._experts:
+            return False
+        key = name[: match.start(1)], name[match.end(1) :], stored
+        known = self._known.get(key)
+        if known is None:
+            return False
+        parameter, slot, which = known
+        here = slot.local(int(match[1]))
+        if here is None:
+            return True
+        if here >= parameter.shape[0]:
+            return False
+        key_of_part, size = slot.part(parameter.shape, here, which)
+        parameter.parts[key_of_part] = size
+        read.add(name)
+        return True
+
+
 def _write(
     build: Build, target: Target, name: str, stored: TensorType, read: set[str]
 ) -> str | None:
@@ -153,9 +200,12 @@ def _write(
     held = build.aliases.get(target.name, target.name)
     parameter = build.parameters[held]
     if isinstance(parameter.slot, Experts):
-        assert isinstance(target.shard, tuple)
-        expert = target.shard[0]
-        assert isinstance(expert, int)
+        expert = target.shard[0] if isinstance(target.shard, tuple) else None
+        if expert is None:
+            raise LoadRefused(
+                "TypeError", "weight_loader() missing 3 required positional arguments", name,
+                f"the class finds the experts' {held} for it, but not for which expert",
+            )  # fmt: skip
         if parameter.slot.local(expert) is None:
             return None
     part = stored if target.part is None else TensorType(stored.dtype, target.part)
