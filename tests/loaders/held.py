@@ -1,5 +1,5 @@
-"""What a model holds after a load, told by bytes: every byte of a parameter is marked before it, and what
-keeps its mark was never written."""
+"""What a model holds after a load, told by bytes: every byte of a parameter is marked before it, and
+what keeps its mark was never written."""
 
 from __future__ import annotations
 

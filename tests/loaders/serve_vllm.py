@@ -12,15 +12,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-# Apart from the other runtime, which would find it and act otherwise (requirements-loaders-vllm.txt).
-sys.path.insert(0, str(Path(sys.prefix) / "vllm"))
 os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_CACHE_ROOT": tempfile.mkdtemp(),
+    "VLLM_CACHE_ROOT": f"{sys.prefix}/vllm/cache",
 }  # fmt: skip
 import torch
 
@@ -62,7 +59,7 @@ class _Operator:
 
 def _pretend_operators(capability: tuple[int, int]) -> None:
     """Operators of vLLM's compiled modules: there, to be called by none. What they are asked about the
-    GPU is answered as vLLM's release for CUDA 12.9 does (csrc/quantization)."""
+    GPU is answered by its capability: kernels of FP8 blocks need 9.0, those of FP4 10.0."""
     answers = {
         "_C.cutlass_scaled_mm_supports_fp8": True,
         "_C.cutlass_scaled_mm_supports_block_fp8": capability >= (9, 0),
@@ -107,6 +104,8 @@ class _Driver:
 
 
 def _import_all(capability: tuple[int, int]) -> None:
+    # Apart from the other runtime, which would find it and act otherwise.
+    sys.path.insert(0, str(Path(sys.prefix) / "vllm"))
     # It asks for versions of packages that it finds, and a stub has none.
     importlib.import_module("transformers.processing_utils")
     stubs.transformers_without_torchvision()

@@ -4,6 +4,7 @@ that is forked for it, and each line of stdout says what happened."""
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -73,8 +74,10 @@ def serve(import_all: Callable[[tuple[int, int]], None], load: Load) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import_all((int(major), int(minor)))
+    gc.freeze()  # a collection in a child would copy every page of what was imported
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
         answers.write(_in_child(line, load) + "\n")
         answers.flush()
+    os._exit(0)  # extensions of packages complain of what is still frozen
