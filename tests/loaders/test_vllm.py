@@ -82,6 +82,7 @@ FORMS = {
     "modelopt": Form("nvfp4 --dialect modelopt --weight-only", **_NVFP4),
     "modelopt-linear": Form("nvfp4 --dialect modelopt --weight-only --targets Linear", **_NVFP4),
 }
+_EXPERTS = ("g128", "g32", "channel", "asymmetric", "w8")
 # One cell of every kind for CI.
 SAMPLE = (
     ("deepseek_v3", "bf16", "g128"), ("deepseek_v3", "fp8", "g128"), ("deepseek_v3", "fp8", "linear"),
@@ -89,7 +90,7 @@ SAMPLE = (
     ("glm4_moe", "fp8", "modelopt"), ("qwen3_5", "bf16", "linear"),
     ("qwen3_5_moe", "bf16", "asymmetric"), ("qwen3_5_moe_text", "bf16", "gptq-linear"),
     ("qwen3_5_moe_text", "fp8", "linear-w8"), ("qwen3_moe", "bf16", "channel"),
-    ("qwen3_moe", "fp8", "gptq"), ("qwen3_next", "bf16", "g32"), ("qwen3_next", "bf16", "modelopt"),
+    ("qwen3_moe", "fp8", "gptq"), ("qwen3_next", "fp8", "g32"), ("qwen3_next", "bf16", "modelopt"),
     ("qwen3_next", "bf16", "linear"),
 )  # fmt: skip
 
@@ -121,8 +122,9 @@ def _plan_refuses(family: str, kind: str, form: str) -> str | None:
 
 def _model_refuses(family: str, kind: str, form: str) -> str | None:
     """What vLLM's class of the model raises, where it refuses."""
-    if kind == "fp8" and FORMS[form].command.startswith("w4a16") and not FORMS[form].linear:
-        # linear_fp8_config is sglang's; vLLM builds those linears unquantized.
+    every_linear_stays_fp8 = family in ("deepseek_v3", "glm4_moe", "qwen3_moe")
+    if kind == "fp8" and every_linear_stays_fp8 and form in _EXPERTS:
+        # linear_fp8_config, which is sglang's (passes/w4a16.py); vLLM builds those linears unquantized.
         return r"weight_scale_inv"
     if kind == "fp8" and form == "modelopt":
         # moe_quant_algo is sglang's; vLLM builds experts of FP8 blocks.
@@ -138,7 +140,7 @@ def _draft_refuses(family: str, kind: str, form: str) -> str | None:
         if form.startswith("gptq"):
             return r"g_idx"  # the draft's class does not skip them, as the model's does
         if form.startswith("linear") and kind == "bf16":
-            # The class puts `mtp_block.` between layer and module; `ignore` has the published names.
+            # `ignore` has the published names, and the class fuses them without a mapping.
             return r"mtp_block\.mlp\.shared_experts\.gate_up_proj\.weight'"
     if family in SPLIT and family not in DENSE and form == "gptq-linear":
         # A rule of `dynamic` that excludes a module named mtp makes the whole draft unquantized.
