@@ -113,14 +113,14 @@ def _import_all(capability: tuple[int, int]) -> None:
     pretend(capability)
     importlib.import_module("triton").runtime.driver.set_active(_Driver(capability))
     _pretend_operators(capability)
-    platforms = importlib.import_module("vllm.platforms")
+    platforms: Any = importlib.import_module("vllm.platforms")
     cuda = importlib.import_module("vllm.platforms.cuda")
     cuda.NonNvmlCudaPlatform.get_device_communicator_cls = staticmethod(lambda: _NO_COMMUNICATOR)
     platforms._current_platform = cuda.NonNvmlCudaPlatform()
     with OnCpu():
         for name in _CLASSES:
             importlib.import_module(f"vllm.model_executor.models.{name}")
-        registry = importlib.import_module("vllm.model_executor.models.registry")
+        registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda asked: asked()
         for module in (
             "engine.arg_utils", "model_executor.model_loader.default_loader",
