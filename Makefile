@@ -16,17 +16,21 @@ test: $(VENV)/installed
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
 peers: $(VENV)/installed-peers
 
-# A runtime's own loader on what qconvert makes: see tests/loaders. Its environment sees ours.
+# The runtimes' own loaders on what qconvert makes: see tests/loaders. Their environment sees ours. Every
+# cell of the matrix: QCONVERT_ALL=1 make loaders
 loaders: $(VENV)-loaders/installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m loader tests/loaders
+	$(LOADER_TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The tests that kill processes, cut the power, fill gigabytes, or need other projects.
-check: $(VENV)/installed-peers
+# The tests that kill processes, cut the power, fill gigabytes, or need other projects. Those of loaders in
+# one process: each runtime is imported once, in 20 to 60 s, and forked for each load.
+LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -m loader tests/loaders
+check: $(VENV)/installed-peers $(VENV)-loaders/installed
+	$(LOADER_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile"
 
 # torch first and alone: with it installed, no other package pulls another build of it.
@@ -42,9 +46,18 @@ $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-p
 	$(PIP) --no-deps -r requirements-peers-alone.txt
 	touch $@
 
-$(VENV)-loaders/installed: $(VENV)/installed-peers requirements-loaders.txt
+# vLLM's wheel holds 270 MB of kernels: it is taken for Linux on any machine, and of it the Python. A folder
+# of its own, because sglang acts otherwise where it finds vLLM.
+LOADERS_PIP := $(VENV)-loaders/bin/python -m pip --quiet --disable-pip-version-check
+$(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loaders*.txt) tests/loaders/unpack_vllm.py
 	$(PYTHON) -m venv $(VENV)-loaders
-	$(VENV)-loaders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loaders.txt
+	$(LOADERS_PIP) install --no-deps -r requirements-loaders.txt
+	rm -rf $(VENV)-loaders/vllm $(VENV)-loaders/wheel
+	$(LOADERS_PIP) install --no-deps --target $(VENV)-loaders/vllm -r requirements-loaders-vllm.txt
+	$(LOADERS_PIP) download --no-cache-dir --no-deps --platform manylinux_2_28_x86_64 \
+		-d $(VENV)-loaders/wheel -r requirements-loaders-vllm-wheel.txt
+	$(VENV)-loaders/bin/python tests/loaders/unpack_vllm.py $(VENV)-loaders/wheel $(VENV)-loaders/vllm
+	rm -rf $(VENV)-loaders/wheel
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(VENV)-loaders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
 	touch $@

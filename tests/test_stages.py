@@ -80,10 +80,12 @@ def test_stages_hold_everything_and_share_only_what_may_be_shared(model: str, ru
                 [0, 3] if drafts or taken.dims.tied else [0]
             )  # draft layers and a tied head embed tokens too
             assert holders == ([0, 1, 2, 3] if runtime == "vllm" else apart)
+        elif name == "model.norm.weight" and taken.family.name == "qwen3_moe" and runtime == "vllm":
+            assert holders == [0, 1, 2, 3]  # its class builds the norm in every stage
         else:
             assert len(holders) == 1, name
-        if name in drafts or name.startswith(("lm_head", "model.norm")):
-            assert holders == [3]
+            if name in drafts or name.startswith(("lm_head", "model.norm")):
+                assert holders == [3]
 
 
 def test_a_tied_text_only_model_gets_a_head_in_its_last_stage() -> None:

@@ -25,6 +25,9 @@ VARIABLE: dict[str, str] = {
     "vllm": "VLLM_PP_LAYER_PARTITION",
 }
 RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
+# Families whose class in vLLM 0.33 builds the last norm in every stage, and refuses a stage without it
+# (models/qwen3_moe.py; default_loader.py, track_weights_loading).
+_NORM_EVERYWHERE = ("qwen3_moe",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,8 @@ def stages_of(
     if place.layer is not None:
         return [_owner_of_layer(name, place, stages)]
     if place.role.name in ("norm", "lm_head"):
-        return [last]
+        everywhere = place.role.name == "norm" and role_index.family.name in _NORM_EVERYWHERE
+        return range(len(stages)) if everywhere and runtime != "sglang" else [last]
     raise PlanError(f"{name!r}: no stage is known for its role {place.role.name!r}")
 
 

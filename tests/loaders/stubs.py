@@ -6,6 +6,8 @@ call of a stub's function raises, so no kernel runs in silence.
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -80,12 +82,15 @@ class _Module(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """The first finder: an installed build for GPUs would not load either."""
 
-    def __init__(self, packages: Collection[str]) -> None:
+    def __init__(self, packages: Collection[str], modules: re.Pattern[str]) -> None:
         self._packages = packages
+        self._modules = modules
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if self._modules.fullmatch(name):
+            return ModuleSpec(name, self, is_package=True)
         top = name.partition(".")[0]
         if top not in self._packages:
             return None
@@ -102,6 +107,19 @@ class _Finder(MetaPathFinder, Loader):
         """Nothing: its names come when they are asked for."""
 
 
-def install(packages: Collection[str]) -> None:
-    """Stub these top-level packages, also where they are installed."""
-    sys.meta_path.insert(0, _Finder(packages))
+def transformers_without_torchvision() -> None:
+    """Classes of transformers that need torchvision take the registrations that runtimes make."""
+    found = importlib.import_module("transformers.utils.import_utils")
+
+    def attribute(cls: Any, key: str) -> Any:
+        if (key.startswith("_") and key != "_from_config") or key in ("is_dummy", "mro", "call"):
+            return type.__getattribute__(cls, key)
+        return lambda *args, **kwargs: None
+
+    found.DummyObject.__getattribute__ = attribute
+
+
+def install(packages: Collection[str], modules: str = "") -> None:
+    """Stub these top-level packages, also where they are installed, and the modules whose full name
+    this pattern matches."""
+    sys.meta_path.insert(0, _Finder(packages, re.compile(modules)))

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import run_cli, unjudged
+from checkpoints import unjudged
 
-from loaders.client import PYTHON, Loaded, Rank, Server
-from loaders.published import FAMILIES, published
+from loaders.client import PYTHON, Rank, Server
+from loaders.folders import assert_whole, converted, source
+from loaders.published import FAMILIES
 
 pytestmark = [
     pytest.mark.loader,
@@ -24,8 +25,6 @@ SPLIT = (
     "qwen3_5_moe",
     "qwen3_5_moe_text",
 )  # their projections are split
-# sglang's class of the model does not read the draft layer, which has a class of its own.
-_DRAFTS = {"deepseek_v3": "model.layers.3.", "glm4_moe": "model.layers.3."}
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +37,6 @@ def sglang() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folders")
-
-
-def source(folders: Path, family: str, *, fp8: bool = False, stacked: bool = False) -> Path:
-    """A published checkpoint, written once."""
-    folder = folders / f"{family}{' fp8' if fp8 else ''}{' stacked' if stacked else ''}"
-    if folder.is_dir():
-        return folder
-    return published(family, fp8=fp8, stacked=stacked).write(folder)
-
-
-def converted(folders: Path, command: str, origin: Path, *options: str) -> Path:
-    """A conversion, made once."""
-    out = folders / f"{origin.name} {command} {' '.join(options)}".strip().replace("/", "-")
-    if not out.is_dir():
-        done = run_cli(*command.split(), origin, out, *options, "--jobs", "1")
-        assert done.code == 0, done.err
-    return out
-
-
-def assert_whole(loaded: Loaded, family: str) -> None:
-    """Every parameter was written, and no tensor was left but the draft's."""
-    assert loaded.error is None, (loaded.step, loaded.error, loaded.at)
-    assert (loaded.unwritten, loaded.empty) == ((), ())
-    draft = _DRAFTS.get(family, "mtp.")
-    assert [name for name in loaded.unused if not name.startswith(draft)] == []
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

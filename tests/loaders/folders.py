@@ -1,0 +1,52 @@
+"""Folders for the loaders: published checkpoints and conversions of them, each made once a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpoints import run_cli
+
+from loaders.client import Loaded
+from loaders.published import published
+
+# A runtime's class of the model does not read the draft layer, which has a class of its own.
+_DRAFTS = {"deepseek_v3": "model.layers.3.", "glm4_moe": "model.layers.3."}
+
+
+def source(folders: Path, family: str, *, fp8: bool = False, stacked: bool = False) -> Path:
+    """A published checkpoint, written once."""
+    folder = folders / f"{family}{' fp8' if fp8 else ''}{' stacked' if stacked else ''}"
+    if folder.is_dir():
+        return folder
+    return published(family, fp8=fp8, stacked=stacked).write(folder)
+
+
+def converted(folders: Path, command: str, origin: Path, *options: str) -> Path:
+    """A conversion, made once."""
+    out = folders / f"{origin.name} {command} {' '.join(options)}".strip().replace("/", "-")
+    if not out.is_dir():
+        done = run_cli(*command.split(), origin, out, *options, "--jobs", "1")
+        assert done.code == 0, done.err
+    return out
+
+
+def is_draft(tensor: str, family: str) -> bool:
+    """Whether a tensor is the draft model's."""
+    return tensor.startswith(_DRAFTS.get(family, "mtp."))
+
+
+def assert_whole(
+    loaded: Loaded,
+    family: str,
+    *,
+    draft: bool = False,
+    unread: tuple[str, ...] = (),
+    unwritten: tuple[str, ...] = (),
+) -> None:
+    """Every parameter was written, and no tensor of the model (or of its draft) was left; but for names
+    that end so."""
+    assert loaded.error is None, (loaded.step, loaded.error, loaded.at)
+    assert [name for name in loaded.unwritten if not name.endswith(unwritten or "-")] == []
+    assert loaded.empty == ()
+    left = [name for name in loaded.unused if is_draft(name, family) is draft]
+    assert [name for name in left if not name.endswith(unread or "-")] == []

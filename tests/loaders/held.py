@@ -1,0 +1,82 @@
+"""What a model holds after a load, told by bytes: every byte of a parameter is marked before it, and
+what keeps its mark was never written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# Bytes of FP8 have the mark's value by chance once in 256, wider types never.
+_MARK = 0xA5
+_BY_CHANCE = {1: 0.05}
+_NEVER = 0.0005
+# Filled by the class itself, not by the checkpoint.
+_COMPUTED = ("rotary", "cos_sin")
+# Scales of attention in FP8, which few checkpoints have; what is not given counts as 1.
+_WITH_DEFAULTS = (
+    ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
+    ".k_zero_point", ".v_zero_point", ".q_zero_point",
+)  # fmt: skip
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.data for n, p in model.named_parameters(remove_duplicate=False) if p.numel()}
+
+
+def mark(model: torch.nn.Module) -> None:
+    """Set every byte of every parameter to the mark."""
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            parameter.data.reshape(-1).view(torch.uint8).fill_(_MARK)
+
+
+def unwritten(model: torch.nn.Module, before: Iterable[str]) -> list[str]:
+    """Parameters of which more elements are as they were marked than chance explains."""
+    found, now = [], parameters(model)
+    for name in before:
+        if name in now and not name.endswith(_WITH_DEFAULTS):
+            size = now[name].element_size()
+            same = (_bytes_of(now[name]).view(-1, size) == _MARK).all(1).float().mean().item()
+            if same > _BY_CHANCE.get(size, _NEVER):
+                found.append(name)
+    return found
+
+
+def hashes(model: torch.nn.Module) -> dict[str, list[Any]]:
+    """Type, shape and digest of every parameter and buffer."""
+    held = {**parameters(model), **dict(model.named_buffers())}
+    return {
+        name: [
+            str(value.dtype).removeprefix("torch."),
+            list(value.shape),
+            hashlib.sha256(_bytes_of(value).numpy().tobytes()).hexdigest()[:16],
+        ]
+        for name, value in held.items()
+        if value.numel() and not any(word in name for word in _COMPUTED)
+    }
+
+
+def empty(model: torch.nn.Module) -> list[str]:
+    """Parameters without an element: a rank whose share of a group of scales is none has such."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if not parameter.numel()]
+
+
+def schemes(model: torch.nn.Module) -> dict[str, str]:
+    """What each module loads its weights with."""
+    found = {}
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        scheme: Any = getattr(module, "scheme", None)
+        if method is not None:
+            own = f"[{type(scheme).__name__}]" if scheme is not None else ""
+            found[name] = type(method).__name__ + own
+    return found
