@@ -27,8 +27,8 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 # The tests that kill processes, cut the power, fill gigabytes, or need other projects. Those of loaders in
-# one process: each runtime is imported once, in 20 to 60 s, and forked for each load.
-LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -m loader tests/loaders
+# two processes: each imports a runtime once, in 20 to 60 s, and forks it for each load.
+LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
 check: $(VENV)/installed-peers $(VENV)-loaders/installed
 	$(LOADER_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile"

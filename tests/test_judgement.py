@@ -269,8 +269,8 @@ def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> No
 
 
 def test_every_conversion_is_prepared_in_one_place() -> None:
-    """`_judged` in api.py; no command, and nothing else outside of `run`, prepares a plan by itself. Advice
-    judges its candidates and carries none out."""
+    """`_judged` in api.py; no command, and nothing else outside of `run`, prepares a plan by itself.
+    Advice judges its candidates and carries none out."""
     found: dict[str, int] = {}
     for file in (_ROOT / "qconvert").rglob("*.py"):
         name = file.relative_to(_ROOT / "qconvert").as_posix()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,6 @@ pytestmark = [
 RTN = ("w4a16", "--rtn", "--group-size", "32")
 NVFP4 = ("nvfp4", "--dialect", "compressed-tensors")
 MODELOPT = ("nvfp4", "--dialect", "modelopt")
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[Server]:
-    server = Server("sglang")
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
 
 
 def converted(folders: Path, family: str, words: tuple[str, ...], *, fp8: bool) -> Path:

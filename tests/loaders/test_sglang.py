@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,25 +26,13 @@ SPLIT = (
 )  # their projections are split
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Server]:
-    server = Server("sglang")
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
-
-
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_checkpoints_load(family: str, fp8: bool, sglang: Server, folders: Path) -> None:
+def test_published_checkpoints_load(family: str, fp8: bool, hopper: Server, folders: Path) -> None:
     """The harness itself: what the runtime serves must load, or no answer of it counts."""
     folder = source(folders, family, fp8=fp8)
-    assert_whole(sglang.load(folder), family)
-    at_four = sglang.load(folder, Rank(4, 3))
+    assert_whole(hopper.load(folder), family)
+    at_four = hopper.load(folder, Rank(4, 3))
     if family == "deepseek_v3" and fp8:
         # Heads of 192 rows; its real size is 128 heads, which four ranks share in whole blocks.
         assert "192 is not divisible by weight quantization block_n = 128" in str(at_four.error)
@@ -57,23 +44,23 @@ def test_published_checkpoints_load(family: str, fp8: bool, sglang: Server, fold
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("family", SPLIT)
 def test_fused_is_split_in_memory(
-    family: str, fp8: bool, rank: Rank, sglang: Server, folders: Path
+    family: str, fp8: bool, rank: Rank, hopper: Server, folders: Path
 ) -> None:
     origin = source(folders, family, fp8=fp8)
-    fused = sglang.load(converted(folders, "fuse", origin, "--for", "sglang"), rank)
-    split = sglang.load(origin, rank)
+    fused = hopper.load(converted(folders, "fuse", origin, "--for", "sglang"), rank)
+    split = hopper.load(origin, rank)
     assert_whole(fused, family)
     assert fused.parameters == split.parameters
     assert fused.schemes == split.schemes
 
 
-def test_rows_in_another_order_are_seen(sglang: Server, folders: Path) -> None:
+def test_rows_in_another_order_are_seen(hopper: Server, folders: Path) -> None:
     """The negative control: interleaved rows load into Qwen3.5's class in silence, as other weights."""
     origin = source(folders, "qwen3_5_moe_text")
-    right = sglang.load(converted(folders, "fuse", origin, "--for", "sglang"))
+    right = hopper.load(converted(folders, "fuse", origin, "--for", "sglang"))
     out = folders / "interleaved"
     unjudged("passes: [fuse: {groups: 4}]", origin, out)
-    wrong = sglang.load(out)
+    wrong = hopper.load(out)
     assert_whole(wrong, "qwen3_5_moe_text")
     differ = {name for name in right.parameters if right.parameters[name] != wrong.parameters[name]}
     projections = ("in_proj_qkvz.weight", "in_proj_ba.weight")
@@ -84,15 +71,15 @@ def test_rows_in_another_order_are_seen(sglang: Server, folders: Path) -> None:
 @pytest.mark.parametrize("rank", RANKS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dequantized_checkpoints_load(
-    family: str, rank: Rank, sglang: Server, folders: Path
+    family: str, rank: Rank, hopper: Server, folders: Path
 ) -> None:
     origin = source(folders, family, fp8=True)
-    assert_whole(sglang.load(converted(folders, "dequant", origin), rank), family)
+    assert_whole(hopper.load(converted(folders, "dequant", origin), rank), family)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text"])
-def test_experts_unstacked_are_experts_stacked(family: str, sglang: Server, folders: Path) -> None:
+def test_experts_unstacked_are_experts_stacked(family: str, hopper: Server, folders: Path) -> None:
     origin = source(folders, family, stacked=True)
-    stacked, apart = sglang.load(origin), sglang.load(converted(folders, "experts unstack", origin))
+    stacked, apart = hopper.load(origin), hopper.load(converted(folders, "experts unstack", origin))
     assert_whole(apart, family)
     assert apart.parameters == stacked.parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,25 +138,6 @@ def note(cell: Cell, what: object, became: str) -> None:
     if where:
         with Path(where).open("a") as table:
             table.write(f"{cell} | {what} | {became}\n")
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[Server]:
-    server = Server("sglang", HOPPER)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> Iterator[Server]:
-    server = Server("sglang", BLACKWELL)
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
 
 
 def source(folders: Path, cell: Cell) -> Path:

@@ -74,7 +74,20 @@ def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> 
     block = block_of(config)
     method = "" if block is None else str(block.get("quant_method") or "modelopt")
     name = {"modelopt": "modelopt_fp4"}.get(method, method)
-    return "flashinfer_trtllm" if name in kind.blackwell else "auto"
+    chosen = name in kind.blackwell or (
+        kind is CLASSES["DeepseekV3ForCausalLM"] and _kimi_int4(block)
+    )
+    return "flashinfer_trtllm" if chosen else "auto"
+
+
+def _kimi_int4(block: Mapping[str, Any] | None) -> bool:
+    """INT4 in groups of 32, Kimi K2 Thinking's form (arg_groups/overrides.py,
+    _deepseek_moe_quant_resolution)."""
+    groups = (block or {}).get("config_groups")
+    group = groups.get("group_0") if isinstance(groups, Mapping) else None
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    wanted = {"num_bits": 4, "group_size": 32, "strategy": "group", "type": "int"}
+    return isinstance(weights, Mapping) and all(weights.get(k) == v for k, v in wanted.items())
 
 
 def _no_shared(config: Config, quantization: Quantization, setting: Setting) -> int:

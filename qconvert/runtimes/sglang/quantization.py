@@ -170,6 +170,10 @@ class _Group:
         )  # fmt: skip
 
 
+# sglang 0.5.23, CompressedTensorsMxInt4MoE: parameters of other names and shapes.
+_MXINT4 = "INT4 experts in groups of 32 under the trtllm runner (MxInt4)"
+
+
 class CompressedTensors:
     """quant_method compressed-tensors: packed integers and NVFP4, with `linear_fp8_config` for FP8
     linears beside them."""
@@ -280,6 +284,8 @@ class CompressedTensors:
                     "ValueError", "The Triton WNA16 MoE backend only supports", module,
                     "this runner takes symmetric 4-bit codes in groups of 32 or 128",
                 )  # fmt: skip
+            if runner == "flashinfer_trtllm" and fits and group.group == 32:
+                raise NotSimulated(_MXINT4)
             blackwell = runner == "auto" and capability[0] == 10 and fits
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:

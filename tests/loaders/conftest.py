@@ -1,0 +1,57 @@
+"""Loaders are imported once for all files: an import of sglang takes 20 to 60 s, a load in a fork of it
+seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loaders.client import Server
+
+# Files of which `make check` runs every so-manieth cell; QCONVERT_ALL=1 runs all.
+_SAMPLED = {"test_simulator_sglang.py": 5}
+
+
+@pytest.fixture(scope="session")
+def hopper() -> Iterator[Server]:
+    """sglang on what it takes for an H200."""
+    yield from _serving("sglang", "9.0")
+
+
+@pytest.fixture(scope="session")
+def blackwell() -> Iterator[Server]:
+    """sglang on what it takes for a B200."""
+    yield from _serving("sglang", "10.0")
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[Server]:
+    yield from _serving("vllm", "9.0")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folders")
+
+
+def _serving(runtime: str, capability: str) -> Iterator[Server]:
+    server = Server(runtime, capability)
+    yield server
+    server.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("QCONVERT_ALL") == "1":
+        return
+    kept, left = list[pytest.Item](), list[pytest.Item]()
+    met: dict[str, int] = {}
+    for item in items:
+        every = _SAMPLED.get(item.path.name, 1)
+        number = met[item.path.name] = met.get(item.path.name, -1) + 1
+        (left if number % every else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
