@@ -66,6 +66,10 @@ READERS = (
            has="checkpoint manifest receipt"),
     _scene("validate html", "validate {src} --jobs 1 --format html", src="amx",
            has="checkpoint manifest receipt"),
+    _scene("advise", "advise {src} --for ktransformers --cpu-memory 1GB --json"),
+    # It mends configs and indexes, which are refused elsewhere.
+    _scene("repair", "repair {src} --out {out}", src="w4a16", has="receipt",
+           writes="out"),
     _scene("upload dry", "upload {src} me/made --dry-run", src="made",
            has="checkpoint manifest receipt"),
     _scene("upload", "upload {src} me/made --level headers", src="made",
@@ -140,8 +144,9 @@ CALIBRATING = (
 
 # The mutation gives all words: see breaking/arguments.py.
 _COMMANDS = (
-    "inspect", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4", "split", "join",
-    "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo", "experts stack",
+    "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
+    "split", "join", "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo",
+    "experts stack",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS

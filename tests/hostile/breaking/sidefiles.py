@@ -128,7 +128,7 @@ def _manifest() -> Iterator[Mutation]:
                                           "matched": 1, "expected": 1}]},
         "passes 100,000": {"passes": [{"name": "x", "spec": "x", "matched": 1,
             "expected": 1}] * 100_000},
-        "dropped steers": {"dropped": {STEERING["newline command"]: [STEERING["escape"]]}},
+        "dropped with steering names": {"dropped": {STEERING["newline command"]: [STEERING["escape"]]}},
         "dropped of numbers": {"dropped": {"rule": [1, None, {}]}},
         "identity empty": {"identity": {}},
         "identity passes deep": {"identity": {"passes": deep(2000)}},
