@@ -328,6 +328,7 @@ def every_largest(seed: int) -> Bits:
     return found
 
 
+@pytest.mark.big
 @pytest.mark.parametrize("method", METHODS)
 def test_every_largest_weight_there_is(method: Method) -> None:
     check(method, every_largest(5), 1, (None,))

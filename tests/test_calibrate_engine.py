@@ -196,6 +196,7 @@ def test_states_in_files_change_no_code(
     assert {f"{n}.rows" for n in ("inputs", "answers", "residuals", "routes", "shares")} <= names
 
 
+@pytest.mark.big
 def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) -> None:
     most = 0
 
@@ -230,6 +231,7 @@ def test_no_scheme_gives_statistics_alone(small: Path, tmp_path: Path) -> None:
     assert set(kept.stats) == {0, 1}
 
 
+@pytest.mark.big
 def test_statistics_are_of_what_experts_saw(small: Path, tmp_path: Path) -> None:
     """Of the first layer, against a hook on the whole model's experts."""
     stats = run(small, tmp_path / "work").stats[0]
@@ -312,6 +314,7 @@ def test_dead_columns_are_counted(tmp_path: Path) -> None:
     assert not kept.made[0, 0, "gate_proj"][0].codes[:, [3, 40]].any()
 
 
+@pytest.mark.big
 def test_sources_are_hashed_as_they_were_read(small: Path, tmp_path: Path) -> None:
     kept = run(small, tmp_path / "work")
     checkpoint = Checkpoint.open(small)
@@ -491,6 +494,7 @@ def test_a_class_that_computes_something_else_is_refused(
         run(small, tmp_path / "work")
 
 
+@pytest.mark.big
 def test_linear_attention_and_dense_layers_stream_on(tmp_path: Path) -> None:
     """A layer without experts hands nothing in and still feeds the next."""
     folder = saved(deepseek_v3(num_hidden_layers=2), tmp_path / "model")

@@ -84,6 +84,7 @@ def to_nearest(folder: Path, keys: list[Key], scheme: IntScheme) -> dict[Key, to
     }
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(
     "make",
     # One family in `make test`, all of them in `make check`.

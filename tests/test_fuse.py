@@ -99,6 +99,7 @@ def test_published_qwen3_5_fuses_for_sglang(model: str) -> None:
     assert run_passes(plan, (Unfuse(),)).tensors == Plan.identity(published(model)).tensors
 
 
+@pytest.mark.big
 def test_published_qwen3_next_unfuses_and_back() -> None:
     start = Plan.identity(published("qwen3-next-80b-a3b-fp8"))
     back = run_passes(start, (Unfuse(), Fuse(consumer="vllm")))

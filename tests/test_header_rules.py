@@ -16,6 +16,7 @@ import gdn_models
 import headers
 import pytest
 from checkpoints import bf16_moe, edit_json, fp8_moe, run_cli, tensor, without
+from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.family import vision_config
@@ -94,7 +95,7 @@ def configured(checkpoint: Checkpoint, **config: Any) -> Checkpoint:
 # --- Published repos -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", headers.names())
+@pytest.mark.parametrize("model", sampled(headers.names()))
 def test_published_repos_have_no_finding(model: str, published: Mapping[str, Checkpoint]) -> None:
     assert findings(published[model]) == []
     assert validate_folder(published[model].root).findings == []

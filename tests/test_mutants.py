@@ -7,12 +7,11 @@ its mutants here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mutants import CASES, Bench, Mutant, applied, differ, found_wrong
+from sampled import sampled
 
 MUTANTS = (
     # --- which matrix is which
@@ -467,21 +466,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES))
 def test_right_lines_have_no_finding(case: str, bench: Bench) -> None:
     assert bench.findings(case, bench.sound(case)) == []
 
 
-def _some(mutants: Sequence[Mutant]) -> list[Any]:
-    """Every third in `make test`, which takes minutes; all in `make check`."""
-    marks = [[] if number % 3 == 0 else [pytest.mark.big] for number in range(len(mutants))]
-    return [
-        pytest.param(mutant, id=mutant.name, marks=mark)
-        for mutant, mark in zip(mutants, marks, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("mutant", _some(MUTANTS))
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, 3, name=lambda mutant: mutant.name))
 def test_a_wrong_line_is_found(mutant: Mutant, bench: Bench, tmp_path: Path) -> None:
     sound = bench.sound(mutant.case)
     with applied(mutant):

@@ -103,6 +103,7 @@ def _held(wheel: zipfile.ZipFile) -> set[str]:
     return {name for name in wheel.namelist() if ".dist-info/" not in name}
 
 
+@pytest.mark.big
 def test_a_checkout_without_links_builds_the_whole_package(wheel: zipfile.ZipFile) -> None:
     assert len(_packaged()) > 200
     assert _held(wheel) == _packaged()
@@ -127,6 +128,7 @@ def test_links_at_the_top_lead_inside(name: str) -> None:
     assert (_ROOT / name).readlink() == Path("qconvert") / name
 
 
+@pytest.mark.big
 def test_the_wheel_works_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """The demo converts and validates with every family, pass, recipe and validator from the wheel."""
     wheel.extractall(tmp_path)

@@ -139,6 +139,7 @@ def test_published_fp8_models_dequantize(model: str) -> None:
     assert "quantization_config" not in str(plan.config)
 
 
+@pytest.mark.big
 def test_a_missing_layer_is_named() -> None:
     found = headers.load("qwen3-30b-a3b-fp8")
     lost = {f"model.layers.35.self_attn.o_proj.weight{s}" for s in ("", "_scale_inv")}

@@ -14,6 +14,7 @@ from checkpoints import INDEX, edit_json, run_cli, tree
 from hub_client import hub_and_client
 from loaders.published import published
 from models import qwen3_moe
+from sampled import sampled
 
 from qconvert import api
 from qconvert.checkpoint.receipt import manifest_seal
@@ -169,7 +170,7 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("what", sampled(BROKEN))
 def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: Path) -> None:
     form, broken, rule = BROKEN[what]
     folder = _copied(sound[form], tmp_path / "folder")
@@ -321,7 +322,7 @@ def test_changed_files_go_into_another_folder(sound: dict[str, Path], tmp_path: 
     assert all(change["why"] and change["diff"] for change in said["changes"])
 
 
-@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("step", sampled(range(7), 3))
 def test_a_repair_that_stops_anywhere_is_finished_or_undone(
     step: int, sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

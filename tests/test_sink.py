@@ -93,7 +93,7 @@ _RUNS = st.lists(
 
 
 @pytest.mark.parametrize("layer", [Files, InTurn, NoDirectOpen, NoDirectWrite, Short])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(runs=_RUNS, seed=st.integers(0, 99))
 def test_any_runs_reach_their_places(
     tmp_path_factory: pytest.TempPathFactory,

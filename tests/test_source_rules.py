@@ -15,6 +15,7 @@ from broken_repos import change, edit_config, overwrite, packed_moe
 from checkpoints import Model, Tensor, bf16_moe, copied, edit_json, fp8_moe, run_cli
 from data_folders import CONVERSIONS, Made, maker, validated
 from models import qwen3_moe
+from sampled import sampled
 
 from qconvert.validation.findings import Finding
 
@@ -50,7 +51,7 @@ def unsigned(folder: Path) -> Path:
 # --- Sound conversions ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(CONVERSIONS))
+@pytest.mark.parametrize("name", sampled(sorted(CONVERSIONS)))
 def test_conversions_keep_what_the_source_says(name: str, made: Made, tmp_path: Path) -> None:
     """With their manifest and, as by another tool, without."""
     source, out = made(name)

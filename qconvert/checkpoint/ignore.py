@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qconvert.core.errors import CheckpointError
+from qconvert.core.shown import shortened
+
 _KEY = "modules_to_not_convert"
 _OTHER_KEYS = ("ignored_layers", "ignore")
 _SETS = (
@@ -51,9 +54,12 @@ def _block(block: Mapping[str, Any], unquantized: list[str]) -> dict[str, Any]:
 def _completed(names: list[Any]) -> list[Any]:
     found: dict[Any, None] = {}
     for name in names:
-        found[name] = None
         if not isinstance(name, str):
-            continue
+            raise CheckpointError(
+                f"config.json: expected names of modules in the ignore list, found "
+                f"{shortened(repr(name), 80)}; fix or remove the entry"
+            )
+        found[name] = None
         # A pattern of compressed-tensors ends in `$` or not; its siblings end alike.
         body, dollar = (name[:-1], "$") if name.endswith("$") else (name, "")
         for members in _SETS:

@@ -73,16 +73,20 @@ def _hash(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
+_IN_SCRIPT = str.maketrans({"<": "\\u003c", "#": "\\u0023"})
+
+
 def _data(measures: Sequence[Measure]) -> str:
-    """JSON inside a script element: `<` is escaped, so that no name can end it."""
+    """JSON inside a script element: `<` is escaped, so that no name can end it, and `#`: a CI that keeps
+    the page in its log takes `##[` for a command."""
     plots: dict[str, Any] = {"exact": EXACT, "unknown": UNKNOWN, "plots": plot_data(measures)}
-    return json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(plots, separators=(",", ":"), allow_nan=False).translate(_IN_SCRIPT)
 
 
 def _text(text: str) -> str:
     """Text, or the value of an attribute in double quotes."""
     whole = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
-    return escape(printable(whole, "\n"))
+    return escape(printable(whole, "\n")).replace("##", "&#35;#")
 
 
 def _section(title: str, *parts: str, id: str = "") -> str:
