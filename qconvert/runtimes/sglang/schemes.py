@@ -113,6 +113,16 @@ class Unquantized:
         yield "w2_weight", moe.parameter(self.dtype, down, "weight")
 
 
+def _check_columns(layout: Layout, block: int) -> None:
+    """Raise LoadRefused where a rank's columns are not whole blocks."""
+    if layout.kind == "row" and layout.tp > 1 and layout.columns % block:
+        raise LoadRefused(
+            "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
+            f"by weight quantization block_k = {block}", "",
+            f"a rank's {layout.columns} columns cut blocks of {block}",
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
     """FP8 codes with a scale for each block. Blocks that a rank would cut are refused."""
@@ -123,12 +133,7 @@ class BlockFp8:
     experts_name: str = "Fp8MoEMethod"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        if layout.kind == "row" and layout.tp > 1 and layout.columns % self.columns:
-            raise LoadRefused(
-                "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
-                f"by weight quantization block_k = {self.columns}", "",
-                f"a rank's {layout.columns} columns cut blocks of {self.columns}",
-            )  # fmt: skip
+        _check_columns(layout, self.columns)
         divided = layout.tp > 1 and layout.kind in ("column", "merged", "qkv")
         if divided or len(layout.outputs) > 1:
             for part in layout.parts:
@@ -178,12 +183,7 @@ class CompressedFp8:
     experts_name: str = ""
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        if layout.kind == "row" and layout.tp > 1 and layout.columns % self.columns:
-            raise LoadRefused(
-                "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
-                f"by weight quantization block_k = {self.columns}", "",
-                f"a rank's {layout.columns} columns cut blocks of {self.columns}",
-            )  # fmt: skip
+        _check_columns(layout, self.columns)
         split = layout.tp > 1 and layout.kind in ("column", "merged", "qkv")
         parts = layout.parts if split else layout.parts[:-1]
         for part in parts:
