@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from calibrate_models import FAMILIES, HIDDEN, LAYERS, Kept, Make, hf, plan_of, samples, saved
+from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings
@@ -58,7 +59,7 @@ def whole(folder: Path, tokens: list[Any], attention: str) -> list[torch.Tensor]
     return [torch.cat(states) for states in found]
 
 
-@every_family
+@pytest.mark.parametrize("make", sampled(FAMILIES, 3, name=lambda make: make.__name__))
 @pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
 def test_streaming_is_the_whole_model_bit_for_bit(
     make: Make, attention: Any, tmp_path: Path

@@ -23,7 +23,12 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.serving import NO_FUSION, served
-from qconvert.runtimes.sglang.matching import Compressed, is_layer_excluded, is_layer_skipped
+from qconvert.runtimes.sglang.matching import (
+    Compressed,
+    SkipList,
+    is_layer_excluded,
+    is_layer_skipped,
+)
 from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
 from qconvert.runtimes.sglang.simulator import simulate
@@ -251,7 +256,7 @@ def test_parts_of_a_fused_module_must_agree() -> None:
     with pytest.raises(LoadRefused, match="names some"):
         Compressed(["self_attn.q_proj"], [], fused).ignored("model.layers.0.self_attn.qkv_proj")
     with pytest.raises(LoadRefused, match="names some"):
-        is_layer_skipped("model.layers.0.self_attn.qkv_proj", ["self_attn.q_proj"], {})
+        is_layer_skipped("model.layers.0.self_attn.qkv_proj", SkipList(["self_attn.q_proj"]), {})
 
 
 def test_targets_by_name_then_class_then_parts() -> None:

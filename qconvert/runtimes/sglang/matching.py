@@ -9,7 +9,7 @@ that it fuses is asked for under the fused name, unless its class maps that name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from qconvert.core.patterns import compiled
@@ -103,13 +103,35 @@ def _matches(value: str, target: str, *, by_class: bool = False) -> bool:
     return target.lower() in value.lower() if by_class else target == value
 
 
-def is_layer_skipped(name: str, ignored: Sequence[str], fused: Fused) -> bool:
-    """Whether FP8's and modelopt's list leaves a module unquantized: an entry is a run of whole parts of
-    its name. Raises LoadRefused where parts of a fused module differ."""
+class SkipList:
+    """FP8's and modelopt's list of unquantized modules: an entry is a run of whole parts of a name."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._runs = frozenset(entry.rstrip(".") for entry in entries)
+        self._experts = [entry for entry in entries if "experts" in entry]
+
+    def covers(self, name: str) -> bool:
+        # Looked up by the runs of the name, some 20: a list of 500 entries is asked for 500 modules.
+        return not self._runs.isdisjoint(_runs(name))
+
+    def covers_experts(self, name: str) -> bool:
+        return any(name in entry for entry in self._experts)
+
+
+def _runs(name: str) -> Iterator[str]:
+    parts = name.rstrip(".").split(".")
+    for first in range(len(parts)):
+        for last in range(first + 1, len(parts) + 1):
+            yield ".".join(parts[first:last])
+
+
+def is_layer_skipped(name: str, ignored: SkipList, fused: Fused) -> bool:
+    """Whether the list leaves a module unquantized. Raises LoadRefused where parts of a fused module
+    differ."""
     last = name.rsplit(".", 1)[-1]
     known = fused if last in fused else _ALWAYS_FUSED
     if last in known:
-        found = {any(_in_path(entry, part) for entry in ignored) for part in _parts(name, known)}
+        found = {ignored.covers(part) for part in _parts(name, known)}
         if len(found) > 1:
             raise LoadRefused(
                 "ValueError", f"Detected some but not all shards of {name}", name,
@@ -117,14 +139,9 @@ def is_layer_skipped(name: str, ignored: Sequence[str], fused: Fused) -> bool:
                 "loaded as one module, and not the others",
             )  # fmt: skip
         return found.pop()
-    skipped = any(_in_path(entry, name) for entry in ignored)
-    if "experts" in name and "gate_up_proj" not in name:
-        skipped = skipped or any(name in entry for entry in ignored if "experts" in entry)
-    return skipped
-
-
-def _in_path(entry: str, name: str) -> bool:
-    return f".{entry.rstrip('.')}." in f".{name.rstrip('.')}."
+    if ignored.covers(name):
+        return True
+    return "experts" in name and "gate_up_proj" not in name and ignored.covers_experts(name)
 
 
 def is_layer_excluded(name: str, excluded: Sequence[str]) -> bool:

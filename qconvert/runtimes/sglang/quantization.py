@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from qconvert.runtimes.sglang.matching import (
     Compressed,
     Fused,
+    SkipList,
     is_layer_excluded,
     is_layer_skipped,
 )
@@ -94,10 +95,10 @@ class Fp8:
         if listed is None:
             listed = block.get("modules_to_not_convert")
         bases = [entry.removeprefix("model.") for entry in _names(listed)]
-        self._ignored = [name for base in bases for name in (base, f"model.{base}")]
+        self._skips = SkipList([name for base in bases for name in (base, f"model.{base}")])
 
     def linear(self, module: str, kind: str) -> Scheme:
-        skipped = is_layer_skipped(module, self._ignored, self._fused)
+        skipped = is_layer_skipped(module, self._skips, self._fused)
         return self._plain if skipped else self._scheme
 
     def experts(self, module: str) -> Scheme:
@@ -328,6 +329,7 @@ class Modelopt:
         for key in ("modules_to_not_convert", "exclude_modules"):
             excluded = block.get(key) if excluded is None else excluded
         self._excluded = _names(excluded)
+        self._skips = SkipList(self._excluded)
         is_layer_excluded("", self._excluded)  # an invalid pattern is found here
         self._plain, self._fused = plain, fused
         trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
@@ -344,7 +346,7 @@ class Modelopt:
         )
 
     def linear(self, module: str, kind: str) -> Scheme:
-        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        skipped = is_layer_skipped(module, self._skips, self._fused)
         if skipped or is_layer_excluded(module, self._excluded):
             return self._plain
         return self._scheme

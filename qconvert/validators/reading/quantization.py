@@ -184,8 +184,8 @@ def _stated_for(
     agree. Blocks that cannot be read state nothing."""
     own: set[T] = set()
     every: set[T] = set()
-    for config, groups in _groups(checkpoint):
-        stated = {one for _, g in groups if (one := read(g)) is not None}
+    for config, groups, distinct in _groups(checkpoint):
+        stated = {one for g in distinct if (one := read(g)) is not None}
         mine = _group_of(config, groups, module) if len(stated) > 1 else None
         one = None if mine is None else read(mine)
         if one is not None:
@@ -197,12 +197,14 @@ def _stated_for(
 
 
 _Group = tuple[Listed, Mapping[str, Any]]  # its own target, and what its group states about weights
+# And what its groups state about weights, once each: a dense model names some 500 targets a group.
+_Block = tuple[QuantConfig, tuple[_Group, ...], tuple[Mapping[str, Any], ...]]
 
 
 @lru_cache(maxsize=8)  # called for each matrix
-def _groups(checkpoint: Checkpoint) -> tuple[tuple[QuantConfig, tuple[_Group, ...]], ...]:
+def _groups(checkpoint: Checkpoint) -> tuple[_Block, ...]:
     """Every target of every block; for a target in two groups the last group applies."""
-    found = []
+    found: list[_Block] = []
     for config in checkpoint.quantization_configs:
         groups = config.block.get("config_groups")
         by_target: dict[str, Mapping[str, Any]] = {}
@@ -214,9 +216,8 @@ def _groups(checkpoint: Checkpoint) -> tuple[tuple[QuantConfig, tuple[_Group, ..
                 by_target.update(
                     dict.fromkeys(every or [f"re:no target {len(by_target)}"], weights)
                 )
-        found.append(
-            (config, tuple((Listed(config.method, (t,)), w) for t, w in by_target.items()))
-        )
+        targets = tuple((Listed(config.method, (t,)), w) for t, w in by_target.items())
+        found.append((config, targets, tuple({id(w): w for w in by_target.values()}.values())))
     return tuple(found)
 
 
