@@ -74,6 +74,16 @@ class Config:
         return types.get(stated.removeprefix("torch."), "BF16")
 
 
+def text_config(config: Mapping[str, Any]) -> Config:
+    """The numbers of the language model: a config of text and images nests them."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return Config(config)
+    tied = config.get("tie_word_embeddings")
+    whole = {**text, "vision_config": config.get("vision_config")}
+    return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
+
+
 def divided(size: int, by: int, where: str) -> int:
     """The runtime's `divide`, which asserts that nothing is left."""
     if size % by:
@@ -146,10 +156,13 @@ class Build:
         bias: bool = False,
         wrapped: Wrapped = "",
         replicas: int = 1,
+        whole: bool = False,
     ) -> Scheme:
-        """A linear. `asked`: the name under which the runtime looks for its scheme, if another."""
-        tp = 1 if kind == "replicated" else self.setting.tp
-        rank = 0 if kind == "replicated" else self.setting.rank
+        """A linear. `asked`: the name under which the runtime looks for its scheme, if another; `whole`:
+        every rank has all of it."""
+        alone = kind == "replicated" or whole
+        tp = 1 if alone else self.setting.tp
+        rank = 0 if alone else self.setting.rank
         for size in (inputs,) if kind == "row" else outputs if kind != "replicated" else ():
             divided(size, tp, module)
         if scheme is None:

@@ -15,6 +15,7 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.groups import block_of
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.parameters import Wrapped
 from qconvert.runtimes.loading.refusal import LoadRefused
@@ -22,7 +23,6 @@ from qconvert.runtimes.loading.schemes import Quantization, Unquantized
 from qconvert.runtimes.loading.setting import DEEPEP_CLASS, Setting
 from qconvert.runtimes.sglang.matching import Fused
 from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35
-from qconvert.runtimes.sglang.quantization import block_of
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -46,16 +46,6 @@ class ModelClass:
     names: Callable[[Build, Config, int], Finder]
     blackwell: tuple[str, ...] = ()
     groups: Callable[[Config], int] | None = None
-
-
-def text_config(config: Mapping[str, Any]) -> Config:
-    """The numbers of the language model: a config of text and images nests them."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        return Config(config)
-    tied = config.get("tie_word_embeddings")
-    whole = {**text, "vision_config": config.get("vision_config")}
-    return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
 def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> str:

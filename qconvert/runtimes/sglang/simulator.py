@@ -9,7 +9,7 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.loading.building import Build
+from qconvert.runtimes.loading.building import Build, text_config
 from qconvert.runtimes.loading.offering import Simulated, offered
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import Setting
@@ -17,7 +17,6 @@ from qconvert.runtimes.sglang.classes import (
     CLASSES,
     after_load,
     runner_of,
-    text_config,
 )
 from qconvert.runtimes.sglang.quantization import quantization_of
 
