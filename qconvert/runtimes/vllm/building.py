@@ -51,7 +51,12 @@ class Rank(Build):
 
     def cache_scales(self, module: str) -> None:
         """Scales of attention, 1 unless given."""
-        if self.quantization.cache:
+        if self.quantization.name == "compressed-tensors":
+            for which in ("k", "v", "q"):
+                for name, dtype in (("scale", "F32"), ("zero_point", self.dtype)):
+                    made = Parameter(dtype, (1,), Whole(), needed=False, default=True)
+                    self.parameters[f"{module}.{which}_{name}"] = made
+        elif self.quantization.cache:
             for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 made = Parameter(self.dtype, (), Whole(), needed=False, default=True)
                 self.parameters[f"{module}.{name}"] = made

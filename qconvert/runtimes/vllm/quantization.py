@@ -15,7 +15,13 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Scheme, Unquantized
+from qconvert.runtimes.loading.schemes import (
+    CompressedFp8,
+    NoQuantization,
+    Quantization,
+    Scheme,
+    Unquantized,
+)
 from qconvert.runtimes.vllm.matching import (
     Fused,
     check_patterns,
@@ -29,6 +35,10 @@ from qconvert.runtimes.vllm.matching import (
 )
 from qconvert.runtimes.vllm.schemes import Fp4, Fp8, Gptq, Integers, ModelFp4, ModelFp8
 
+# Formats of compressed-tensors whose activations may be quantized too.
+_ACTIVATIONS = (
+    "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
+)  # fmt: skip
 _FLOATS = ("F16", "BF16", "F32")
 Renames = Sequence[tuple[str, str]]
 
@@ -90,6 +100,14 @@ class CompressedTensors(_Base):
     def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
         if block.get("sparsity_config") or block.get("transform_config"):
             raise NotSimulated("sparsity_config or transform_config")
+        cache = block.get("kv_cache_scheme")
+        if cache is not None and not (
+            isinstance(cache, Mapping)
+            and cache.get("strategy") == "tensor"
+            and cache.get("type") == "float"
+            and cache.get("num_bits") == 8
+        ):
+            raise NotSimulated("a kv_cache_scheme other than FP8 with one scale")
         self._format, self._stated = block.get("format"), stated
         self._groups: dict[str, Group] = {}
         groups = block.get("config_groups")
@@ -126,6 +144,8 @@ class CompressedTensors(_Base):
             return self._fp4(group)
         if group.is_integers and form == "pack-quantized" and group.bits in (4, 8):
             return self._integers(group)
+        if form in _ACTIVATIONS and group.block is not None:
+            return CompressedFp8(*group.block, known=True)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def experts(self, module: str) -> Scheme:
@@ -224,7 +244,8 @@ class Modelopt(_Base):
         if algorithm == "FP8_PB_WO":
             return ModelFp8()
         if algorithm in ("NVFP4", "W4A16_NVFP4"):
-            return ModelFp4(algorithm == "W4A16_NVFP4", self._group, False)
+            weights = algorithm == "W4A16_NVFP4"
+            return ModelFp4(weights, self._group, False, dtype=self._stated.plain.dtype)
         raise NotSimulated(f"quant_algo {algorithm!r}")
 
     def _of_layer(self, module: str, layers: Mapping[str, str]) -> str | None:

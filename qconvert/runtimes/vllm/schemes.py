@@ -163,6 +163,8 @@ class Fp4(PackedFp4):
 class ModelFp4(ModeloptFp4):
     """modelopt's NVFP4."""
 
+    dtype: str = "BF16"
+
     @property
     def linear_name(self) -> str:
         return "ModelOptLinearMethod"
@@ -170,6 +172,12 @@ class ModelFp4(ModeloptFp4):
     @property
     def experts_name(self) -> str:
         return "ModelOptNvFp4FusedMoE"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        for name, parameter in ModeloptFp4.linear(self, layout, wrapped):
+            if name == "input_scale" and self.weights:
+                parameter.dtype = self.dtype  # made to be dropped, in the model's type
+            yield name, parameter
 
     def experts(self, moe: Moe) -> Named:
         for name, parameter in ModeloptFp4.experts(self, moe):
