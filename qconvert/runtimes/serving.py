@@ -12,7 +12,7 @@ from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.sglang import VERSION
 from qconvert.runtimes.sglang.refusal import NotSimulated
 from qconvert.runtimes.sglang.setting import Setting
-from qconvert.runtimes.sglang.simulator import Simulated, simulate
+from qconvert.runtimes.sglang.simulator import Simulated, holds_draft, simulate
 
 SIMULATED = {"sglang": VERSION}
 NO_FUSION = "--disable-shared-experts-fusion"
@@ -84,20 +84,40 @@ def served(
     groups: int | None = None,
     stage: int | None = None,
     every: bool = True,
+    draft: bool = False,
 ) -> Answer:
     """Ask the simulator for every kind of rank, or for the last alone; where the folder does not load
-    whole, also with shared experts kept apart. `stage`: the folder holds only that one. Raises
-    NotSimulated."""
+    whole, also with shared experts kept apart. `stage`: the folder holds only that one; `draft`: as the
+    draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups, stage, every=every)
+    answer = _served(config, tensors, setting, groups, stage, every=every, draft=draft)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(config, tensors, split, groups, stage, every=every)
+    apart = _served(config, tensors, split, groups, stage, every=every, draft=draft)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
+
+
+def drafted(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    model: Answer,
+    *,
+    groups: int | None = None,
+    every: bool = True,
+) -> Answer | None:
+    """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
+    the option that mends it. None where there is none, or in pipeline stages, which are not simulated
+    for drafts. Raises NotSimulated."""
+    setting = model.setting
+    if setting.pp > 1 or not holds_draft(config, tensors):
+        return None
+    if model.mended_by == NO_FUSION:
+        setting = replace(setting, disable_shared_experts_fusion=True)
+    return served(config, tensors, setting, groups=groups, every=every, draft=True)
 
 
 def _served(
@@ -108,11 +128,12 @@ def _served(
     stage: int | None,
     *,
     every: bool,
+    draft: bool,
 ) -> Answer:
     ranks: list[Simulated] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
-        ranks.append(simulate(config, tensors, rank, groups=groups))
+        ranks.append(simulate(config, tensors, rank, groups=groups, draft=draft))
         if ranks[-1].refused is not None:
             break
     looked = {name for rank in ranks for name in rank.ignored}
@@ -136,17 +157,21 @@ def sizes(
     that is one. Nothing for a class or a quantization without rules."""
     number, partition = stage or (None, None)
     whole: dict[str, list[int]] = {}
-    failed = ""
+    failed = draft = ""
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
         try:
             answer = served(config, tensors, setting, groups=groups, stage=number, every=False)
+            beside = drafted(config, tensors, answer, groups=groups, every=False)
         except NotSimulated:
             return ()
         if answer.whole or answer.mended_by:
             whole.setdefault(answer.mended_by, []).append(tp)
+            if beside is not None and not beside.whole and not draft:
+                option = f", but with {beside.mended_by}" if beside.mended_by else ""
+                draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
     who = f"sglang {VERSION} (H200)"
@@ -154,7 +179,7 @@ def sizes(
         f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
         for option, numbers in whole.items()
     ]
-    return (*lines, *([f"{who} {failed}"] if failed else []))
+    return (*lines, *(f"{who} {text}" for text in (failed, draft) if text))
 
 
 def _why(answer: Answer) -> str:

@@ -48,8 +48,10 @@ def setting(rank: Rank, capability: tuple[int, int] = HOPPER, **flags: Any) -> S
     return Setting(rank.tp, rank.rank, rank.pp, rank.stage, ep, capability, **flags)
 
 
-def simulated(folder: Path, at: Setting, groups: int | None = None) -> Simulated:
-    return simulate(config_of(folder), headers(folder), at, groups=groups)
+def simulated(
+    folder: Path, at: Setting, groups: int | None = None, *, draft: bool = False
+) -> Simulated:
+    return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
 
 
 def disagreements(simulation: Simulated, real: Loaded) -> Iterator[str]:

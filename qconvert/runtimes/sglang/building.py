@@ -64,6 +64,10 @@ class Config:
         value = self._values.get(key)
         return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
+    def replaced(self, **values: object) -> Config:
+        """The same with other values."""
+        return Config({**self._values, **values})
+
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
@@ -96,6 +100,7 @@ class Build:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     schemes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
 
     def whole(self, name: str, *shape: int, dtype: str = "") -> None:
         """A parameter that every rank has all of."""

@@ -352,18 +352,144 @@ class Modelopt:
     def experts(self, module: str) -> Scheme:
         if is_layer_excluded(module, self._excluded):
             return self._plain
-        runner, capability = self._setting.moe_runner, self._setting.capability
-        marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
-        if capability < (10, 0) and not marlin:
-            raise LoadRefused(
-                "ValueError", "Current platform does not support NVFP4", module,
-                f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
-                "--moe-runner-backend marlin",
-            )  # fmt: skip
+        check_fp4_experts(module, self._setting)
         return self._scheme
 
     def head(self, module: str) -> Scheme | None:
         return self.linear(module, "ParallelLMHead")
+
+
+_BLOCK_FP8 = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+
+
+class Mixed:
+    """modelopt's MIXED_PRECISION: an entry of `quantized_layers` for each module that is quantized, by
+    the checkpoint's names or the runtime's."""
+
+    name = "modelopt_mixed"
+    blocks_shared = False
+    packed_int4 = False
+
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    ) -> None:
+        layers = block.get("quantized_layers")
+        self._layers: dict[str, str] = {}
+        sizes: dict[str, list[object]] = {"nvfp4": [], "fp8": []}
+        for key, entry in layers.items() if isinstance(layers, Mapping) else ():
+            algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+            if not isinstance(algorithm, str) or algorithm.upper() not in (*_BLOCK_FP8, *_NVFP4):
+                raise NotSimulated(f"quant_algo {algorithm!r} of a module in quantized_layers")
+            self._layers[str(key)] = algorithm.upper()
+            which = "nvfp4" if algorithm.upper() in _NVFP4 else "fp8"
+            sizes[which].append(entry.get("group_size", 16 if which == "nvfp4" else 128))
+        if not sizes["nvfp4"]:
+            raise NotSimulated("MIXED_PRECISION whose quantized_layers name no NVFP4")
+        if not {"kv_cache_quant_algo", "kv_cache_scheme"} & set(block):
+            raise NotSimulated("MIXED_PRECISION without kv_cache_quant_algo: another file is read")
+        numbers = [*sizes["nvfp4"], *sizes["fp8"]]
+        if any(type(size) is not int or size < 1 for size in numbers):
+            raise NotSimulated(f"a group_size of {numbers!r}")
+        if len(set(sizes["fp8"])) > 1:
+            raise LoadRefused(
+                "ValueError", "requires all block-FP8 layers to use one group_size", "config.json",
+                f"quantized_layers state FP8 blocks of {sorted(set(map(str, sizes['fp8'])))}",
+            )  # fmt: skip
+        size = _int(next(iter(sizes["fp8"]), 128))
+        group = _int(sizes["nvfp4"][0])
+        self._schemes: dict[str, Scheme] = dict.fromkeys(_BLOCK_FP8, BlockFp8(size, size))
+        trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        for name in _NVFP4:
+            made = ModeloptFp4(name == "W4A16_NVFP4", group, not trtllm, 64 if trtllm else 1)
+            self._schemes[name] = made
+        listed = block.get("ignore", block.get("exclude_modules"))
+        self._excluded = _names(listed)
+        is_layer_excluded("", self._excluded)  # an invalid pattern is found here
+        self._fused, self._plain, self._setting = fused, plain, setting
+        scheme = block.get("kv_cache_scheme")
+        self.cache = isinstance(scheme, Mapping) or bool(block.get("kv_cache_quant_algo"))
+
+    def names(self, prefix: str) -> bool:
+        """Whether an entry's name begins so."""
+        return any(key.startswith(prefix) for key in self._layers)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        if skipped or is_layer_excluded(module, self._excluded):
+            return self._plain
+        return self._scheme(module)
+
+    def experts(self, module: str) -> Scheme:
+        if is_layer_excluded(module, self._excluded):
+            return self._plain
+        scheme = self._scheme(module)
+        if isinstance(scheme, ModeloptFp4):
+            check_fp4_experts(module, self._setting)
+        return scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return self.linear(module, "ParallelLMHead")
+
+    def _scheme(self, module: str) -> Scheme:
+        found = self._algorithm(module)
+        return self._plain if found is None else self._schemes[found]
+
+    def _algorithm(self, module: str) -> str | None:
+        """_resolve_quant_algo: the module's own entry, its parts', or one below it. Raises LoadRefused
+        where parts differ."""
+        tries = _spellings(module)
+        own = next((self._layers[name] for name in tries if name in self._layers), None)
+        if own is not None:
+            return own
+        base, _, last = module.rpartition(".")
+        parts = {
+            self._layers[name]
+            for at in _spellings(base or module)
+            for part in self._fused.get(last, ())
+            if (name := f"{at}.{part}") in self._layers
+        }
+        if len(parts) > 1:
+            raise LoadRefused(
+                "ValueError", "Mixed quant_algo within fused layer", module,
+                f"quantized_layers give its parts {sorted(parts)}, which are loaded as one module",
+            )  # fmt: skip
+        if parts:
+            return parts.pop()
+        for name in tries:
+            below = f"{name}."
+            found = next((a for key, a in self._layers.items() if key.startswith(below)), None)
+            if found is not None:
+                return found
+        return None
+
+
+def _spellings(module: str) -> list[str]:
+    """The names under which an entry is looked for."""
+    found = [module]
+    if module.endswith(".lm_head"):
+        found.append("lm_head")
+    outer, inner = "language_model.model.", "model.language_model."
+    if module.startswith(outer):
+        found.append(inner + module.removeprefix(outer))
+    elif module.startswith(inner):
+        rest = module.removeprefix(inner)
+        found += [outer + rest, f"model.{rest}"]
+    elif module.startswith("model."):
+        found.append(inner + module.removeprefix("model."))
+    return found
+
+
+def check_fp4_experts(module: str, setting: Setting) -> None:
+    """Raise LoadRefused where no kernel of this GPU takes modelopt's NVFP4 experts."""
+    runner, capability = setting.moe_runner, setting.capability
+    marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
+    if capability < (10, 0) and not marlin:
+        raise LoadRefused(
+            "ValueError", "Current platform does not support NVFP4", module,
+            f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
+            "--moe-runner-backend marlin",
+        )  # fmt: skip
 
 
 def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -378,6 +504,36 @@ def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if isinstance(value, Mapping):
             return value
     return None
+
+
+_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+
+
+def renamed(config: Mapping[str, Any], renames: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+    """The config with the first of `renames` that is in a listed name replaced in it, as a class with a
+    mapper of names asks for (models/utils.py, WeightsMapper)."""
+
+    def other(name: str) -> str:
+        found = next(((old, new) for old, new in renames if old in name), None)
+        return name if found is None else name.replace(*found, 1)
+
+    block = block_of(config)
+    if block is None:
+        return config
+    listed = {key: _names(block.get(key)) for key in _LISTS}
+    lists: dict[str, Any] = {key: list(map(other, names)) for key, names in listed.items() if names}
+    layers = block.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        lists |= {"quantized_layers": {other(str(key)): value for key, value in layers.items()}}
+    groups = block.get("config_groups")
+    if isinstance(groups, Mapping):
+        lists["config_groups"] = {
+            key: {**group, "targets": [other(name) for name in _names(group.get("targets"))]}
+            if isinstance(group, Mapping)
+            else group
+            for key, group in groups.items()
+        }
+    return {**config, "quantization_config": {**block, **lists}}
 
 
 def quantization_of(
@@ -403,6 +559,8 @@ def _stated(
     if method == "compressed-tensors":
         return CompressedTensors(block, fused, plain, setting)
     if method == "modelopt" or (method is None and "quant_algo" in block):
+        if block.get("quant_algo") == "MIXED_PRECISION":
+            return Mixed(block, fused, plain, setting)
         return Modelopt(block, fused, plain, setting)
     raise NotSimulated(f"quant_method {method!r}")
 
@@ -420,6 +578,12 @@ def _is_group(group: Mapping[str, Any]) -> bool:
 
 def _names(value: object) -> Sequence[str]:
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+
+def _int(value: object) -> int:
+    """A value that was found to be a number."""
+    assert isinstance(value, int)
+    return value
 
 
 def _pair(value: object) -> tuple[int, int] | None:

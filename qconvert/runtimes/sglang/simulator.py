@@ -4,7 +4,7 @@ every tensor of the headers to them, and says what is written, read, refused or 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +15,13 @@ from qconvert.runtimes.sglang.classes import (
     CLASSES,
     Finder,
     ModelClass,
-    after_load,
     runner_of,
     text_config,
 )
+from qconvert.runtimes.sglang.drafts import DRAFTS, layer_of
 from qconvert.runtimes.sglang.names import Target
 from qconvert.runtimes.sglang.parameters import Experts, Parameter, Shard
-from qconvert.runtimes.sglang.quantization import quantization_of
+from qconvert.runtimes.sglang.quantization import quantization_of, renamed
 from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.sglang.setting import Setting
 
@@ -65,27 +65,47 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
+def holds_draft(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
+    """Whether a folder holds a draft model that the runtime loads by a class of its own."""
+    kind = architecture_of(config)
+    if kind not in DRAFTS:
+        return False
+    layer = layer_of(kind, text_config(config))
+    return any(name.startswith(layer) for name in tensors)
+
+
 def simulate(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     setting: Setting | None = None,
     *,
     groups: int | None = None,
+    draft: bool = False,
 ) -> Simulated:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. Raises NotSimulated for what the simulator has no rule for."""
+    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
+    simulator has no rule for."""
     asked = setting or Setting()
-    kind = CLASSES[architecture_of(config)]
+    name = architecture_of(config)
+    kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
+    if draft:
+        if name not in DRAFTS:
+            raise NotSimulated(f"a draft of {name}")
+        if setting.pp > 1:
+            raise NotSimulated("a draft in pipeline stages")
+        kind = DRAFTS[name]
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
     numbers = text_config(config)
-    quantization = quantization_of(config, kind.fused(numbers), setting, numbers.dtype)
-    build = Build(setting, quantization, numbers.dtype)
-    fused = kind.shared(numbers, quantization, setting)
+    stated = renamed(config, kind.renames) if kind.renames else config
+    fused = 0
     try:
+        quantization = quantization_of(stated, kind.fused(numbers), setting, numbers.dtype)
+        build = Build(setting, quantization, numbers.dtype)
+        fused = kind.shared(numbers, quantization, setting)
         kind.build(build, numbers, fused)
     except LoadRefused as refused:
         return Simulated(asked, refused, shared_fused=fused > 0)
@@ -132,8 +152,8 @@ def _loaded(
             if len(targets) == 1 and name in read and name not in misread:
                 under = build.aliases.get(targets[0].name, targets[0].name)
                 alike.learn(name, stored, build.parameters[under], targets[0].shard)
-        if kind is CLASSES["DeepseekV3ForCausalLM"]:
-            after_load(build, tensors)
+        if kind.after is not None:
+            kind.after(build, tensors)
     except LoadRefused as error:
         refused = error
     held = {
@@ -147,11 +167,16 @@ def _loaded(
     }
     return Simulated(
         asked, refused, unwritten,
-        tuple(name for name in unwritten if held[name].needed and name not in build.aliases),
+        tuple(
+            name
+            for name in unwritten
+            if held[name].needed and name not in build.aliases and name not in build.borrowed
+        ),
         tuple(name for name in tensors if name not in read), tuple(ignored), misread,
         tuple(name for name, parameter in held.items() if 0 in parameter.shape), build.schemes,
         {name: TensorType(made.dtype, made.shape) for name, made in held.items()},
-        sum(parameter.nbytes for parameter in build.parameters.values()), shared_fused,
+        sum(made.nbytes for name, made in build.parameters.items() if name not in build.borrowed),
+        shared_fused,
     )  # fmt: skip
 
 
