@@ -263,8 +263,7 @@ class CompressedTensors:
             return self._fp4(group)
         block = group.block
         if _activations(form) and block is not None and self._setting.capability >= (8, 9):
-            linear = self._groups.get("Linear")
-            return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+            return self._fp8(block)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def _experts_of(self, module: str, group: _Group) -> Scheme:
@@ -290,6 +289,8 @@ class CompressedTensors:
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:
             return self._fp4(group)
+        if group.block is not None:
+            return self._fp8(group.block)
         raise NotSimulated(f"experts with {group.strategy} scales")
 
     def _integers(self, group: _Group, *, triton: bool) -> PackedIntegers:
@@ -297,6 +298,10 @@ class CompressedTensors:
         return PackedIntegers(
             group.bits, size, group.symmetric, group.actorder, triton, self._plain.dtype
         )
+
+    def _fp8(self, block: tuple[int, int]) -> CompressedFp8:
+        linear = self._groups.get("Linear")
+        return CompressedFp8(*block, known=linear is not None and linear.block is not None)
 
     def _fp4(self, group: _Group) -> PackedFp4:
         native = group.inputs is not None and self._setting.capability >= (10, 0)
