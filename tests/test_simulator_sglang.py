@@ -22,10 +22,10 @@ from sampled import sampled
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import NO_FUSION, served, sizes
 from qconvert.runtimes.sglang.matching import Compressed, is_layer_excluded, is_layer_skipped
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
 from qconvert.runtimes.sglang.simulator import simulate
 
 Config = dict[str, Any]

@@ -16,9 +16,9 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.prepare import Options, disk_bytes, prepare
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, served
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
 from qconvert.validation import judgement
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
 

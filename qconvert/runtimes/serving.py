@@ -9,10 +9,11 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang import VERSION
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import Setting
-from qconvert.runtimes.sglang.simulator import Simulated, holds_draft, simulate
+from qconvert.runtimes.sglang.simulator import holds_draft, simulate
 
 SIMULATED = {"sglang": VERSION}
 NO_FUSION = "--disable-shared-experts-fusion"

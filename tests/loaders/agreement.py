@@ -11,8 +11,9 @@ from checkpoints import read_shard
 
 from loaders.client import Loaded, Rank
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.sglang.setting import HOPPER, Setting
-from qconvert.runtimes.sglang.simulator import Simulated, simulate
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.setting import HOPPER, Setting
+from qconvert.runtimes.sglang.simulator import simulate
 
 _DTYPES = {
     "bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int32": "I32",

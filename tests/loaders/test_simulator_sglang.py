@@ -16,9 +16,9 @@ from checkpoints import edit_json, run_cli, unjudged, write_shard
 from loaders.agreement import disagreements, headers, setting, simulated
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, HOPPER
-from qconvert.runtimes.sglang.simulator import Simulated
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
 
 pytestmark = [
     pytest.mark.loader,

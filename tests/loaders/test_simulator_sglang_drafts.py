@@ -19,8 +19,8 @@ from loaders.test_simulator_sglang import (
     converted,
     source,
 )
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL
 
 pytestmark = [
     pytest.mark.loader,

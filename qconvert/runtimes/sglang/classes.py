@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.sglang.building import Build, Config
+from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.offering import Finder
+from qconvert.runtimes.loading.parameters import Wrapped
+from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.schemes import Quantization, Unquantized
+from qconvert.runtimes.loading.setting import DEEPEP_CLASS, Setting
 from qconvert.runtimes.sglang.matching import Fused
-from qconvert.runtimes.sglang.names import DeepSeek, Found, Qwen3Moe, Qwen3Next, Qwen35
-from qconvert.runtimes.sglang.parameters import Wrapped
-from qconvert.runtimes.sglang.quantization import Quantization, block_of
-from qconvert.runtimes.sglang.refusal import LoadRefused
-from qconvert.runtimes.sglang.schemes import Unquantized
-from qconvert.runtimes.sglang.setting import DEEPEP_CLASS, Setting
+from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35
+from qconvert.runtimes.sglang.quantization import block_of
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -33,16 +34,6 @@ _MLA: Fused = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 
 
 _ALL_FORMS = ("", "fp8", "modelopt_fp4", "modelopt_mixed")
-
-
-class Finder(Protocol):
-    """Names of one class; keeps what it has met."""
-
-    missing: list[str]
-    experts: int
-    stacked: bool
-
-    def find(self, tensor: str, stored: TensorType) -> Found: ...
 
 
 @dataclass(frozen=True)

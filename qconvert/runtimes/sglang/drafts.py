@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qconvert.runtimes.sglang.building import Build, Config
+from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.offering import Finder
+from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
 from qconvert.runtimes.sglang.classes import (
     QWEN,
     QWEN35,
-    Finder,
     ModelClass,
     deepseek_layer,
     deepseek_shared,
@@ -26,9 +28,7 @@ from qconvert.runtimes.sglang.classes import (
     whole_kv_b,
 )
 from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35Draft
-from qconvert.runtimes.sglang.quantization import Mixed, NoQuantization, Quantization
-from qconvert.runtimes.sglang.refusal import LoadRefused
-from qconvert.runtimes.sglang.schemes import Unquantized
+from qconvert.runtimes.sglang.quantization import Mixed
 
 _BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 # Modules of the layer are named so, and its head.

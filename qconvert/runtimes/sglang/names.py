@@ -8,13 +8,14 @@ Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.sglang.parameters import Shard
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.offering import PASSED, Found, Target
+from qconvert.runtimes.loading.parameters import Shard
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 _EXPERT = re.compile(r"experts\.([0-9]{1,6})\.(gate|down|up)_proj\.")
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
@@ -42,22 +43,6 @@ _BESIDE_MTP = (
 )  # fmt: skip
 
 Stacked = tuple[tuple[str, str, Shard], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A parameter that a tensor goes to. `part`: the shape of what is taken, if not of all of it;
-    `beside`: another tensor that is concatenated with it."""
-
-    name: str
-    shard: Shard = None
-    part: tuple[int, ...] | None = None
-    beside: str = ""
-
-
-Found = Iterable[Target]
-# Why a tensor reaches nothing: the class passes over it, or looks for a parameter and finds none.
-PASSED: Found = ()
 
 
 @dataclass

@@ -10,68 +10,32 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import (
+    BlockFp8,
+    CompressedFp8,
+    ModeloptFp4,
+    NoQuantization,
+    PackedFp4,
+    PackedIntegers,
+    Quantization,
+    Scheme,
+    Unquantized,
+)
+from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang.matching import (
     Compressed,
     Fused,
     is_layer_excluded,
     is_layer_skipped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.schemes import (
-    BlockFp8,
-    CompressedFp8,
-    ModeloptFp4,
-    PackedFp4,
-    PackedIntegers,
-    Scheme,
-    Unquantized,
-)
-from qconvert.runtimes.sglang.setting import Setting
 
 # Formats of compressed-tensors whose activations may be quantized too.
 _ACTIVATIONS = (
     "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
-
-
-class Quantization(Protocol):
-    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
-    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
-    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def blocks_shared(self) -> bool: ...
-    @property
-    def packed_int4(self) -> bool: ...
-    @property
-    def cache(self) -> bool: ...
-    def linear(self, module: str, kind: str) -> Scheme: ...
-    def experts(self, module: str) -> Scheme: ...
-    def head(self, module: str) -> Scheme | None: ...
-
-
-@dataclass(frozen=True)
-class NoQuantization:
-    """A config that states none."""
-
-    plain: Unquantized
-    name: str = ""
-    blocks_shared: bool = False
-    packed_int4: bool = False
-    cache: bool = False
-
-    def linear(self, module: str, kind: str) -> Scheme:
-        return self.plain
-
-    def experts(self, module: str) -> Scheme:
-        return self.plain
-
-    def head(self, module: str) -> Scheme | None:
-        return None
 
 
 class Fp8:

@@ -10,9 +10,9 @@ from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.runtimes.advisories import advisories
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.serving import SIMULATED, Answer, Serving, drafted, served
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.simulator import Simulated
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qconvert.core.dtypes import Shape, ceil_div
-from qconvert.runtimes.sglang.parameters import (
+from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Experts,
     Layout,
@@ -23,7 +23,7 @@ from qconvert.runtimes.sglang.parameters import (
     Role,
     Wrapped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +402,41 @@ class ModeloptFp4:
                 "F32", shape, "single", modelopt=True, everywhere=True, needed=not self.weights
             )
             yield name, given
+
+
+class Quantization(Protocol):
+    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
+    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
+    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def blocks_shared(self) -> bool: ...
+    @property
+    def packed_int4(self) -> bool: ...
+    @property
+    def cache(self) -> bool: ...
+    def linear(self, module: str, kind: str) -> Scheme: ...
+    def experts(self, module: str) -> Scheme: ...
+    def head(self, module: str) -> Scheme | None: ...
+
+
+@dataclass(frozen=True)
+class NoQuantization:
+    """A config that states none."""
+
+    plain: Unquantized
+    name: str = ""
+    blocks_shared: bool = False
+    packed_int4: bool = False
+    cache: bool = False
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        return self.plain
+
+    def experts(self, module: str) -> Scheme:
+        return self.plain
+
+    def head(self, module: str) -> Scheme | None:
+        return None

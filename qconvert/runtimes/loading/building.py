@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qconvert.runtimes.sglang.parameters import (
+from qconvert.runtimes.loading.parameters import (
     Convolution,
     Kind,
     Layout,
@@ -18,10 +18,9 @@ from qconvert.runtimes.sglang.parameters import (
     Whole,
     Wrapped,
 )
-from qconvert.runtimes.sglang.quantization import Quantization
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.schemes import Moe, Named, Scheme, Unquantized
-from qconvert.runtimes.sglang.setting import Setting
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import Moe, Named, Quantization, Scheme, Unquantized
+from qconvert.runtimes.loading.setting import Setting
 
 _CLASSES: dict[Kind, str] = {
     "replicated": "ReplicatedLinear", "column": "ColumnParallelLinear",

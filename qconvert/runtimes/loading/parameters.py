@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, Protocol
 
 from qconvert.core.dtypes import Shape, TensorType
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 # Which part of a parameter a tensor is for: None, all of it; a number, q, k or v, a part of a fused
 # projection; several numbers, parts in a row; an expert and one of its three matrices.
