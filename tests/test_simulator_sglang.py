@@ -24,7 +24,7 @@ from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import NO_FUSION, served, sizes
+from qconvert.runtimes.serving import NO_FUSION, loads, served
 from qconvert.runtimes.sglang.matching import Compressed, is_layer_excluded, is_layer_skipped
 from qconvert.runtimes.sglang.simulator import simulate
 
@@ -526,10 +526,10 @@ def test_a_draft_that_is_not_whole_is_a_warning(tmp_path: Path) -> None:
     assert one["message"].startswith("draft, rank 0 of 2: 1 parameter")
     assert not any("draft" in text for text in report["proved"])
     headers = {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
-    assert (
-        "does not load its draft at tp 1: model.eh_proj.weight"
-        in sizes(model.config, headers, None)[-1]
-    )
+    said = loads(model.config, headers, {})["sglang"]
+    assert said.draft.startswith("does not load its draft at tp 1: model.eh_proj.weight")
+    assert said.least == (1, "")
+    assert said.lines()[-1].endswith(said.draft)
 
 
 def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:

@@ -140,6 +140,12 @@ class Build:
             made.slot = slot if by_rows else Whole(scalar=True)
             self.parameters[f"{module}.{name}"] = made
 
+    def unused(self, module: str) -> None:
+        """A module that the rank builds and does not compute with."""
+        for name, parameter in self.parameters.items():
+            if name.startswith(f"{module}."):
+                parameter.needed = False
+
     def linear(
         self,
         module: str,

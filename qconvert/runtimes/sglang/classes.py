@@ -153,6 +153,8 @@ def _ends(
         build.vocabulary("model.embed_tokens", vocabulary, hidden)
     if heads:
         build.vocabulary("lm_head", vocabulary, hidden, quantization.head("lm_head"))
+        if not build.setting.last:  # built on every stage by some classes, used on the last
+            build.unused("lm_head")
 
 
 def _layers(build: Build, config: Config) -> range:
