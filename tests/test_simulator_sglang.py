@@ -24,7 +24,7 @@ from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import NO_FUSION, served
+from qconvert.runtimes.serving import NO_FUSION, loads, served
 from qconvert.runtimes.sglang.matching import Compressed, is_layer_excluded, is_layer_skipped
 from qconvert.runtimes.sglang.simulator import simulate
 
@@ -59,6 +59,17 @@ def integers(
     stated = {"quant_method": "compressed-tensors", "format": "pack-quantized",
               "config_groups": groups, **block}  # fmt: skip
     return {**config, "quantization_config": stated}, made
+
+
+def mixed(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """A folder in block FP8 whose experts are stated as modelopt's NVFP4; its tensors stay."""
+    experts = {n.partition(".experts.")[0] + ".experts" for n in tensors if ".experts." in n}
+    linears = {n.removesuffix(".weight") for n, kind in tensors.items() if kind.dtype == "F8_E4M3"}
+    layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in experts}
+    layers |= {n: {"quant_algo": "FP8_PB_WO"} for n in linears if ".experts." not in n}
+    block = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"],
+             "kv_cache_quant_algo": None, "quantized_layers": layers}  # fmt: skip
+    return {**config, "quantization_config": block}, tensors
 
 
 LINEARS = [r"re:.*self_attn\..*", r"re:.*\.mlp\.(shared_experts\.)?(gate_up|gate|up|down)_proj$"]
@@ -220,12 +231,55 @@ def test_stated_order_of_fused_rows(family: str, groups: int | None, wrong: int)
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_size": "256"}, "hidden_size"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            "no NVFP4",
+        ),
     ],
 )
 def test_what_it_has_no_rule_for_gets_no_answer(config: Config, why: str) -> None:
     known, tensors = folder("qwen3_moe")
     with pytest.raises(NotSimulated, match=why):
         simulate({**known, **config} if config else {}, tensors)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_moe"])
+def test_drafts_load_whole(family: str) -> None:
+    """The layer behind the model's, by a class of its own; embeddings and head are the model's."""
+    config, tensors = folder(family)
+    answer = simulate(config, tensors, Setting(tp=2, rank=1), draft=True)
+    assert answer.whole
+    assert answer.ignored == ()
+    layer = "model.layers.3." if family in ("deepseek_v3", "glm4_moe") else "mtp."
+    left = {name.removeprefix(layer) for name in answer.unread if name.startswith(layer)}
+    assert left <= {"embed_tokens.weight", "shared_head.head.weight"}
+    read = sum(tensors[n].nbytes for n in tensors if n.startswith(layer)) - sum(
+        tensors[layer + name].nbytes for name in left
+    )
+    assert read / 2 < answer.nbytes < read
+
+
+def test_a_draft_in_stages_has_no_answer() -> None:
+    with pytest.raises(NotSimulated, match="stages"):
+        simulate(*folder("glm4_moe"), Setting(pp=2), draft=True)
+    with pytest.raises(NotSimulated, match="Qwen3MoeForCausalLM"):
+        simulate(*folder("qwen3_moe"), draft=True)
+
+
+def test_a_draft_of_several_layers_is_refused() -> None:
+    config, tensors = folder("glm4_moe")
+    answer = simulate({**config, "num_nextn_predict_layers": 2}, tensors, draft=True)
+    assert answer.refused is not None
+    assert "Only 1 nextn layer is supported" in answer.refused.says
+
+
+def test_parts_of_a_fused_module_with_two_entries() -> None:
+    config, tensors = mixed(*folder("qwen3_5_moe_text", fp8=True))
+    layers = config["quantization_config"]["quantized_layers"]
+    layers["model.layers.3.self_attn.k_proj"]["quant_algo"] = "NVFP4"
+    answer = simulate(config, tensors)
+    assert answer.refused is not None
+    assert answer.refused.says == "Mixed quant_algo within fused layer"
 
 
 # --- Names ---------------------------------------------------------------------------------------
@@ -286,9 +340,11 @@ _SOME = {
 def test_every_tensor_that_is_read_counts(family: str, data: st.DataObject) -> None:
     """Without any one of them, a parameter is not written whole."""
     config, tensors = _SOME[family]
-    before = simulate(config, tensors)
+    draft = family != "qwen3_moe" and data.draw(st.booleans())
+    before = simulate(config, tensors, draft=draft)
     name = data.draw(st.sampled_from([n for n in tensors if n not in before.unread]))
-    after = simulate(config, {n: kind for n, kind in tensors.items() if n != name})
+    left = {n: kind for n, kind in tensors.items() if n != name}
+    after = simulate(config, left, draft=draft)
     assert not after.whole
     assert after.missing
 
@@ -330,7 +386,9 @@ def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
         st.sampled_from(["{}", "{}.bias", "{}_scale", "x.{}", "{}.experts.99999.up_proj.x"])
     )
     changed = {**tensors, other.format(name): TensorType(dtype, shape)}
-    answer = simulate(config, changed, Setting(tp=data.draw(st.sampled_from([1, 2]))))
+    draft = family != "qwen3_moe" and data.draw(st.booleans())
+    setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
+    answer = simulate(config, changed, setting, draft=draft)
     assert answer.refused is not None or answer.parameters
 
 
@@ -352,6 +410,7 @@ _CONFIGS = [
     folder("qwen3_5_moe"),
     folder("deepseek_v3"),
     folder("qwen3_next"),
+    mixed(*folder("qwen3_5_moe_text", fp8=True)),
 ]
 
 
@@ -368,7 +427,7 @@ def test_any_config_gets_an_answer_or_none(
     inner[key] = data.draw(_JUNK)
     setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
     with suppress(NotSimulated):
-        simulate(config, tensors, setting)
+        simulate(config, tensors, setting, draft=data.draw(st.booleans()))
 
 
 # --- 95,000 tensors, and the command line --------------------------------------------------------
@@ -450,6 +509,27 @@ def test_each_rule(rule: str, family: str, tp: str, tmp_path: Path) -> None:
     code, found, _ = validated(where, "--for", "sglang==0.5.23", "--tp", tp)
     assert code == 3
     assert rule in {finding["rule"] for finding in found}
+
+
+def test_a_draft_that_is_not_whole_is_a_warning(tmp_path: Path) -> None:
+    """The model is served without it, too."""
+    model = published("glm4_moe")
+    where = model.write(tmp_path / "glm")
+    _, found, report = validated(where, "--for", "sglang==0.5.23", "--tp", "2")
+    assert found == []
+    assert any("loads the folder's draft model" in text for text in report["proved"])
+    del model.tensors["model.layers.3.eh_proj.weight"]
+    where = model.write(tmp_path / "without")
+    _, found, report = validated(where, "--for", "sglang==0.5.23", "--tp", "2")
+    (one,) = [finding for finding in found if finding["rule"] == "QC131"]
+    assert one["severity"] == "warning"
+    assert one["message"].startswith("draft, rank 0 of 2: 1 parameter")
+    assert not any("draft" in text for text in report["proved"])
+    headers = {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
+    said = loads(model.config, headers, {})["sglang"]
+    assert said.draft.startswith("does not load its draft at tp 1: model.eh_proj.weight")
+    assert said.least == (1, "")
+    assert said.lines()[-1].endswith(said.draft)
 
 
 def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:

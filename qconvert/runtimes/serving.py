@@ -3,7 +3,7 @@ ranks together. Only sglang's loader is simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang import VERSION
-from qconvert.runtimes.sglang.simulator import simulate
+from qconvert.runtimes.sglang.simulator import holds_draft, simulate
 
 SIMULATED = {"sglang": VERSION}
 NO_FUSION = "--disable-shared-experts-fusion"
@@ -85,20 +85,40 @@ def served(
     groups: int | None = None,
     stage: int | None = None,
     every: bool = True,
+    draft: bool = False,
 ) -> Answer:
     """Ask the simulator for every kind of rank, or for the last alone; where the folder does not load
-    whole, also with shared experts kept apart. `stage`: the folder holds only that one. Raises
-    NotSimulated."""
+    whole, also with shared experts kept apart. `stage`: the folder holds only that one; `draft`: as the
+    draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups, stage, every=every)
+    answer = _served(config, tensors, setting, groups, stage, every=every, draft=draft)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(config, tensors, split, groups, stage, every=every)
+    apart = _served(config, tensors, split, groups, stage, every=every, draft=draft)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
+
+
+def drafted(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    model: Answer,
+    *,
+    groups: int | None = None,
+    every: bool = True,
+) -> Answer | None:
+    """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
+    the option that mends it. None where there is none, or in pipeline stages, which are not simulated
+    for drafts. Raises NotSimulated."""
+    setting = model.setting
+    if setting.pp > 1 or not holds_draft(config, tensors):
+        return None
+    if model.mended_by == NO_FUSION:
+        setting = replace(setting, disable_shared_experts_fusion=True)
+    return served(config, tensors, setting, groups=groups, every=every, draft=True)
 
 
 def _served(
@@ -109,14 +129,20 @@ def _served(
     stage: int | None,
     *,
     every: bool,
+    draft: bool,
 ) -> Answer:
     ranks: list[Simulated] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
-        ranks.append(simulate(config, tensors, rank, groups=groups))
+        ranks.append(simulate(config, tensors, rank, groups=groups, draft=draft))
         if ranks[-1].refused is not None:
             break
     looked = {name for rank in ranks for name in rank.ignored}
+    if looked and stage is not None and ranks[-1].refused is None:
+        # A stage's folder may hold what another stage builds: the last one's, a draft's embeddings.
+        for end in {0, setting.pp - 1} - {stage}:
+            at = replace(ranks[-1].setting, stage=end)
+            looked -= set(tensors) - set(simulate(config, tensors, at, groups=groups).unread)
     unread = set.intersection(*(set(rank.unread) for rank in ranks))
     ignored = tuple(name for name in tensors if name in looked and name in unread)
     return Answer(tuple(ranks), ignored)
@@ -126,36 +152,90 @@ _SIZES = (1, 2, 4, 8)
 _MOST_WHY = 90
 
 
-def sizes(
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """At which tensor-parallel sizes a runtime of this version loads a folder whole. `sizes` are by the
+    option with which it does ("" for none), with the bytes of weights that a rank then holds. `failed`:
+    at which it does not, and why; `draft`: why it does not load the draft in the folder."""
+
+    runtime: str
+    version: str
+    sizes: Mapping[str, Mapping[int, int]]
+    failed: str = ""
+    draft: str = ""
+
+    @property
+    def least(self) -> tuple[int, str]:
+        """The smallest size, and the option with which it loads there; without options first."""
+        option = "" if "" in self.sizes else next(iter(self.sizes))
+        return min(self.sizes[option]), option
+
+    def lines(self) -> tuple[str, ...]:
+        """For a plan."""
+        who = f"{self.runtime} {self.version} (H200)"
+        found = [
+            f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
+            for option, numbers in self.sizes.items()
+        ]
+        return (*found, *(f"{who} {text}" for text in (self.failed, self.draft) if text))
+
+
+def loads(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
+) -> dict[str, Loading]:
+    """What each simulated runtime says of a folder, by the runtime's name, where there are rules for its
+    class and quantization. `facts` are its manifest's: the order of fused rows, and which pipeline stage
+    it is. Nothing for folders of experts for CPUs or for kernels."""
+    if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
+        return {}
+    groups, stage = facts.get("gdn_groups"), facts.get("stage")
+    place = None
+    if stage is not None:
+        place = _place(stage)
+        if place is None:
+            return {}
+    said = _loading(config, tensors, groups if type(groups) is int else None, place)
+    return {} if said is None else {said.runtime: said}
+
+
+def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
+    """A stage's number and partition."""
+    if not isinstance(stage, Mapping):
+        return None
+    number, partition = stage.get("number"), stage.get("partition")
+    if type(number) is not int or not isinstance(partition, Sequence):
+        return None
+    layers = tuple(size for size in partition if type(size) is int and size > 0)
+    return (number, layers) if 0 <= number < len(layers) == len(partition) else None
+
+
+def _loading(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     groups: int | None,
-    stage: tuple[int, tuple[int, ...]] | None = None,
-) -> tuple[str, ...]:
-    """At which tensor-parallel sizes the simulated runtime loads a folder, with which option, and why
-    not at the first that it does not; a line each. `stage` is its number and partition for a folder
-    that is one. Nothing for a class or a quantization without rules."""
+    stage: tuple[int, tuple[int, ...]] | None,
+) -> Loading | None:
+    """sglang's."""
     number, partition = stage or (None, None)
-    whole: dict[str, list[int]] = {}
-    failed = ""
+    whole: dict[str, dict[int, int]] = {}
+    failed = draft = ""
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
         try:
             answer = served(config, tensors, setting, groups=groups, stage=number, every=False)
+            beside = drafted(config, tensors, answer, groups=groups, every=False)
         except NotSimulated:
-            return ()
+            return None
         if answer.whole or answer.mended_by:
-            whole.setdefault(answer.mended_by, []).append(tp)
+            whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
+            if beside is not None and not beside.whole and not draft:
+                option = f", but with {beside.mended_by}" if beside.mended_by else ""
+                draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
-    who = f"sglang {VERSION} (H200)"
-    lines = [
-        f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
-        for option, numbers in whole.items()
-    ]
-    return (*lines, *([f"{who} {failed}"] if failed else []))
+    return Loading("sglang", VERSION, whole, failed, draft)
 
 
 def _why(answer: Answer) -> str:

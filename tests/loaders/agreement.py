@@ -58,10 +58,15 @@ def setting(rank: Rank, capability: tuple[int, int] = HOPPER, **flags: Any) -> S
 
 
 def simulated(
-    folder: Path, at: Setting, groups: int | None = None, *, runtime: str = "sglang"
+    folder: Path,
+    at: Setting,
+    groups: int | None = None,
+    *,
+    draft: bool = False,
+    runtime: str = "sglang",
 ) -> Simulated:
     simulate = {"sglang": sglang.simulate, "vllm": vllm.simulate}[runtime]
-    return simulate(config_of(folder), headers(folder), at, groups=groups)
+    return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
 
 
 def disagreements(simulation: Simulated, real: Loaded) -> Iterator[str]:

@@ -63,6 +63,10 @@ class Config:
         value = self._values.get(key)
         return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
+    def replaced(self, **values: object) -> Config:
+        """The same with other values."""
+        return Config({**self._values, **values})
+
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
@@ -105,6 +109,7 @@ class Build:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     schemes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
 
     def whole(self, name: str, *shape: int, dtype: str = "") -> None:
         """A parameter that every rank has all of."""
@@ -144,6 +149,12 @@ class Build:
             by_rows = len(made.shape) == 2 and made.shape[0] == here
             made.slot = slot if by_rows else Whole(scalar=True)
             self.parameters[f"{module}.{name}"] = made
+
+    def unused(self, module: str) -> None:
+        """A module that the rank builds and does not compute with."""
+        for name, parameter in self.parameters.items():
+            if name.startswith(f"{module}."):
+                parameter.needed = False
 
     def linear(
         self,

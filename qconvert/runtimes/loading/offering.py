@@ -117,11 +117,16 @@ def offered(
     }
     return Simulated(
         asked, refused, unwritten,
-        tuple(name for name in unwritten if held[name].needed and name not in build.aliases),
+        tuple(
+            name
+            for name in unwritten
+            if held[name].needed and name not in build.aliases and name not in build.borrowed
+        ),
         tuple(name for name in tensors if name not in read), tuple(ignored), misread,
         tuple(name for name, parameter in held.items() if 0 in parameter.shape), build.schemes,
         {name: TensorType(made.dtype, made.shape) for name, made in held.items()},
-        sum(parameter.nbytes for parameter in build.parameters.values()), shared_fused,
+        sum(made.nbytes for name, made in build.parameters.items() if name not in build.borrowed),
+        shared_fused,
     )  # fmt: skip
 
 

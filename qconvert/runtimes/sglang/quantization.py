@@ -8,14 +8,10 @@ get_linear_scheme, get_moe_scheme, get_lm_head_scheme), `modelopt_quant.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qconvert.runtimes.loading.groups import Group as _Group
-from qconvert.runtimes.loading.groups import block_of
-from qconvert.runtimes.loading.groups import is_group as _is_group
-from qconvert.runtimes.loading.groups import names_of as _names
-from qconvert.runtimes.loading.groups import pair_of as _pair
+from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
@@ -51,7 +47,7 @@ class Fp8:
     cache = True
 
     def __init__(self, block: Mapping[str, Any], fused: Fused, plain: Unquantized) -> None:
-        size = _pair(block.get("weight_block_size"))
+        size = pair_of(block.get("weight_block_size"))
         if size is None:
             raise NotSimulated("FP8 without weight_block_size")
         if block.get("activation_scheme") != "dynamic":
@@ -61,7 +57,7 @@ class Fp8:
         listed = block.get("ignored_layers")
         if listed is None:
             listed = block.get("modules_to_not_convert")
-        bases = [entry.removeprefix("model.") for entry in _names(listed)]
+        bases = [entry.removeprefix("model.") for entry in names_of(listed)]
         self._ignored = [name for base in bases for name in (base, f"model.{base}")]
 
     def linear(self, module: str, kind: str) -> Scheme:
@@ -90,21 +86,21 @@ class CompressedTensors:
         self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
     ) -> None:
         self._format = block.get("format")
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         groups = block.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
-            if not isinstance(group, Mapping) or not _is_group(group):
+            if not isinstance(group, Mapping) or not is_group(group):
                 raise NotSimulated("a config group that is none")
             own = group.get("format")
             inputs = group.get("input_activations") if _activations(own or self._format) else None
-            for target in _names(group.get("targets")):
-                self._groups[target] = _Group(group.get("weights") or {}, inputs or None, own)
+            for target in names_of(group.get("targets")):
+                self._groups[target] = Group(group.get("weights") or {}, inputs or None, own)
         self._plain, self._setting = plain, setting
-        self._names = Compressed(_names(block.get("ignore")), self._groups, fused)
+        self._names = Compressed(names_of(block.get("ignore")), self._groups, fused)
         linears = block.get("linear_fp8_config")
         self._linears: BlockFp8 | None = None
         if isinstance(linears, Mapping):
-            size = _pair(linears.get("weight_block_size"))
+            size = pair_of(linears.get("weight_block_size"))
             if linears.get("quant_method") != "fp8" or size is None:
                 raise NotSimulated("linear_fp8_config without FP8 blocks")
             self._linears = BlockFp8(*size)
@@ -150,12 +146,12 @@ class CompressedTensors:
                 return self._linear_of(module, group)
         return None
 
-    def _group(self, module: str, kind: str) -> _Group | None:
+    def _group(self, module: str, kind: str) -> Group | None:
         if self._names.ignored(module) or not self._groups:
             return None
         return self._groups[self._names.target(module, kind)]
 
-    def _linear_of(self, module: str, group: _Group) -> Scheme:
+    def _linear_of(self, module: str, group: Group) -> Scheme:
         form = group.format or self._format
         if group.is_integers:
             if form != "pack-quantized" or group.bits not in (4, 8):
@@ -168,11 +164,10 @@ class CompressedTensors:
             return self._fp4(group)
         block = group.block
         if _activations(form) and block is not None and self._setting.capability >= (8, 9):
-            linear = self._groups.get("Linear")
-            return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+            return self._fp8(block)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
-    def _experts_of(self, module: str, group: _Group) -> Scheme:
+    def _experts_of(self, module: str, group: Group) -> Scheme:
         if group.is_integers:
             if self._format != "pack-quantized" or group.bits not in (4, 8):
                 raise LoadRefused(
@@ -195,15 +190,21 @@ class CompressedTensors:
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:
             return self._fp4(group)
+        if group.block is not None:
+            return self._fp8(group.block)
         raise NotSimulated(f"experts with {group.strategy} scales")
 
-    def _integers(self, group: _Group, *, triton: bool) -> PackedIntegers:
+    def _integers(self, group: Group, *, triton: bool) -> PackedIntegers:
         size = group.group if group.strategy == "group" and group.group else -1
         return PackedIntegers(
             group.bits, size, group.symmetric, group.actorder, triton, self._plain.dtype
         )
 
-    def _fp4(self, group: _Group) -> PackedFp4:
+    def _fp8(self, block: tuple[int, int]) -> CompressedFp8:
+        linear = self._groups.get("Linear")
+        return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+
+    def _fp4(self, group: Group) -> PackedFp4:
         native = group.inputs is not None and self._setting.capability >= (10, 0)
         return PackedFp4(group.inputs is not None, native, self._plain.dtype)
 
@@ -225,14 +226,14 @@ class Modelopt:
             groups = block.get("config_groups")
             first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
             size = 16
-            if isinstance(first, Mapping) and _is_group(first):
+            if isinstance(first, Mapping) and is_group(first):
                 size = first["weights"].get("group_size") or 16
         if type(size) is not int or size < 1:
             raise NotSimulated(f"group_size {size!r}")
         excluded = block.get("ignore")
         for key in ("modules_to_not_convert", "exclude_modules"):
             excluded = block.get(key) if excluded is None else excluded
-        self._excluded = _names(excluded)
+        self._excluded = names_of(excluded)
         is_layer_excluded("", self._excluded)  # an invalid pattern is found here
         self._plain, self._fused = plain, fused
         trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
@@ -257,18 +258,174 @@ class Modelopt:
     def experts(self, module: str) -> Scheme:
         if is_layer_excluded(module, self._excluded):
             return self._plain
-        runner, capability = self._setting.moe_runner, self._setting.capability
-        marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
-        if capability < (10, 0) and not marlin:
-            raise LoadRefused(
-                "ValueError", "Current platform does not support NVFP4", module,
-                f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
-                "--moe-runner-backend marlin",
-            )  # fmt: skip
+        check_fp4_experts(module, self._setting)
         return self._scheme
 
     def head(self, module: str) -> Scheme | None:
         return self.linear(module, "ParallelLMHead")
+
+
+_BLOCK_FP8 = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+
+
+class Mixed:
+    """modelopt's MIXED_PRECISION: an entry of `quantized_layers` for each module that is quantized, by
+    the checkpoint's names or the runtime's."""
+
+    name = "modelopt_mixed"
+    blocks_shared = False
+    packed_int4 = False
+
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    ) -> None:
+        layers = block.get("quantized_layers")
+        self._layers: dict[str, str] = {}
+        sizes: dict[str, list[object]] = {"nvfp4": [], "fp8": []}
+        for key, entry in layers.items() if isinstance(layers, Mapping) else ():
+            algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+            if not isinstance(algorithm, str) or algorithm.upper() not in (*_BLOCK_FP8, *_NVFP4):
+                raise NotSimulated(f"quant_algo {algorithm!r} of a module in quantized_layers")
+            self._layers[str(key)] = algorithm.upper()
+            which = "nvfp4" if algorithm.upper() in _NVFP4 else "fp8"
+            sizes[which].append(entry.get("group_size", 16 if which == "nvfp4" else 128))
+        if not sizes["nvfp4"]:
+            raise NotSimulated("MIXED_PRECISION whose quantized_layers name no NVFP4")
+        if not {"kv_cache_quant_algo", "kv_cache_scheme"} & set(block):
+            raise NotSimulated("MIXED_PRECISION without kv_cache_quant_algo: another file is read")
+        numbers = [*sizes["nvfp4"], *sizes["fp8"]]
+        if any(type(size) is not int or size < 1 for size in numbers):
+            raise NotSimulated(f"a group_size of {numbers!r}")
+        if len(set(sizes["fp8"])) > 1:
+            raise LoadRefused(
+                "ValueError", "requires all block-FP8 layers to use one group_size", "config.json",
+                f"quantized_layers state FP8 blocks of {sorted(set(map(str, sizes['fp8'])))}",
+            )  # fmt: skip
+        size = _int(next(iter(sizes["fp8"]), 128))
+        group = _int(sizes["nvfp4"][0])
+        self._schemes: dict[str, Scheme] = dict.fromkeys(_BLOCK_FP8, BlockFp8(size, size))
+        trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        for name in _NVFP4:
+            made = ModeloptFp4(name == "W4A16_NVFP4", group, not trtllm, 64 if trtllm else 1)
+            self._schemes[name] = made
+        listed = block.get("ignore", block.get("exclude_modules"))
+        self._excluded = names_of(listed)
+        is_layer_excluded("", self._excluded)  # an invalid pattern is found here
+        self._fused, self._plain, self._setting = fused, plain, setting
+        scheme = block.get("kv_cache_scheme")
+        self.cache = isinstance(scheme, Mapping) or bool(block.get("kv_cache_quant_algo"))
+
+    def names(self, prefix: str) -> bool:
+        """Whether an entry's name begins so."""
+        return any(key.startswith(prefix) for key in self._layers)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        if skipped or is_layer_excluded(module, self._excluded):
+            return self._plain
+        return self._scheme(module)
+
+    def experts(self, module: str) -> Scheme:
+        if is_layer_excluded(module, self._excluded):
+            return self._plain
+        scheme = self._scheme(module)
+        if isinstance(scheme, ModeloptFp4):
+            check_fp4_experts(module, self._setting)
+        return scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return self.linear(module, "ParallelLMHead")
+
+    def _scheme(self, module: str) -> Scheme:
+        found = self._algorithm(module)
+        return self._plain if found is None else self._schemes[found]
+
+    def _algorithm(self, module: str) -> str | None:
+        """_resolve_quant_algo: the module's own entry, its parts', or one below it. Raises LoadRefused
+        where parts differ."""
+        tries = _spellings(module)
+        own = next((self._layers[name] for name in tries if name in self._layers), None)
+        if own is not None:
+            return own
+        base, _, last = module.rpartition(".")
+        parts = {
+            self._layers[name]
+            for at in _spellings(base or module)
+            for part in self._fused.get(last, ())
+            if (name := f"{at}.{part}") in self._layers
+        }
+        if len(parts) > 1:
+            raise LoadRefused(
+                "ValueError", "Mixed quant_algo within fused layer", module,
+                f"quantized_layers give its parts {sorted(parts)}, which are loaded as one module",
+            )  # fmt: skip
+        if parts:
+            return parts.pop()
+        for name in tries:
+            below = f"{name}."
+            found = next((a for key, a in self._layers.items() if key.startswith(below)), None)
+            if found is not None:
+                return found
+        return None
+
+
+def _spellings(module: str) -> list[str]:
+    """The names under which an entry is looked for."""
+    found = [module]
+    if module.endswith(".lm_head"):
+        found.append("lm_head")
+    outer, inner = "language_model.model.", "model.language_model."
+    if module.startswith(outer):
+        found.append(inner + module.removeprefix(outer))
+    elif module.startswith(inner):
+        rest = module.removeprefix(inner)
+        found += [outer + rest, f"model.{rest}"]
+    elif module.startswith("model."):
+        found.append(inner + module.removeprefix("model."))
+    return found
+
+
+def check_fp4_experts(module: str, setting: Setting) -> None:
+    """Raise LoadRefused where no kernel of this GPU takes modelopt's NVFP4 experts."""
+    runner, capability = setting.moe_runner, setting.capability
+    marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
+    if capability < (10, 0) and not marlin:
+        raise LoadRefused(
+            "ValueError", "Current platform does not support NVFP4", module,
+            f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
+            "--moe-runner-backend marlin",
+        )  # fmt: skip
+
+
+_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+
+
+def renamed(config: Mapping[str, Any], renames: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+    """The config with the first of `renames` that is in a listed name replaced in it, as a class with a
+    mapper of names asks for (models/utils.py, WeightsMapper)."""
+
+    def other(name: str) -> str:
+        found = next(((old, new) for old, new in renames if old in name), None)
+        return name if found is None else name.replace(*found, 1)
+
+    block = block_of(config)
+    if block is None:
+        return config
+    listed = {key: names_of(block.get(key)) for key in _LISTS}
+    lists: dict[str, Any] = {key: list(map(other, names)) for key, names in listed.items() if names}
+    layers = block.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        lists |= {"quantized_layers": {other(str(key)): value for key, value in layers.items()}}
+    groups = block.get("config_groups")
+    if isinstance(groups, Mapping):
+        lists["config_groups"] = {
+            key: {**group, "targets": [other(name) for name in names_of(group.get("targets"))]}
+            if isinstance(group, Mapping)
+            else group
+            for key, group in groups.items()
+        }
+    return {**config, "quantization_config": {**block, **lists}}
 
 
 def quantization_of(
@@ -294,8 +451,16 @@ def _stated(
     if method == "compressed-tensors":
         return CompressedTensors(block, fused, plain, setting)
     if method == "modelopt" or (method is None and "quant_algo" in block):
+        if block.get("quant_algo") == "MIXED_PRECISION":
+            return Mixed(block, fused, plain, setting)
         return Modelopt(block, fused, plain, setting)
     raise NotSimulated(f"quant_method {method!r}")
+
+
+def _int(value: object) -> int:
+    """A value that was found to be a number."""
+    assert isinstance(value, int)
+    return value
 
 
 def _activations(form: object) -> bool:

@@ -3,7 +3,7 @@ every tensor of the headers to them, and says what is written, read, refused or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang.classes import (
     CLASSES,
-    after_load,
     runner_of,
 )
-from qconvert.runtimes.sglang.quantization import quantization_of
+from qconvert.runtimes.sglang.drafts import DRAFTS, layer_of
+from qconvert.runtimes.sglang.quantization import quantization_of, renamed
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -30,33 +30,52 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
+def holds_draft(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
+    """Whether a folder holds a draft model that the runtime loads by a class of its own."""
+    kind = architecture_of(config)
+    if kind not in DRAFTS:
+        return False
+    layer = layer_of(kind, text_config(config))
+    return any(name.startswith(layer) for name in tensors)
+
+
 def simulate(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     setting: Setting | None = None,
     *,
     groups: int | None = None,
+    draft: bool = False,
 ) -> Simulated:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. Raises NotSimulated for what the simulator has no rule for."""
+    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
+    simulator has no rule for."""
     asked = setting or Setting()
-    kind = CLASSES[architecture_of(config)]
+    name = architecture_of(config)
+    kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
+    if draft:
+        if name not in DRAFTS:
+            raise NotSimulated(f"a draft of {name}")
+        if setting.pp > 1:
+            raise NotSimulated("a draft in pipeline stages")
+        kind = DRAFTS[name]
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
     numbers = text_config(config)
-    quantization = quantization_of(config, kind.fused(numbers), setting, numbers.dtype)
-    build = Build(setting, quantization, numbers.dtype)
-    fused = kind.shared(numbers, quantization, setting)
+    stated = renamed(config, kind.renames) if kind.renames else config
+    fused = 0
     try:
+        quantization = quantization_of(stated, kind.fused(numbers), setting, numbers.dtype)
+        build = Build(setting, quantization, numbers.dtype)
+        fused = kind.shared(numbers, quantization, setting)
         kind.build(build, numbers, fused)
     except LoadRefused as refused:
         return Simulated(asked, refused, shared_fused=fused > 0)
     finder = kind.names(build, numbers, fused)
-    after = after_load if kind is CLASSES["DeepseekV3ForCausalLM"] else None
-    done = offered(build, finder, tensors, asked, shared_fused=fused > 0, after=after)
+    done = offered(build, finder, tensors, asked, shared_fused=fused > 0, after=kind.after)
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None
     if wanted is None or groups == wanted:
         return done
