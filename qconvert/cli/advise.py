@@ -11,7 +11,12 @@ from qconvert.core.say import say, say_all, say_json
 
 @click.command()
 @SOURCE
-@made_for("sglang, whose loader is simulated, or ktransformers", "sglang", "ktransformers")
+@made_for(
+    "sglang or vllm, whose loaders are simulated, or ktransformers",
+    "sglang",
+    "vllm",
+    "ktransformers",
+)
 @click.option("--gpus", type=click.IntRange(1, MOST), default=8, show_default=True, help="GPUs.")
 @click.option(
     "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
@@ -80,7 +85,7 @@ def advise(
     from qconvert.hub.headers import place_of
 
     if consumer is None:
-        raise click.UsageError("name the runtime: --for sglang or --for ktransformers")
+        raise click.UsageError("name the runtime: --for sglang, --for vllm or --for ktransformers")
     major, minor = capability.split(".")
     machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
     with place_of(source) as place:

@@ -1,10 +1,11 @@
 """A folder under a runtime: what `--for NAME==VERSION --tp N` asks, and the simulator's answer for all
-ranks together. Only sglang's loader is simulated."""
+ranks together. The loaders of sglang and vLLM are simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
@@ -12,10 +13,13 @@ from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
-from qconvert.runtimes.sglang import VERSION
-from qconvert.runtimes.sglang.simulator import holds_draft, simulate
+from qconvert.runtimes.sglang import VERSION as SGLANG
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import VERSION as VLLM
+from qconvert.runtimes.vllm import simulator as vllm
 
-SIMULATED = {"sglang": VERSION}
+SIMULATED = {"sglang": SGLANG, "vllm": VLLM}
+_SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 NO_FUSION = "--disable-shared-experts-fusion"
 
 
@@ -86,19 +90,21 @@ def served(
     stage: int | None = None,
     every: bool = True,
     draft: bool = False,
+    runtime: str = "sglang",
 ) -> Answer:
-    """Ask the simulator for every kind of rank, or for the last alone; where the folder does not load
-    whole, also with shared experts kept apart. `stage`: the folder holds only that one; `draft`: as the
-    draft model that the folder holds. Raises NotSimulated."""
+    """Ask a runtime's simulator for every kind of rank, or for the last alone; where the folder does not
+    load whole, also with shared experts kept apart. `stage`: the folder holds only that one;
+    `draft`: as the draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups, stage, every=every, draft=draft)
+    simulate = partial(_SIMULATE[runtime], groups=groups, draft=draft)
+    answer = _served(simulate, config, tensors, setting, stage, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(config, tensors, split, groups, stage, every=every, draft=draft)
+    apart = _served(simulate, config, tensors, split, stage, every=every)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
 
 
@@ -109,12 +115,13 @@ def drafted(
     *,
     groups: int | None = None,
     every: bool = True,
+    runtime: str = "sglang",
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
-    the option that mends it. None where there is none, or in pipeline stages, which are not simulated
-    for drafts. Raises NotSimulated."""
+    the option that mends it. None where there is none, in pipeline stages, and under vLLM, for which
+    drafts are not simulated. Raises NotSimulated."""
     setting = model.setting
-    if setting.pp > 1 or not holds_draft(config, tensors):
+    if runtime != "sglang" or setting.pp > 1 or not sglang.holds_draft(config, tensors):
         return None
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
@@ -122,19 +129,18 @@ def drafted(
 
 
 def _served(
+    simulate: Callable[..., Simulated],
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     setting: Setting,
-    groups: int | None,
     stage: int | None,
     *,
     every: bool,
-    draft: bool,
 ) -> Answer:
     ranks: list[Simulated] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
-        ranks.append(simulate(config, tensors, rank, groups=groups, draft=draft))
+        ranks.append(simulate(config, tensors, rank))
         if ranks[-1].refused is not None:
             break
     looked = {name for rank in ranks for name in rank.ignored}
@@ -142,7 +148,7 @@ def _served(
         # A stage's folder may hold what another stage builds: the last one's, a draft's embeddings.
         for end in {0, setting.pp - 1} - {stage}:
             at = replace(ranks[-1].setting, stage=end)
-            looked -= set(tensors) - set(simulate(config, tensors, at, groups=groups).unread)
+            looked -= set(tensors) - set(simulate(config, tensors, at).unread)
     unread = set.intersection(*(set(rank.unread) for rank in ranks))
     ignored = tuple(name for name in tensors if name in looked and name in unread)
     return Answer(tuple(ranks), ignored)
@@ -194,8 +200,9 @@ def loads(
         place = _place(stage)
         if place is None:
             return {}
-    said = _loading(config, tensors, groups if type(groups) is int else None, place)
-    return {} if said is None else {said.runtime: said}
+    order = groups if type(groups) is int else None
+    said = [_loading(name, config, tensors, order, place) for name in SIMULATED]
+    return {one.runtime: one for one in said if one is not None}
 
 
 def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
@@ -210,12 +217,13 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _loading(
+    runtime: str,
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     groups: int | None,
     stage: tuple[int, tuple[int, ...]] | None,
 ) -> Loading | None:
-    """sglang's."""
+    """What one runtime says."""
     number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
     failed = draft = ""
@@ -224,8 +232,10 @@ def _loading(
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
         try:
-            answer = served(config, tensors, setting, groups=groups, stage=number, every=False)
-            beside = drafted(config, tensors, answer, groups=groups, every=False)
+            answer = served(
+                config, tensors, setting, groups=groups, stage=number, every=False, runtime=runtime
+            )
+            beside = drafted(config, tensors, answer, groups=groups, every=False, runtime=runtime)
         except NotSimulated:
             return None
         if answer.whole or answer.mended_by:
@@ -235,7 +245,7 @@ def _loading(
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
-    return Loading("sglang", VERSION, whole, failed, draft)
+    return Loading(runtime, SIMULATED[runtime], whole, failed, draft)
 
 
 def _why(answer: Answer) -> str:

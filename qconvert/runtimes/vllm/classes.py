@@ -65,6 +65,8 @@ def _embeds(rank: Rank, config: Config, base: str, *, here: bool) -> None:
     if here:
         sizes = config.number("vocab_size"), config.number("hidden_size")
         rank.vocabulary(f"{base}.embed_tokens", *sizes)
+        tied = rank.setting.last and config.flag("tie_word_embeddings")
+        _spare(rank, f"{base}.embed_tokens", used=rank.setting.first or tied)
     else:
         rank.absent.append(f"{base}.embed_tokens")
 
@@ -72,6 +74,7 @@ def _embeds(rank: Rank, config: Config, base: str, *, here: bool) -> None:
 def _norm(rank: Rank, config: Config, base: str, *, here: bool) -> None:
     if here:
         rank.norm(f"{base}.norm", config.number("hidden_size"))
+        _spare(rank, f"{base}.norm", used=rank.setting.last)
     else:
         rank.absent.append(f"{base}.norm")
 
@@ -94,6 +97,14 @@ def _head(
     else:
         sizes = config.number("vocab_size"), config.number("hidden_size")
         rank.vocabulary(module, *sizes, None if plain else rank.quantization.head(module))
+        _spare(rank, module, used=rank.setting.last)
+
+
+def _spare(rank: Rank, module: str, *, used: bool) -> None:
+    """What a class builds in every stage and computes with in some."""
+    for name, parameter in rank.parameters.items():
+        if name.startswith(f"{module}."):
+            parameter.needed = parameter.needed and used
 
 
 def _check_experts(rank: Rank, experts: int, where: str) -> None:

@@ -80,7 +80,10 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
-            draft = drafted(checkpoint.config, tensors, answer, groups=_groups(folder))
+            draft = drafted(
+                checkpoint.config, tensors, answer, groups=_groups(folder),
+                runtime=serving.consumer.name,
+            )  # fmt: skip
         except (NotSimulated, PlanError) as reason:
             raise NotChecked(f"not simulated: {reason}") from None
         version = SIMULATED[serving.consumer.name]
@@ -110,7 +113,8 @@ def ask(
     if stage is not None:
         number, partition = stage
         setting = replace(setting, pp=len(partition), partition=partition)
-    return served(config, tensors, setting, groups=groups, stage=number)
+    name = serving.consumer.name
+    return served(config, tensors, setting, groups=groups, stage=number, runtime=name)
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
