@@ -55,8 +55,8 @@ def advise(
     numa: int = 2,
     hotness: str | None = None,
 ) -> Advice:
-    """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another runtime,
-    for disaggregated roles of vLLM, and where KTransformers' main memory is not said; PlanError where
+    """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another
+    runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said; PlanError where
     experts cannot be found."""
     source = str(checkpoint.root)
     if consumer.name == "ktransformers":

@@ -32,7 +32,7 @@ _TWICE = (
     ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
     ".routed_experts.e_score_correction_bias",
 )  # fmt: skip
-_BUFFERS = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale")
+_BUFFERS = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale", "._expert_map")
 
 
 def headers(folder: Path) -> dict[str, TensorType]:
