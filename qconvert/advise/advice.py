@@ -56,8 +56,8 @@ def advise(
     hotness: str | None = None,
 ) -> Advice:
     """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another
-    runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said; PlanError where
-    experts cannot be found."""
+    runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said;
+    PlanError where experts cannot be found."""
     source = str(checkpoint.root)
     if consumer.name == "ktransformers":
         return _hybrid(checkpoint, machine, source, numa, hotness)
