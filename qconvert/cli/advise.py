@@ -73,6 +73,7 @@ def advise(
     Examples:
       qconvert advise Qwen/Qwen3-30B-A3B-FP8 --for sglang --gpus 4
       qconvert advise DeepSeek-V3 --for sglang==0.5.23 --gpus 8 --gpu-memory 80GB
+      qconvert advise DeepSeek-V3 --for vllm --gpus 8
       qconvert advise DeepSeek-V3 --for ktransformers --gpus 1 --gpu-memory 48GB --cpu-memory 768GB
 
     Exit code 3 if nothing that was considered loads and fits.

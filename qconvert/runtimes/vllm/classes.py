@@ -17,7 +17,7 @@ from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Unquantized
 from qconvert.runtimes.vllm.building import Rank
 from qconvert.runtimes.vllm.matching import Fused
-from qconvert.runtimes.vllm.names import GATE_UP, GDN, QKV, DeepSeek, Walk, gate_up_of
+from qconvert.runtimes.vllm.names import GATE_UP, GDN, QKV, DeepSeek, Stacked, Walk, gate_up_of
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -252,7 +252,7 @@ def _walk(
     quantized: bool,
     *,
     experts: int,
-    stacks: tuple[tuple[str, str, object], ...],
+    stacks: Stacked,
     root: str = "model.",
     prefixes: tuple[tuple[str, str | None], ...] = (),
     spare: tuple[str, ...] = (),
@@ -269,7 +269,7 @@ def _walk(
     return Walk(
         known, experts, rank.fused, modules, rank.setting.layers(layers), range(layers), prefixes,
         stacks, root, tuple(rank.absent), frozenset(rank.aliases), spare, quantized, drafts,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:

@@ -59,7 +59,8 @@ def simulate(
         return Simulated(asked, refused)
     finder = kind.names(rank, numbers, bool(quantization.name))
     after = None if quantization.name else _all_written
-    done = offered(rank, finder, tensors, asked, after=after)
+    # The loader reads the names of a file sorted.
+    done = offered(rank, finder, dict(sorted(tensors.items())), asked, after=after)
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None
     if not wanted or groups == wanted:
         return done
