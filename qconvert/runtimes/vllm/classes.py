@@ -313,7 +313,7 @@ def _qwen3_moe(rank: Rank, config: Config) -> None:
         _attention(rank, f"{at}.self_attn", config, bias=config.flag("attention_bias"))
         if layer not in dense and experts and (layer + 1) % step == 0:
             _check_experts(rank, experts, f"{at}.mlp")
-            _gate(rank, f"{at}.mlp.gate", experts, config)
+            rank.linear(f"{at}.mlp.gate", "replicated", hidden, experts)  # quantized if not listed
             _experts(rank, f"{at}.mlp", experts, config)
             sparse += 1
         else:

@@ -59,8 +59,6 @@ class Fp8(BlockFp8):
         finer = self.rows // rows, self.columns // columns
         for name, parameter in BlockFp8.experts(BlockFp8(rows, columns), moe):
             if name.endswith("_inv"):
-                slot = parameter.slot
-                assert isinstance(slot, ExpertPart) or hasattr(slot, "role")
                 parameter.slot = expert_part(parameter, finer)
             yield name, parameter
 
