@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,13 @@ def test_shares_that_ranks_cut(
             answer = simulated(folder, setting(rank), runtime="vllm")
         except NotSimulated:
             continue  # it says that it has no rule
-        differ = list(disagreements(answer, once(vllm.load(folder, rank))))
+        real = once(vllm.load(folder, rank))
+        if not form and answer.refused is None:
+            # Scales of blocks that are taken for smaller ones are repeated: copies, which the harness
+            # does not trace to the folder.
+            left = (name for name in real.unused if not name.endswith("_scale_inv"))
+            real = replace(real, unused=tuple(left))
+        differ = list(disagreements(answer, real))
         assert differ == [], rank
 
 

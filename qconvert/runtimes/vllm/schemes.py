@@ -118,7 +118,7 @@ class Integers(PackedIntegers):
         slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, self.per_word
         if self.group != -1 and (hidden % self.group or size % self.group):
             raise LoadRefused(
-                "AssertionError", "", "",
+                "ValueError", "CompressedTensors WNA16 MoE", "",
                 f"a rank's {size} rows of an expert cut groups of {self.group}",
             )  # fmt: skip
         up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
