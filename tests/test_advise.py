@@ -121,7 +121,7 @@ def test_experts_on_the_cpu(models: Path) -> None:
 
 def test_what_cannot_be_advised_is_refused(models: Path) -> None:
     with pytest.raises(UsageError, match="not simulated"):
-        api.advise(models / "deepseek-v3", "vllm")
+        api.advise(models / "deepseek-v3", "transformers")
     with pytest.raises(UsageError, match="--cpu-memory"):
         api.advise(models / "deepseek-v3", "ktransformers")
     with pytest.raises(PlanError, match="has no routed experts"):

@@ -127,8 +127,8 @@ _FOR_VALIDATORS = {
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.
     "qconvert.core.sizes", "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
-    "qconvert.runtimes.sglang.refusal", "qconvert.runtimes.sglang.setting",
-    "qconvert.runtimes.sglang.simulator",
+    "qconvert.runtimes.loading.offering", "qconvert.runtimes.loading.refusal",
+    "qconvert.runtimes.loading.setting",
 }  # fmt: skip
 _OF_VALIDATORS = (
     "qconvert.validation.", "qconvert.validators.", "qconvert.contrib.trtllm_gen.prepared_"

@@ -12,9 +12,10 @@ from typing import Any
 import headers
 import pytest
 import xxhash
-from checkpoints import bf16_moe, copied, fp8_moe, tree
+from checkpoints import bf16_moe, copied, fp8_moe, run_cli, tree
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders.published import published
 from loopback_hub import judged
 from sampled import sampled
 
@@ -23,7 +24,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import card, split_front_matter
 from qconvert.hub.card.front import base_of
 from qconvert.hub.card.of_plan import with_card
-from qconvert.hub.readme import account_for_readme
+from qconvert.hub.readme import account_for_readme, new_card
 from qconvert.passes.stages import split_plan
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan, run_passes
@@ -31,6 +32,7 @@ from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import execute
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.staging import manifest_of
+from qconvert.runtimes.serving import Loading
 from qconvert.validation import judgement
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.runner import Report, validate_folder
@@ -423,6 +425,67 @@ def test_how_it_was_made_and_is_served(
     text = card(manifest(**changes), config, {}, base_model=BASE)
     for words in said:
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("family", "inner", "words", "line", "said"),
+    [
+        ("glm4_moe", 512, ["w4a16", "--rtn", "--shared-experts", "keep"],
+         "--model-path REPO --tp-size 1 --disable-shared-experts-fusion",
+         r"loads it whole with `--disable-shared-experts-fusion` at tensor parallel 1 \(\d"),
+        ("qwen3_moe", 256, ["w4a16", "--rtn"], "--model-path REPO --tp-size 1",
+         r"at tensor parallel 1 \(\S+ MB a rank\), 2 \(\S+ MB a rank\), as simulated"),
+        ("qwen3_next", 512, ["w4a16", "--rtn", "--asymmetric"], "",
+         r"It does not load at tp 1: .*weight\\_zero\\_point"),
+    ],
+)  # fmt: skip
+def test_a_simulated_runtime_is_listed_as_it_loads(
+    family: str, inner: int, words: list[str], line: str, said: str, tmp_path: Path
+) -> None:
+    """The card says of sglang what the simulator of its loader says, and no more."""
+    source, out = published(family, inner=inner).write(tmp_path / "source"), tmp_path / "out"
+    assert run_cli(words[0], source, out, *words[1:], "--jobs", "1").code == 0
+    text = (out / "README.md").read_text()
+    assert re.search(said, text)
+    lines = [found for found in text.splitlines() if "sglang.launch_server" in found]
+    wanted = [f"    python -m sglang.launch_server {line}"] if line else []
+    assert lines == wanted
+    # An upload asks again, of the finished folder, and says the same.
+    assert run_cli("validate", out).code == 0
+    report = validate_folder(out)
+    again = new_card(out, report, None)
+    assert [found for found in again.splitlines() if "sglang.launch_server" in found] == wanted
+    assert re.search(said, again)
+
+
+def test_the_smallest_size_is_in_the_launch_line() -> None:
+    said = {
+        "sglang": Loading(
+            "sglang", "0.5.23", {"": {4: 5_000_000, 8: 2_500_000}}, "not at tp 1: why"
+        )
+    }
+    text = card(manifest(passes=[]), BF16, {}, said=said)
+    assert "--model-path REPO --tp-size 4\n" in text
+    assert "at tensor parallel 4 (5.0 MB a rank), 8 (2.5 MB a rank), as simulated" in text
+    assert "It does not load at tp 1: why." in text
+    none = {"sglang": replace(said["sglang"], sizes={}, draft="does not load its draft at tp 1: x")}
+    text = card(manifest(passes=[]), BF16, {}, said=none)
+    assert "launch_server" not in text
+    assert "vllm serve REPO" in text  # by rule: not simulated
+    assert "It does not load its draft at tp 1: x." in text
+
+
+def test_a_stage_that_holds_what_another_builds_is_served(tmp_path: Path) -> None:
+    """The last stage of GLM keeps embeddings, for the draft."""
+    source = published("glm4_moe").write(tmp_path / "source")
+    done = run_cli(
+        "split", source, tmp_path / "out", "--pp", "2,1", "--for", "sglang", "--jobs", "1"
+    )
+    assert done.code == 0, done.err
+    for stage in ("stage-00-of-02", "stage-01-of-02"):
+        text = (tmp_path / "out" / stage / "README.md").read_text()
+        assert "sglang.launch_server --model-path REPO --tp-size 1 --pp-size 2\n" in text
+        assert "loads it whole at tensor parallel 1 (" in text
 
 
 def test_no_name_ends_a_section(tmp_path: Path) -> None:

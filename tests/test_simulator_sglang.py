@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders.published import FAMILIES, published
 from sampled import sampled
+from simulated_folders import (
+    JUNK,
+    LINEARS,
+    Config,
+    Tensors,
+    folder,
+    integers,
+    large,
+    mixed,
+    places,
+)
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
-from qconvert.runtimes.serving import NO_FUSION, served
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, Setting
+from qconvert.runtimes.serving import NO_FUSION, loads, served
 from qconvert.runtimes.sglang.matching import (
     Compressed,
     SkipList,
     is_layer_excluded,
     is_layer_skipped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
 from qconvert.runtimes.sglang.simulator import simulate
-
-Config = dict[str, Any]
-Tensors = dict[str, TensorType]
-
-
-def folder(family: str, **how: Any) -> tuple[Config, Tensors]:
-    """Config and headers of a published checkpoint."""
-    model = published(family, **how)
-    return model.config, {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
-
-
-def integers(
-    config: Config, tensors: Mapping[str, TensorType], where: str, group: int, **block: Any
-) -> tuple[Config, Tensors]:
-    """The folder with modules whose names contain `where` packed in 4 bits, as compressed-tensors
-    has them."""
-    made: Tensors = {}
-    for name, kind in tensors.items():
-        if where not in name or not name.endswith("_proj.weight"):
-            made[name] = kind
-            continue
-        rows, columns = kind.shape
-        stem = name.removesuffix("weight")
-        made[f"{stem}weight_packed"] = TensorType("I32", (rows, columns // 8))
-        made[f"{stem}weight_scale"] = TensorType("BF16", (rows, columns // group))
-        made[f"{stem}weight_shape"] = TensorType("I64", (2,))
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
-               "group_size": group}  # fmt: skip
-    groups = {"group_0": {"targets": [rf"re:.*{where}.*"], "weights": weights}}
-    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized",
-              "config_groups": groups, **block}  # fmt: skip
-    return {**config, "quantization_config": stated}, made
-
-
-LINEARS = [r"re:.*self_attn\..*", r"re:.*\.mlp\.(shared_experts\.)?(gate_up|gate|up|down)_proj$"]
 
 
 @pytest.mark.parametrize("tp", sampled([4, 2, 1], 3))
@@ -225,12 +199,55 @@ def test_stated_order_of_fused_rows(family: str, groups: int | None, wrong: int)
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_size": "256"}, "hidden_size"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            "no NVFP4",
+        ),
     ],
 )
 def test_what_it_has_no_rule_for_gets_no_answer(config: Config, why: str) -> None:
     known, tensors = folder("qwen3_moe")
     with pytest.raises(NotSimulated, match=why):
         simulate({**known, **config} if config else {}, tensors)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_moe"])
+def test_drafts_load_whole(family: str) -> None:
+    """The layer behind the model's, by a class of its own; embeddings and head are the model's."""
+    config, tensors = folder(family)
+    answer = simulate(config, tensors, Setting(tp=2, rank=1), draft=True)
+    assert answer.whole
+    assert answer.ignored == ()
+    layer = "model.layers.3." if family in ("deepseek_v3", "glm4_moe") else "mtp."
+    left = {name.removeprefix(layer) for name in answer.unread if name.startswith(layer)}
+    assert left <= {"embed_tokens.weight", "shared_head.head.weight"}
+    read = sum(tensors[n].nbytes for n in tensors if n.startswith(layer)) - sum(
+        tensors[layer + name].nbytes for name in left
+    )
+    assert read / 2 < answer.nbytes < read
+
+
+def test_a_draft_in_stages_has_no_answer() -> None:
+    with pytest.raises(NotSimulated, match="stages"):
+        simulate(*folder("glm4_moe"), Setting(pp=2), draft=True)
+    with pytest.raises(NotSimulated, match="Qwen3MoeForCausalLM"):
+        simulate(*folder("qwen3_moe"), draft=True)
+
+
+def test_a_draft_of_several_layers_is_refused() -> None:
+    config, tensors = folder("glm4_moe")
+    answer = simulate({**config, "num_nextn_predict_layers": 2}, tensors, draft=True)
+    assert answer.refused is not None
+    assert "Only 1 nextn layer is supported" in answer.refused.says
+
+
+def test_parts_of_a_fused_module_with_two_entries() -> None:
+    config, tensors = mixed(*folder("qwen3_5_moe_text", fp8=True))
+    layers = config["quantization_config"]["quantized_layers"]
+    layers["model.layers.3.self_attn.k_proj"]["quant_algo"] = "NVFP4"
+    answer = simulate(config, tensors)
+    assert answer.refused is not None
+    assert answer.refused.says == "Mixed quant_algo within fused layer"
 
 
 # --- Names ---------------------------------------------------------------------------------------
@@ -291,9 +308,11 @@ _SOME = {
 def test_every_tensor_that_is_read_counts(family: str, data: st.DataObject) -> None:
     """Without any one of them, a parameter is not written whole."""
     config, tensors = _SOME[family]
-    before = simulate(config, tensors)
+    draft = family != "qwen3_moe" and data.draw(st.booleans())
+    before = simulate(config, tensors, draft=draft)
     name = data.draw(st.sampled_from([n for n in tensors if n not in before.unread]))
-    after = simulate(config, {n: kind for n, kind in tensors.items() if n != name})
+    left = {n: kind for n, kind in tensors.items() if n != name}
+    after = simulate(config, left, draft=draft)
     assert not after.whole
     assert after.missing
 
@@ -335,20 +354,10 @@ def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
         st.sampled_from(["{}", "{}.bias", "{}_scale", "x.{}", "{}.experts.99999.up_proj.x"])
     )
     changed = {**tensors, other.format(name): TensorType(dtype, shape)}
-    answer = simulate(config, changed, Setting(tp=data.draw(st.sampled_from([1, 2]))))
+    draft = family != "qwen3_moe" and data.draw(st.booleans())
+    setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
+    answer = simulate(config, changed, setting, draft=draft)
     assert answer.refused is not None or answer.parameters
-
-
-_JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 3), st.just(10**12), st.floats(), st.just("re:("),
-    st.lists(st.just("re:("), max_size=1), st.just([]), st.just({}), st.just({"a": 1}),
-)  # fmt: skip
-
-
-def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every key of a config, nested ones too."""
-    items = value.items() if isinstance(value, dict) else []
-    return [place for key, inner in items for place in ((*at, key), *_places(inner, (*at, key)))]
 
 
 _CONFIGS = [
@@ -357,6 +366,7 @@ _CONFIGS = [
     folder("qwen3_5_moe"),
     folder("deepseek_v3"),
     folder("qwen3_next"),
+    mixed(*folder("qwen3_5_moe_text", fp8=True)),
 ]
 
 
@@ -366,42 +376,17 @@ def test_any_config_gets_an_answer_or_none(
     found: tuple[Config, Tensors], data: st.DataObject
 ) -> None:
     config, tensors = json.loads(json.dumps(found[0])), found[1]
-    *path, key = data.draw(st.sampled_from(_places(config)))
+    *path, key = data.draw(st.sampled_from(places(config)))
     inner = config
     for part in path:
         inner = inner[part]
-    inner[key] = data.draw(_JUNK)
+    inner[key] = data.draw(JUNK)
     setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
     with suppress(NotSimulated):
-        simulate(config, tensors, setting)
+        simulate(config, tensors, setting, draft=data.draw(st.booleans()))
 
 
 # --- 95,000 tensors, and the command line --------------------------------------------------------
-
-
-def large() -> tuple[Config, Tensors]:
-    """DeepSeek-V3's counts in FP8: 58 layers of 256 experts."""
-    config, small = folder("deepseek_v3", fp8=True)
-    config = {
-        **config,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-    }
-    made = {n: kind for n, kind in small.items() if ".layers." not in n}
-    sparse = {n: k for n, k in small.items() if ".layers.1." in n and ".experts." not in n}
-    expert = {n: k for n, k in small.items() if ".layers.1.mlp.experts.0." in n}
-    dense = {n: k for n, k in small.items() if ".layers.0." in n}
-    for layer in range(61):
-        for name, kind in (dense if layer < 3 else sparse).items():
-            first = name.split(".")[2]
-            wide = replace(kind, shape=(256, *kind.shape[1:])) if ".mlp.gate." in name else kind
-            made[name.replace(f".layers.{first}.", f".layers.{layer}.")] = wide
-        for number in range(256 if layer >= 3 else 0):
-            for name, kind in expert.items():
-                stem = name.replace(".layers.1.", f".layers.{layer}.")
-                made[stem.replace(".experts.0.", f".experts.{number}.")] = kind
-    return config, made
 
 
 @pytest.mark.big
@@ -457,6 +442,27 @@ def test_each_rule(rule: str, family: str, tp: str, tmp_path: Path) -> None:
     assert rule in {finding["rule"] for finding in found}
 
 
+def test_a_draft_that_is_not_whole_is_a_warning(tmp_path: Path) -> None:
+    """The model is served without it, too."""
+    model = published("glm4_moe")
+    where = model.write(tmp_path / "glm")
+    _, found, report = validated(where, "--for", "sglang==0.5.23", "--tp", "2")
+    assert found == []
+    assert any("loads the folder's draft model" in text for text in report["proved"])
+    del model.tensors["model.layers.3.eh_proj.weight"]
+    where = model.write(tmp_path / "without")
+    _, found, report = validated(where, "--for", "sglang==0.5.23", "--tp", "2")
+    (one,) = [finding for finding in found if finding["rule"] == "QC131"]
+    assert one["severity"] == "warning"
+    assert one["message"].startswith("draft, rank 0 of 2: 1 parameter")
+    assert not any("draft" in text for text in report["proved"])
+    headers = {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
+    said = loads(model.config, headers, {})["sglang"]
+    assert said.draft.startswith("does not load its draft at tp 1: model.eh_proj.weight")
+    assert said.least == (1, "")
+    assert said.lines()[-1].endswith(said.draft)
+
+
 def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
     config, _ = folder("qwen3_5_moe_text")
     where = published("qwen3_5_moe_text").write(tmp_path / "qwen")
@@ -474,6 +480,8 @@ def test_sizes_without_a_runtime_are_a_mistake(tmp_path: Path) -> None:
 
 def test_a_runtime_that_is_not_simulated_is_said(tmp_path: Path) -> None:
     where = published("qwen3_moe").write(tmp_path / "qwen")
-    code, found, report = validated(where, "--for", "vllm==0.33")
+    code, found, report = validated(where, "--for", "transformers")
     assert (code, found) == (0, [])
-    assert any("the loader of vllm is not simulated" in text for text in report["not_checked"])
+    assert any(
+        "the loader of transformers is not simulated" in text for text in report["not_checked"]
+    )

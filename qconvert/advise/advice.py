@@ -55,8 +55,9 @@ def advise(
     numa: int = 2,
     hotness: str | None = None,
 ) -> Advice:
-    """Advice for sglang or KTransformers, from headers alone. Raises UsageError for another runtime, and
-    where KTransformers' main memory is not said; PlanError where experts cannot be found."""
+    """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another
+    runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said;
+    PlanError where experts cannot be found."""
     source = str(checkpoint.root)
     if consumer.name == "ktransformers":
         return _hybrid(checkpoint, machine, source, numa, hotness)
@@ -64,12 +65,14 @@ def advise(
         raise UsageError(
             f"the loader of {consumer.name} is not simulated; advice is for {', '.join(RUNTIMES)}"
         )
+    if disaggregated and consumer.name != "sglang":
+        raise UsageError(f"disaggregated roles are known of sglang, not of {consumer.name}")
     others: list[Choice] = []
     best: Choice | None = None
-    for number, candidate in enumerate(candidates(checkpoint, machine)):
+    for number, candidate in enumerate(candidates(checkpoint, machine, consumer.name)):
         # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
         sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
-        choice = considered(checkpoint, candidate, sizes, machine)
+        choice = considered(checkpoint, candidate, sizes, machine, consumer.name)
         if best is None and choice.fits_at(machine):
             best = choice
         else:
@@ -77,7 +80,12 @@ def advise(
         if number == 0 and choice.unknown:
             break
     tp = 0 if best is None else max(best.fits_at(machine))
-    lines = () if best is None else tuple(_lines(best, tp, source, disaggregated=disaggregated))
+    lines: tuple[str, ...] = ()
+    if best is not None and consumer.name == "vllm":
+        folder = quote(source if not best.candidate.command else "OUT")
+        lines = (f"vllm serve {folder} --tensor-parallel-size {tp}",)
+    elif best is not None:
+        lines = tuple(_lines(best, tp, source, disaggregated=disaggregated))
     return Advice(source, consumer.name, machine, best, tuple(others), tp, lines)
 
 

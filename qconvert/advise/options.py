@@ -16,9 +16,9 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.prepare import Options, disk_bytes, prepare
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, served
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, Setting
 from qconvert.validation import judgement
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
 
@@ -57,10 +57,12 @@ class Choice:
         return tuple(tp for tp in self.loads_at if self.answers[tp].nbytes <= machine.for_weights)
 
 
-def candidates(checkpoint: Checkpoint, machine: Machine) -> tuple[Candidate, ...]:
+def candidates(
+    checkpoint: Checkpoint, machine: Machine, runtime: str = "sglang"
+) -> tuple[Candidate, ...]:
     """In the order of what they lose: nothing, rounding to bf16, 4 bits in small and larger groups."""
     found = [Candidate("")]
-    if checkpoint.role_index.dims.gdn is not None:
+    if runtime == "sglang" and checkpoint.role_index.dims.gdn is not None:
         found.append(Candidate("fuse SRC OUT --for sglang", (Fuse("sglang"),)))
     if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
         found.append(Candidate("dequant SRC OUT", (Dequant(),)))
@@ -88,8 +90,9 @@ def considered(
     candidate: Candidate,
     sizes: Sequence[int],
     machine: Machine,
+    runtime: str = "sglang",
 ) -> Choice:
-    """Plan a candidate, and ask the simulator of sglang's loader at each size (no size: it is not
+    """Plan a candidate, and ask the simulator of the runtime's loader at each size (no size: it is not
     asked). Nothing but headers is read."""
     try:
         plan = run_passes(Plan.identity(checkpoint), candidate.passes)
@@ -105,7 +108,9 @@ def considered(
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
         try:
-            answers[tp] = served(folder.config, tensors, setting, groups=_groups(folder))
+            answers[tp] = served(
+                folder.config, tensors, setting, groups=_groups(folder), runtime=runtime
+            )
         except NotSimulated as reason:
             unknown = str(reason)
             break

@@ -11,7 +11,12 @@ from qconvert.core.say import say, say_all, say_json
 
 @click.command()
 @SOURCE
-@made_for("sglang, whose loader is simulated, or ktransformers", "sglang", "ktransformers")
+@made_for(
+    "sglang or vllm, whose loaders are simulated, or ktransformers",
+    "sglang",
+    "vllm",
+    "ktransformers",
+)
 @click.option("--gpus", type=click.IntRange(1, MOST), default=8, show_default=True, help="GPUs.")
 @click.option(
     "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
@@ -68,6 +73,7 @@ def advise(
     Examples:
       qconvert advise Qwen/Qwen3-30B-A3B-FP8 --for sglang --gpus 4
       qconvert advise DeepSeek-V3 --for sglang==0.5.23 --gpus 8 --gpu-memory 80GB
+      qconvert advise DeepSeek-V3 --for vllm --gpus 8
       qconvert advise DeepSeek-V3 --for ktransformers --gpus 1 --gpu-memory 48GB --cpu-memory 768GB
 
     Exit code 3 if nothing that was considered loads and fits.
@@ -80,7 +86,7 @@ def advise(
     from qconvert.hub.headers import place_of
 
     if consumer is None:
-        raise click.UsageError("name the runtime: --for sglang or --for ktransformers")
+        raise click.UsageError("name the runtime: --for sglang, --for vllm or --for ktransformers")
     major, minor = capability.split(".")
     machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
     with place_of(source) as place:

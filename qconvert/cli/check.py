@@ -258,6 +258,7 @@ def validate(
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
+      qconvert validate GLM-4.5-w4a16 --for vllm==0.33.0 --tp 8 --pp 2
       qconvert validate --kernels
       qconvert validate --explain QC015
     """

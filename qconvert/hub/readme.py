@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, Checkpoint
 from qconvert.checkpoint.receipt import parse_receipt, sealed_lines
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json, parse_object
@@ -19,6 +19,7 @@ from qconvert.core.manifest_keys import checked_manifest
 from qconvert.core.regular import SMALL
 from qconvert.hub.card import README, card, split_front_matter
 from qconvert.hub.card.front import base_model_of
+from qconvert.runtimes.serving import Loading, loads
 
 if TYPE_CHECKING:
     from qconvert.validation.runner import Report
@@ -136,7 +137,20 @@ def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bo
         raise CheckpointError(f"{readme}: is not UTF-8 text; fix it, or use --no-card") from error
     manifest, config = read_manifest(folder), _read_object(folder, "config.json") or {}
     # What the source said is in the card that the conversion wrote.
-    return card(manifest, config, {}, report, existing, base_model=base_model, forced=forced)
+    said = {} if manifest is None else _loads(folder, config, manifest)
+    return card(
+        manifest, config, {}, report, existing, base_model=base_model, forced=forced, said=said
+    )
+
+
+def _loads(folder: Path, config: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Loading]:
+    """What simulated runtimes say; nothing of a folder whose headers cannot be read, which the report
+    on it says."""
+    try:
+        found = Checkpoint.open(folder, follow_links=True)
+    except CheckpointError:
+        return {}
+    return loads(config, {name: source.type for name, source in found.items()}, manifest)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ from qconvert.repair.blocks import (
 from qconvert.repair.ignore_lists import true_ignore_list
 from qconvert.repair.index import true_index
 from qconvert.repair.sealed import edited, hash_of, resealed
+from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding
 
 CONFIG = "config.json"
@@ -144,7 +145,10 @@ def _changes(root: Path, copy: Path, *, follow_links: bool) -> tuple[Change, ...
     manifest = checkpoint.manifest
     readme = _read(root, README, follow_links=follow_links)
     if changes and manifest is not None and readme is not None:
-        text = card(manifest, checkpoint.config, {}, None, readme.decode("utf-8", "replace"))
+        tensors = {name: source.type for name, source in checkpoint.items()}
+        said = loads(checkpoint.config, tensors, manifest)
+        old = readme.decode("utf-8", "replace")
+        text = card(manifest, checkpoint.config, {}, None, old, said=said)
         change(README, text.encode(), ["the model card is made from config.json"])
     recorded: dict[str, tuple[str | None, bytes | None]] = {
         name: (hash_of(one.before), one.after) for name, one in changes.items()

@@ -1,20 +1,25 @@
 """A folder under a runtime: what `--for NAME==VERSION --tp N` asks, and the simulator's answer for all
-ranks together. Only sglang's loader is simulated."""
+ranks together. The loaders of sglang and vLLM are simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.consumers import Consumer
-from qconvert.runtimes.sglang import VERSION
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import Setting
-from qconvert.runtimes.sglang.simulator import Simulated, simulate
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.sglang import VERSION as SGLANG
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import VERSION as VLLM
+from qconvert.runtimes.vllm import simulator as vllm
 
-SIMULATED = {"sglang": VERSION}
+SIMULATED = {"sglang": SGLANG, "vllm": VLLM}
+_SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 NO_FUSION = "--disable-shared-experts-fusion"
 
 
@@ -84,27 +89,50 @@ def served(
     groups: int | None = None,
     stage: int | None = None,
     every: bool = True,
+    draft: bool = False,
+    runtime: str = "sglang",
 ) -> Answer:
-    """Ask the simulator for every kind of rank, or for the last alone; where the folder does not load
-    whole, also with shared experts kept apart. `stage`: the folder holds only that one. Raises
-    NotSimulated."""
+    """Ask a runtime's simulator for every kind of rank, or for the last alone; where the folder does not
+    load whole, also with shared experts kept apart. `stage`: the folder holds only that one;
+    `draft`: as the draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    answer = _served(config, tensors, setting, groups, stage, every=every)
+    simulate = partial(_SIMULATE[runtime], groups=groups, draft=draft)
+    answer = _served(simulate, config, tensors, setting, stage, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(config, tensors, split, groups, stage, every=every)
+    apart = _served(simulate, config, tensors, split, stage, every=every)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
 
 
+def drafted(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    model: Answer,
+    *,
+    groups: int | None = None,
+    every: bool = True,
+    runtime: str = "sglang",
+) -> Answer | None:
+    """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
+    the option that mends it. None where there is none, in pipeline stages, and under vLLM, for which
+    drafts are not simulated. Raises NotSimulated."""
+    setting = model.setting
+    if runtime != "sglang" or setting.pp > 1 or not sglang.holds_draft(config, tensors):
+        return None
+    if model.mended_by == NO_FUSION:
+        setting = replace(setting, disable_shared_experts_fusion=True)
+    return served(config, tensors, setting, groups=groups, every=every, draft=True)
+
+
 def _served(
+    simulate: Callable[..., Simulated],
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     setting: Setting,
-    groups: int | None,
     stage: int | None,
     *,
     every: bool,
@@ -112,10 +140,15 @@ def _served(
     ranks: list[Simulated] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
-        ranks.append(simulate(config, tensors, rank, groups=groups))
+        ranks.append(simulate(config, tensors, rank))
         if ranks[-1].refused is not None:
             break
     looked = {name for rank in ranks for name in rank.ignored}
+    if looked and stage is not None and ranks[-1].refused is None:
+        # A stage's folder may hold what another stage builds: the last one's, a draft's embeddings.
+        for end in {0, setting.pp - 1} - {stage}:
+            at = replace(ranks[-1].setting, stage=end)
+            looked -= set(tensors) - set(simulate(config, tensors, at).unread)
     unread = set.intersection(*(set(rank.unread) for rank in ranks))
     ignored = tuple(name for name in tensors if name in looked and name in unread)
     return Answer(tuple(ranks), ignored)
@@ -125,36 +158,94 @@ _SIZES = (1, 2, 4, 8)
 _MOST_WHY = 90
 
 
-def sizes(
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """At which tensor-parallel sizes a runtime of this version loads a folder whole. `sizes` are by the
+    option with which it does ("" for none), with the bytes of weights that a rank then holds. `failed`:
+    at which it does not, and why; `draft`: why it does not load the draft in the folder."""
+
+    runtime: str
+    version: str
+    sizes: Mapping[str, Mapping[int, int]]
+    failed: str = ""
+    draft: str = ""
+
+    @property
+    def least(self) -> tuple[int, str]:
+        """The smallest size, and the option with which it loads there; without options first."""
+        option = "" if "" in self.sizes else next(iter(self.sizes))
+        return min(self.sizes[option]), option
+
+    def lines(self) -> tuple[str, ...]:
+        """For a plan."""
+        who = f"{self.runtime} {self.version} (H200)"
+        found = [
+            f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
+            for option, numbers in self.sizes.items()
+        ]
+        return (*found, *(f"{who} {text}" for text in (self.failed, self.draft) if text))
+
+
+def loads(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
+) -> dict[str, Loading]:
+    """What each simulated runtime says of a folder, by the runtime's name, where there are rules for its
+    class and quantization. `facts` are its manifest's: the order of fused rows, and which pipeline stage
+    it is. Nothing for folders of experts for CPUs or for kernels."""
+    if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
+        return {}
+    groups, stage = facts.get("gdn_groups"), facts.get("stage")
+    place = None
+    if stage is not None:
+        place = _place(stage)
+        if place is None:
+            return {}
+    order = groups if type(groups) is int else None
+    said = [_loading(name, config, tensors, order, place) for name in SIMULATED]
+    return {one.runtime: one for one in said if one is not None}
+
+
+def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
+    """A stage's number and partition."""
+    if not isinstance(stage, Mapping):
+        return None
+    number, partition = stage.get("number"), stage.get("partition")
+    if type(number) is not int or not isinstance(partition, Sequence):
+        return None
+    layers = tuple(size for size in partition if type(size) is int and size > 0)
+    return (number, layers) if 0 <= number < len(layers) == len(partition) else None
+
+
+def _loading(
+    runtime: str,
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
     groups: int | None,
-    stage: tuple[int, tuple[int, ...]] | None = None,
-) -> tuple[str, ...]:
-    """At which tensor-parallel sizes the simulated runtime loads a folder, with which option, and why
-    not at the first that it does not; a line each. `stage` is its number and partition for a folder
-    that is one. Nothing for a class or a quantization without rules."""
+    stage: tuple[int, tuple[int, ...]] | None,
+) -> Loading | None:
+    """What one runtime says."""
     number, partition = stage or (None, None)
-    whole: dict[str, list[int]] = {}
-    failed = ""
+    whole: dict[str, dict[int, int]] = {}
+    failed = draft = ""
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
         try:
-            answer = served(config, tensors, setting, groups=groups, stage=number, every=False)
+            answer = served(
+                config, tensors, setting, groups=groups, stage=number, every=False, runtime=runtime
+            )
+            beside = drafted(config, tensors, answer, groups=groups, every=False, runtime=runtime)
         except NotSimulated:
-            return ()
+            return None
         if answer.whole or answer.mended_by:
-            whole.setdefault(answer.mended_by, []).append(tp)
+            whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
+            if beside is not None and not beside.whole and not draft:
+                option = f", but with {beside.mended_by}" if beside.mended_by else ""
+                draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
-    who = f"sglang {VERSION} (H200)"
-    lines = [
-        f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
-        for option, numbers in whole.items()
-    ]
-    return (*lines, *([f"{who} {failed}"] if failed else []))
+    return Loading(runtime, SIMULATED[runtime], whole, failed, draft)
 
 
 def _why(answer: Answer) -> str:

@@ -29,7 +29,7 @@ from qconvert.core.graph import Output, Source, Value
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared
-from qconvert.runtimes.serving import sizes
+from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 
@@ -96,17 +96,10 @@ def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
 
 
 def _loads(ready: Prepared, here: PlannedCheckpoint) -> tuple[str, ...]:
-    """At which sizes the runtime whose loader is simulated loads the folder; nothing for folders of
-    experts for CPUs or for kernels."""
-    facts = ready.plan.facts
-    if "amx" in facts or "trtllm_gen" in facts:
-        return ()
-    groups, stage = facts.get("gdn_groups"), facts.get("stage")
-    only = None
-    if isinstance(stage, Mapping):
-        only = int(stage["number"]), tuple(stage["partition"])
+    """At which sizes runtimes whose loaders are simulated load the folder."""
     tensors = {name: source.type for name, source in here.sources.items()}
-    return sizes(here.config, tensors, groups if isinstance(groups, int) else None, only)
+    said = loads(here.config, tensors, ready.plan.facts)
+    return tuple(line for loading in said.values() for line in loading.lines())
 
 
 def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from checkpoints import read_shard
 
 from loaders.client import Loaded, Rank
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.sglang.setting import HOPPER, Setting
-from qconvert.runtimes.sglang.simulator import Simulated, simulate
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.setting import HOPPER, Setting
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
 
 _DTYPES = {
     "bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int32": "I32",
@@ -24,6 +27,12 @@ _NEVER = 0.0005
 # Modules that hold scales of a cache alone, and buffers that a norm computes.
 _CACHES = (".attn", ".attn_mqa", ".attn_mha")
 _COMPUTED = ".gemma_weight"
+# Modules that vLLM's wrappers hold a second time, and buffers of its attention.
+_TWICE = (
+    ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
+    ".routed_experts.e_score_correction_bias",
+)  # fmt: skip
+_BUFFERS = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale", "._expert_map")
 
 
 def headers(folder: Path) -> dict[str, TensorType]:
@@ -48,8 +57,16 @@ def setting(rank: Rank, capability: tuple[int, int] = HOPPER, **flags: Any) -> S
     return Setting(rank.tp, rank.rank, rank.pp, rank.stage, ep, capability, **flags)
 
 
-def simulated(folder: Path, at: Setting, groups: int | None = None) -> Simulated:
-    return simulate(config_of(folder), headers(folder), at, groups=groups)
+def simulated(
+    folder: Path,
+    at: Setting,
+    groups: int | None = None,
+    *,
+    draft: bool = False,
+    runtime: str = "sglang",
+) -> Simulated:
+    simulate = {"sglang": sglang.simulate, "vllm": vllm.simulate}[runtime]
+    return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
 
 
 def disagreements(simulation: Simulated, real: Loaded) -> Iterator[str]:
@@ -63,6 +80,21 @@ def disagreements(simulation: Simulated, real: Loaded) -> Iterator[str]:
     elif not (real.error.startswith(f"{refused.kind}:") and refused.says in real.error):
         says = f"{refused.kind}: {refused.says}"
         yield f"reason: simulated {says!r} ({refused}), real {real.error!r}"
+
+
+def once(real: Loaded) -> Loaded:
+    """What vLLM's loader did, each parameter under its first name."""
+
+    def kept(name: str) -> bool:
+        return not any(part in f"{name}." for part in _TWICE) and not name.endswith(_BUFFERS)
+
+    return replace(
+        real,
+        unwritten=tuple(filter(kept, real.unwritten)),
+        empty=tuple(filter(kept, real.empty)),
+        parameters={name: value for name, value in real.parameters.items() if kept(name)},
+        schemes={name: value for name, value in real.schemes.items() if kept(name)},
+    )
 
 
 def _differences(simulation: Simulated, real: Loaded) -> Iterator[str]:

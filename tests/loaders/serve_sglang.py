@@ -73,6 +73,16 @@ def _become(job: dict[str, Any]) -> None:
     initialize_dp_attention(args)
 
 
+def _after_its_model(config: Any) -> None:
+    """What a server's process has done before it loads a draft: DeepSeek's class of the model adds to a
+    mapping that the draft's class has from it."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
+
+    if getattr(config.hf_config, "q_lora_rank", None) is not None:
+        parts = ["q_a_proj", "kv_a_proj_with_mqa"]
+        DeepseekV2ForCausalLM.packed_modules_mapping["fused_qkv_a_proj_with_mqa"] = parts
+
+
 def load(job: dict[str, Any], told: Told) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from sglang.srt.configs.device_config import DeviceConfig
@@ -87,6 +97,8 @@ def load(job: dict[str, Any], told: Told) -> None:
     config._verify_quantization()
     told("quantization", config.quantization)
     told("architecture", config.hf_config.architectures[0])
+    if job["draft"]:
+        _after_its_model(config)
     told("step", "build")
     flow = Flow()
 

@@ -16,9 +16,9 @@ from checkpoints import edit_json, run_cli, unjudged, write_shard
 from loaders.agreement import disagreements, headers, setting, simulated
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.setting import BLACKWELL, HOPPER
-from qconvert.runtimes.sglang.simulator import Simulated
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
 
 pytestmark = [
     pytest.mark.loader,
@@ -99,12 +99,13 @@ def agree(
     *,
     capability: tuple[int, int] = HOPPER,
     flags: Mapping[str, Any] | None = None,
+    draft: bool = False,
 ) -> list[Simulated]:
     """What the simulator says at each rank, after the loader has said the same."""
     answers, wrong = [], []
     for rank in ranks:
-        answer = simulated(folder, setting(rank, capability, **(flags or {})))
-        real = server.load(folder, rank, flags=flags)
+        answer = simulated(folder, setting(rank, capability, **(flags or {})), draft=draft)
+        real = server.load(folder, rank, flags=flags, draft=draft)
         wrong += [f"{rank} {flags or ''}: {text}" for text in disagreements(answer, real)]
         answers.append(answer)
     assert wrong == []
@@ -163,10 +164,6 @@ def test_stacked_and_apart(family: str, hopper: Server, folders: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized(family: str, fp8: bool, made: str, hopper: Server, folders: Path) -> None:
     folder = converted(folders, source(folders, family, fp8=fp8), *QUANTIZED[made])
-    if fp8 and made == "modelopt":
-        with pytest.raises(NotSimulated, match="MIXED_PRECISION"):
-            agree(folder, hopper)
-        return
     agree(folder, hopper)
     agree(folder, hopper, (Rank(), Rank(4, 3)), flags=NO_FUSION)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.core.errors import CheckpointError
 from qconvert.core.yaml_lines import load
 from qconvert.hub.card.front import base_model_of, front_matter
+from qconvert.hub.card.loaders import NOT_ASKED, Loads
 from qconvert.hub.card.sections import made, proof, serve, title
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def card(
     *,
     base_model: str | None = None,
     forced: bool = False,
+    said: Loads = NOT_ASKED,
 ) -> str:
     """README.md of a folder.
 
@@ -46,10 +48,13 @@ def card(
     front matter cannot be read.
     """
     front, body = split_front_matter(existing or "")
-    front = front_matter(manifest, config, source, front, base_model)
+    front = front_matter(manifest, config, source, front, base_model, said)
     sections = {"proof": proof(report, forced=forced)}
     if manifest is not None:
-        ours = {"made": made(manifest, base_model_of(front)), "serve": serve(manifest, config)}
+        ours = {
+            "made": made(manifest, base_model_of(front)),
+            "serve": serve(manifest, config, said),
+        }
         sections = {**ours, **sections}
     if not body.strip():
         body = f"# {title(manifest, config, base_model_of(front))}\n"

@@ -14,7 +14,7 @@ from typing import Any
 from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.hub_cache import cached_id
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
-from qconvert.hub.card.loaders import TRANSFORMERS, library, takers
+from qconvert.hub.card.loaders import TRANSFORMERS, Loads, library, takers
 
 # Keys of the source's front matter that remain true of the same model in another format. Evaluation
 # results, widgets and its own base model do not.
@@ -35,6 +35,7 @@ def front_matter(
     source: Mapping[str, Any],
     existing: Mapping[str, Any],
     base_model: str | None,
+    said: Loads,
 ) -> dict[str, Any]:
     """Keys of the existing card take precedence: somebody may have edited them."""
     found = dict(existing)
@@ -46,7 +47,7 @@ def front_matter(
     if manifest is not None:
         found.setdefault("pipeline_tag", _pipeline(config))
         # A runtime that loads the source may not load this.
-        loaded_by = library(manifest, config)
+        loaded_by = library(manifest, config, said)
         if "library_name" not in existing:
             of_source = found.pop("library_name", None)
             if loaded_by == TRANSFORMERS:
@@ -61,7 +62,7 @@ def front_matter(
         if amx is not None or quantization_of(config) is not None:
             found.setdefault("base_model_relation", "quantized")
     tags = [*_texts(existing.get("tags")), *_storage_free(_texts(source.get("tags")))]
-    found["tags"] = list(dict.fromkeys([*tags, *_tags(manifest, config)]))
+    found["tags"] = list(dict.fromkeys([*tags, *_tags(manifest, config, said)]))
     first = ("base_model", "base_model_relation", *_INHERITED)
     return {
         **{key: found[key] for key in first if key in found},
@@ -84,7 +85,9 @@ def _storage_free(tags: Sequence[str]) -> list[str]:
     return [tag for tag in tags if tag.lower() not in _STORAGE_TAGS]
 
 
-def _tags(manifest: Mapping[str, Any] | None, config: Mapping[str, Any]) -> Iterator[str]:
+def _tags(
+    manifest: Mapping[str, Any] | None, config: Mapping[str, Any], said: Loads
+) -> Iterator[str]:
     if manifest is None:
         return
     yield "qconvert"
@@ -95,7 +98,7 @@ def _tags(manifest: Mapping[str, Any] | None, config: Mapping[str, Any]) -> Iter
     elif block is not None and isinstance(block.get("quant_method"), str):
         yield block["quant_method"]
     consumer = consumer_of(manifest)
-    if consumer in ("sglang", "vllm") and consumer in takers(manifest, config):
+    if consumer in ("sglang", "vllm") and consumer in takers(manifest, config, said):
         yield consumer
 
 

@@ -1,33 +1,53 @@
 """Which runtimes load a folder, and how they are started on it.
 
-Read from the folder's metadata: the order of its projections (runtimes/consumers.py), its
-quantization block, whether it is the whole model. Checked with sglang 0.5.23, vLLM 0.33 and transformers
-5.17; a runtime that is not known to load every tensor is omitted. KTransformers' line:
-runtimes/ktransformers.py.
+A runtime whose loader is simulated (runtimes/serving.py) is listed if it loads the folder whole at some
+size, and started as it does at the smallest. Of the others the folder's metadata decides: the order of
+its projections (runtimes/consumers.py), its quantization block, whether it is the whole model; checked
+with sglang 0.5.23, vLLM 0.33 and transformers 5.17. One that is not known to load every tensor is
+omitted. KTransformers' line: runtimes/ktransformers.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from qconvert.checkpoint.family import text_config
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.runtimes.consumers import RUNTIMES, takers_of_gdn
 from qconvert.runtimes.pipeline import VARIABLE
+from qconvert.runtimes.serving import Loading
 from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared
 
 # Families whose published FP8 checkpoints have no bf16 linear beside the experts.
 _ALL_LINEARS_FP8 = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 TRANSFORMERS, KTRANSFORMERS = "transformers", "ktransformers"
 
+Loads = Mapping[str, Loading]
+NOT_ASKED: Loads = MappingProxyType({})
 
-def takers(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Released runtimes that load the folder, the one that it was made for first."""
+
+def takers(
+    manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads = NOT_ASKED
+) -> tuple[str, ...]:
+    """Released runtimes that load the folder, the one that it was made for first. `said`: the answers of
+    simulated ones."""
     if amx_of(manifest) is not None:
         return (KTRANSFORMERS,)
     if manifest.get("trtllm_gen") is not None:
         return ()
+    by_rule = _takers_by_rule(manifest, config)
+    found = [name for name in RUNTIMES if (said[name].sizes if name in said else name in by_rule)]
+    stage = manifest.get("stage")
+    if stage is not None:  # transformers would initialize the missing layers at random
+        found = [name for name in found if VARIABLE.get(name) in stage.get("environment", ())]
+    made_for = consumer_of(manifest)
+    return tuple(sorted(found, key=lambda name: name != made_for))
+
+
+def _takers_by_rule(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Those that load it by what its metadata says."""
     found = list(RUNTIMES)
     groups = manifest.get("gdn_groups")
     if isinstance(groups, int):
@@ -40,11 +60,7 @@ def takers(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str,
         found = [name for name in found if name != "vllm"]
     if not _transformers_reads(quantization_of(config)):
         found = [name for name in found if name != TRANSFORMERS]
-    stage = manifest.get("stage")
-    if stage is not None:  # transformers would initialize the missing layers at random
-        found = [name for name in found if VARIABLE.get(name) in stage.get("environment", ())]
-    made_for = consumer_of(manifest)
-    return tuple(sorted(found, key=lambda name: name != made_for))
+    return found
 
 
 def _vllm_refuses(family: str, block: Mapping[str, Any] | None) -> bool:
@@ -60,24 +76,34 @@ def _vllm_refuses(family: str, block: Mapping[str, Any] | None) -> bool:
     return "linear_fp8_config" in block and family in _ALL_LINEARS_FP8
 
 
-def library(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+def library(
+    manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads = NOT_ASKED
+) -> str | None:
     """The Hub's library_name: transformers if it loads the folder, else a runtime that does."""
-    found = takers(manifest, config)
+    found = takers(manifest, config, said)
     return TRANSFORMERS if TRANSFORMERS in found else next(iter(found), None)
 
 
-def command(runtime: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def command(
+    runtime: str, manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads = NOT_ASKED
+) -> str:
     """The command that starts a runtime on the folder REPO."""
     stages = manifest["stage"]["of"] if manifest.get("stage") is not None else 1
+    tp, option = said[runtime].least if runtime in said else (0, "")
     if runtime == "sglang":
         words = ["python -m sglang.launch_server --model-path REPO"]
+        words += [f"--tp-size {tp}"] if tp else []
         words += [f"--pp-size {stages}"] if stages > 1 else []
-        # sglang would fuse the shared expert into the routed experts, with their scheme, and skip its
-        # weights if they are stored in another format.
-        words += [NO_FUSION] if loses_shared(config, quantization_of(config)) else []
-        return " ".join(words)
+        if runtime not in said and loses_shared(config, quantization_of(config)):
+            # sglang would fuse the shared expert into the routed experts, with their scheme, and skip
+            # its weights if they are stored in another format.
+            option = NO_FUSION
+        return " ".join([*words, *([option] if option else [])])
     if runtime == "vllm":
-        return "vllm serve REPO" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
+        words = ["vllm serve REPO"]
+        words += [f"--tensor-parallel-size {tp}"] if tp else []
+        words += [f"--pipeline-parallel-size {stages}"] if stages > 1 else []
+        return " ".join([*words, *([option] if option else [])])
     return 'AutoModelForCausalLM.from_pretrained("REPO")'
 
 

@@ -12,6 +12,7 @@ from qconvert.hub.card import README, card, split_front_matter
 from qconvert.hub.card.front import base_of
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
+from qconvert.runtimes.serving import loads
 
 _RULE = "card: replaced by what was made, and of what"
 
@@ -25,6 +26,8 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
     source = source_front(plan.checkpoint)
     base = base_model or base_of(plan.checkpoint.root, source)
     manifest = {"identity": {"qconvert": __version__}, **described(plan)}
+    tensors = {name: output.type for name, output in plan.tensors.items()}
+    said = loads(plan.config, tensors, plan.facts)
     left = {README: _RULE} if README in plan.side_files else {}
     return replace(
         plan,
@@ -32,7 +35,7 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
         dropped_files={**left, **plan.dropped_files},
         new_files={
             **plan.new_files,
-            README: card(manifest, plan.config, source, base_model=base),
+            README: card(manifest, plan.config, source, base_model=base, said=said),
         },
     )
 

@@ -8,8 +8,9 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
-from qconvert.hub.card.loaders import command, takers
+from qconvert.hub.card.loaders import Loads, command, takers
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
 from qconvert.runtimes.shared_experts import NO_FUSION
@@ -78,8 +79,8 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     return "\n".join(lines)
 
 
-def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The commands of the runtimes that load it."""
+def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -> str:
+    """The commands of the runtimes that load it, and at which sizes `said` they do."""
     amx, pair = amx_of(manifest), manifest.get("pair")
     lines = ["## How to serve it", ""]
     if amx is not None:
@@ -114,15 +115,15 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
             "PREPARED.md says how to serve it (experimental)."
         )
         return "\n".join(lines)
-    loaders = takers(manifest, config)
+    loaders = takers(manifest, config, said)
     if not loaders:
         groups = manifest.get("gdn_groups")
         order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
         lines.append(f"No released runtime is known to load it.{order}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *_sizes(said)])
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
-    commands = {name: f"    {command(name, manifest, config)}" for name in loaders}
+    commands = {name: f"    {command(name, manifest, config, said)}" for name in loaders}
     if consumer in loaders:
         also = " and ".join(name for name in loaders if name != consumer)
         lines += [f"It was made for {consumer}, with REPO as this repo's id or folder:", ""]
@@ -143,6 +144,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
             f"`{NO_FUSION}` keeps sglang from fusing the shared expert into the routed experts: its "
             "weights are stored in another form, and would not be loaded."
         )
+    lines += _sizes(said)
     tp_sizes = manifest.get("tp_sizes")
     if tp_sizes is not None:
         held = ", ".join(map(str, tp_sizes)) or "none of 1, 2, 4, 8 and 16"
@@ -154,6 +156,23 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
         lines += ["", f"It is pipeline {which}: set {settings}."]
     return "\n".join(lines)
+
+
+def _sizes(said: Loads) -> list[str]:
+    """What simulated loaders do with it at which sizes, a paragraph each."""
+    lines: list[str] = []
+    for one in said.values():
+        who = f"{one.runtime} {one.version}"
+        for option, held in one.sizes.items():
+            sizes = ", ".join(f"{tp} ({format_size(nbytes)} a rank)" for tp, nbytes in held.items())
+            with_option = f" with {_code(option)}" if option else ""
+            text = f"{who} on H200s loads it whole{with_option} at tensor parallel {sizes}"
+            lines += ["", f"{text}, as simulated from headers and config."]
+        if one.failed:
+            lines += ["", _plain(f"It does {one.failed.replace('not', 'not load', 1)}.")]
+        if one.draft:
+            lines += ["", _plain(f"It {one.draft}.")]
+    return lines
 
 
 def proof(report: Report | None, *, forced: bool) -> str:

@@ -10,36 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.sglang.building import Build, Config
+from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.groups import block_of
+from qconvert.runtimes.loading.offering import Finder
+from qconvert.runtimes.loading.parameters import Wrapped
+from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.schemes import Quantization, Unquantized
+from qconvert.runtimes.loading.setting import DEEPEP_CLASS, Setting
 from qconvert.runtimes.sglang.matching import Fused
-from qconvert.runtimes.sglang.names import DeepSeek, Found, Qwen3Moe, Qwen3Next, Qwen35
-from qconvert.runtimes.sglang.parameters import Wrapped
-from qconvert.runtimes.sglang.quantization import Quantization, block_of
-from qconvert.runtimes.sglang.refusal import LoadRefused
-from qconvert.runtimes.sglang.schemes import Unquantized
-from qconvert.runtimes.sglang.setting import DEEPEP_CLASS, Setting
+from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
-_QWEN35: Fused = {
-    **_QWEN, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
+QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
+QWEN35: Fused = {
+    **QWEN, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }  # fmt: skip
 _MLA: Fused = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 
 
-class Finder(Protocol):
-    """Names of one class; keeps what it has met."""
-
-    missing: list[str]
-    experts: int
-    stacked: bool
-
-    def find(self, tensor: str, stored: TensorType) -> Found: ...
+_ALL_FORMS = ("", "fp8", "modelopt_fp4", "modelopt_mixed")
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,9 @@ class ModelClass:
     """A class: the names that it fuses, as its quantization asks for them; whether it loads a shared
     expert as one more routed one, how many; what it builds; how it finds names. `blackwell`: names of
     quantizations (empty: none) for which a B200 gets the trtllm runner; `groups`: in how many groups
-    the rows of its fused linear-attention projections must be."""
+    the rows of its fused linear-attention projections must be; `after`: what the class does when all is
+    read; `marlin`: the runner that a B200 gets for NVFP4 experts of weights alone beside other forms;
+    `renames`: what it replaces in the names that the quantization config lists."""
 
     fused: Callable[[Config], Fused]
     shared: Callable[[Config, Quantization, Setting], int]
@@ -55,16 +51,9 @@ class ModelClass:
     names: Callable[[Build, Config, int], Finder]
     blackwell: tuple[str, ...] = ()
     groups: Callable[[Config], int] | None = None
-
-
-def text_config(config: Mapping[str, Any]) -> Config:
-    """The numbers of the language model: a config of text and images nests them."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        return Config(config)
-    tied = config.get("tie_word_embeddings")
-    whole = {**text, "vision_config": config.get("vision_config")}
-    return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
+    after: Callable[[Build, Mapping[str, TensorType]], None] | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    marlin: bool = True
 
 
 def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> str:
@@ -74,10 +63,27 @@ def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> 
     block = block_of(config)
     method = "" if block is None else str(block.get("quant_method") or "modelopt")
     name = {"modelopt": "modelopt_fp4"}.get(method, method)
+    if block is not None and block.get("quant_algo") == "MIXED_PRECISION":
+        return _mixed_runner(kind, block)
     chosen = name in kind.blackwell or (
         kind is CLASSES["DeepseekV3ForCausalLM"] and _kimi_int4(block)
     )
     return "flashinfer_trtllm" if chosen else "auto"
+
+
+def _mixed_runner(kind: ModelClass, block: Mapping[str, Any]) -> str:
+    """The runner for modelopt's MIXED_PRECISION on a B200: marlin for experts of weights alone in Qwen's
+    classes (model_overrides/qwen3_moe.py), none chosen in GLM's."""
+    if "modelopt_mixed" not in kind.blackwell:
+        return "auto"
+    layers = block.get("quantized_layers")
+    entries = layers.items() if isinstance(layers, Mapping) else ()
+    weights = any(
+        ".experts" in str(name) and isinstance(entry, Mapping)
+        and str(entry.get("quant_algo", "")).upper() == "W4A16_NVFP4"
+        for name, entry in entries
+    )  # fmt: skip
+    return "marlin" if weights and kind.marlin else "flashinfer_trtllm"
 
 
 def _kimi_int4(block: Mapping[str, Any] | None) -> bool:
@@ -90,7 +96,7 @@ def _kimi_int4(block: Mapping[str, Any] | None) -> bool:
     return isinstance(weights, Mapping) and all(weights.get(k) == v for k, v in wanted.items())
 
 
-def _no_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+def no_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
     return 0
 
 
@@ -99,7 +105,7 @@ def _disabled(setting: Setting) -> bool:
     return setting.disable_shared_experts_fusion or setting.moe_runner in runners
 
 
-def _qwen_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+def qwen_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
     """qwen2_moe.py, can_fuse_shared_expert."""
     size = config.number("shared_expert_intermediate_size", 0)
     a2a = setting.a2a in ("deepep", "deepep_v2", "mori")
@@ -110,13 +116,13 @@ def _qwen_shared(config: Config, quantization: Quantization, setting: Setting) -
     return 0 if per_rank else 1
 
 
-def _glm_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+def glm_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
     """glm4_moe.py, shared_experts_fusion_disable_reason."""
     off = _disabled(setting) or setting.capability < (8, 0) or setting.ep > 1
     return 0 if off or setting.a2a in ("deepep", "mori") else config.number("n_shared_experts", 0)
 
 
-def _deepseek_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
+def deepseek_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
     """deepseek_v2.py, shared_experts_fusion_disable_reason: 384 experts only under quark."""
     off = (
         _disabled(setting) or quantization.blocks_shared or setting.a2a in DEEPEP_CLASS
@@ -137,6 +143,8 @@ def _ends(
         build.vocabulary("model.embed_tokens", vocabulary, hidden)
     if heads:
         build.vocabulary("lm_head", vocabulary, hidden, quantization.head("lm_head"))
+        if not build.setting.last:  # built on every stage by some classes, used on the last
+            build.unused("lm_head")
 
 
 def _layers(build: Build, config: Config) -> range:
@@ -226,12 +234,12 @@ def _gated_attention(build: Build, at: str, asked: str, config: Config, own: Wra
     build.norm(f"{at}.k_norm", size)
 
 
-def _norms(build: Build, at: str, config: Config) -> None:
+def norms(build: Build, at: str, config: Config) -> None:
     for norm in ("input_layernorm", "post_attention_layernorm"):
         build.norm(f"{at}.{norm}", config.number("hidden_size"))
 
 
-def _gdn_layers(
+def gdn_layers(
     build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
 ) -> None:
     every = config.number("full_attention_interval", 4)
@@ -246,7 +254,7 @@ def _gdn_layers(
             build.mlp(f"{at}.mlp", hidden, inner, asked=f"{asked}.mlp")
         else:
             _qwen_moe(build, at, asked, config, fused)
-        _norms(build, at, config)
+        norms(build, at, config)
 
 
 def _qwen3_next(build: Build, config: Config, fused: int) -> None:
@@ -255,7 +263,7 @@ def _qwen3_next(build: Build, config: Config, fused: int) -> None:
             "AssertionError", "", "model", "the class runs in one pipeline stage only"
         )
     _ends(build, config, embeds=True, heads=False, quantization=build.quantization)
-    _gdn_layers(build, config, fused, base="model", own="qwen3_next", dense=False)
+    gdn_layers(build, config, fused, base="model", own="qwen3_next", dense=False)
     build.norm("model.norm", config.number("hidden_size"))
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
@@ -263,7 +271,7 @@ def _qwen3_next(build: Build, config: Config, fused: int) -> None:
 def _qwen35(build: Build, config: Config, fused: int, *, base: str, dense: bool) -> None:
     setting, quantization = build.setting, build.quantization
     _ends(build, config, embeds=setting.first, heads=False, quantization=quantization)
-    _gdn_layers(build, config, fused, base=base, own="qwen3_5", dense=dense)
+    gdn_layers(build, config, fused, base=base, own="qwen3_5", dense=dense)
     if not setting.last:
         return
     build.norm("model.norm", config.number("hidden_size"))
@@ -324,8 +332,8 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
     def names(build: Build, config: Config, fused: int) -> Finder:
         return _qwen35_names(build, config, fused, vision=vision, dense=dense)
 
-    blackwell = ("", "fp8", "modelopt_fp4") if vision else ()
-    return ModelClass(lambda config: _QWEN35, _no_shared, built, names, blackwell, lambda config: 1)
+    blackwell = _ALL_FORMS if vision else ()
+    return ModelClass(lambda config: QWEN35, no_shared, built, names, blackwell, lambda config: 1)
 
 
 def _attention(build: Build, at: str, config: Config, *, bias: bool, norms: bool) -> None:
@@ -355,7 +363,7 @@ def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
             build.linear(f"{at}.mlp.gate", "replicated", hidden, count, scheme=plain)
         else:
             build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
-        _norms(build, at, config)
+        norms(build, at, config)
     if setting.last:
         build.norm("model.norm", hidden)
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
@@ -367,34 +375,38 @@ def _without_weight(build: Build, module: str, kind: str, says: str, why: str) -
         raise LoadRefused(kind, says, module, why)
 
 
-def _glm4_moe(build: Build, config: Config, fused: int) -> None:
+def glm4_layer(build: Build, at: str, config: Config, fused: int, *, dense: bool) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
     shared = config.number("n_shared_experts", 0)
+    _attention(
+        build, at, config, bias=config.flag("attention_bias"), norms=config.flag("use_qk_norm")
+    )
+    if dense:
+        build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+    else:
+        _check_experts(config, count, setting, f"{at}.mlp", moe=False)
+        build.whole(f"{at}.mlp.gate.weight", count, hidden, dtype="F32")
+        build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
+        build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
+        if shared and not fused:
+            build.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
+            _without_weight(
+                build, f"{at}.mlp.shared_experts.gate_up_proj", "AttributeError",
+                "has no attribute 'weight'",
+                "the class asks for the type of the shared experts' `weight`, which a packed "
+                "projection has not",
+            )  # fmt: skip
+    norms(build, at, config)
+
+
+def _glm4_moe(build: Build, config: Config, fused: int) -> None:
+    setting, dense = build.setting, config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     for layer in _layers(build, config):
-        at = f"model.layers.{layer}"
-        _attention(
-            build, at, config, bias=config.flag("attention_bias"), norms=config.flag("use_qk_norm")
-        )
-        if layer < config.number("first_k_dense_replace"):
-            build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
-        else:
-            _check_experts(config, count, setting, f"{at}.mlp", moe=False)
-            build.whole(f"{at}.mlp.gate.weight", count, hidden, dtype="F32")
-            build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
-            build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
-            if shared and not fused:
-                build.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
-                _without_weight(
-                    build, f"{at}.mlp.shared_experts.gate_up_proj", "AttributeError",
-                    "has no attribute 'weight'",
-                    "the class asks for the type of the shared experts' `weight`, which a packed "
-                    "projection has not",
-                )  # fmt: skip
-        _norms(build, at, config)
+        glm4_layer(build, f"model.layers.{layer}", config, fused, dense=layer < dense)
     if setting.last:
-        build.norm("model.norm", hidden)
+        build.norm("model.norm", config.number("hidden_size"))
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
@@ -428,29 +440,34 @@ def _deepseek_mlp(build: Build, module: str, hidden: int, inner: int) -> None:
             build.aliases[f"{name}.weight"] = f"{name}.weight_packed"
 
 
-def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
+def deepseek_layer(build: Build, at: str, config: Config, fused: int, *, dense: bool) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
-    shared, step = config.number("n_shared_experts", 0), config.number("moe_layer_freq", 1)
-    dense = config.number("first_k_dense_replace")
+    shared = config.number("n_shared_experts", 0)
+    _latent_attention(build, at, config)
+    if dense:
+        _deepseek_mlp(build, f"{at}.mlp", hidden, config.number("intermediate_size"))
+    else:
+        _check_experts(config, count, setting, f"{at}.mlp", moe=False)
+        build.whole(f"{at}.mlp.gate.weight", count, hidden)
+        if config.get("topk_method") == "noaux_tc":
+            build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
+        build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
+        if shared and not fused:
+            _deepseek_mlp(build, f"{at}.mlp.shared_experts", hidden, shared * inner)
+    norms(build, at, config)
+
+
+def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
+    setting, step = build.setting, config.number("moe_layer_freq", 1)
+    first = config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     for layer in _layers(build, config):
-        at = f"model.layers.{layer}"
-        _latent_attention(build, at, config)
-        if layer < dense or layer % step:
-            _deepseek_mlp(build, f"{at}.mlp", hidden, config.number("intermediate_size"))
-        else:
-            _check_experts(config, count, setting, f"{at}.mlp", moe=False)
-            build.whole(f"{at}.mlp.gate.weight", count, hidden)
-            if config.get("topk_method") == "noaux_tc":
-                build.whole(f"{at}.mlp.gate.e_score_correction_bias", count, dtype="F32")
-            build.experts(f"{at}.mlp.experts", count, fused, hidden, inner)
-            if shared and not fused:
-                _deepseek_mlp(build, f"{at}.mlp.shared_experts", hidden, shared * inner)
-        _norms(build, at, config)
+        dense = layer < first or layer % step > 0
+        deepseek_layer(build, f"model.layers.{layer}", config, fused, dense=dense)
     if not setting.last:
         return
-    build.norm("model.norm", hidden)
+    build.norm("model.norm", config.number("hidden_size"))
     if setting.pp == 1 and config.flag("tie_word_embeddings"):
         build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
     else:
@@ -471,42 +488,47 @@ def after_load(build: Build, tensors: Mapping[str, TensorType]) -> None:
     LoadRefused where that projection is packed."""
     layers = {name.split(".")[2] for name in tensors if "kv_b_proj" in name and name.count(".") > 2}
     for layer in sorted(layers):
-        module = f"model.layers.{layer}.self_attn.kv_b_proj"
-        if module in build.schemes and f"{module}.weight" not in build.parameters:
-            raise LoadRefused(
-                "AttributeError", "has no attribute 'weight'", module,
-                "the class takes its `weight` apart after loading, and a packed projection has none: "
-                "leave kv_b_proj unquantized",
-            )  # fmt: skip
+        whole_kv_b(build, f"model.layers.{layer}")
 
 
-def _fused_mla(config: Config) -> Fused:
+def whole_kv_b(build: Build, at: str) -> None:
+    """Raise LoadRefused where the layer's kv_b_proj is packed."""
+    module = f"{at}.self_attn.kv_b_proj"
+    if module in build.schemes and f"{module}.weight" not in build.parameters:
+        raise LoadRefused(
+            "AttributeError", "has no attribute 'weight'", module,
+            "the class takes its `weight` apart after loading, and a packed projection has none: "
+            "leave kv_b_proj unquantized",
+        )  # fmt: skip
+
+
+def fused_mla(config: Config) -> Fused:
     return _MLA if config.get("q_lora_rank") is not None else {}
 
 
 CLASSES: dict[str, ModelClass] = {
     "Qwen3NextForCausalLM": ModelClass(
-        lambda config: _QWEN, _qwen_shared, _qwen3_next,
+        lambda config: QWEN, qwen_shared, _qwen3_next,
         lambda build, config, fused: Qwen3Next(
             build.parameters, config.number("num_experts"), fused,
             range(config.number("num_hidden_layers")),
         ),
-        ("", "fp8", "modelopt_fp4"), lambda config: config.number("linear_num_key_heads"),
+        _ALL_FORMS, lambda config: config.number("linear_num_key_heads"),
     ),
     "Qwen3_5ForConditionalGeneration": _qwen35_class(vision=True, dense=True),
     "Qwen3_5MoeForConditionalGeneration": _qwen35_class(vision=True, dense=False),
     "Qwen3_5ForCausalLM": _qwen35_class(vision=False, dense=True),
     "Qwen3_5MoeForCausalLM": _qwen35_class(vision=False, dense=False),
     "Qwen3MoeForCausalLM": ModelClass(
-        lambda config: _QWEN, _no_shared, _qwen3_moe,
+        lambda config: QWEN, no_shared, _qwen3_moe,
         lambda build, config, fused: Qwen3Moe(
             build.parameters, config.number("num_experts"), 0,
             build.setting.layers(config.number("num_hidden_layers")),
         ),
-        ("", "fp8", "modelopt_fp4"),
+        _ALL_FORMS,
     ),
     "Glm4MoeForCausalLM": ModelClass(
-        lambda config: {}, _glm_shared, _glm4_moe,
+        lambda config: {}, glm_shared, _glm4_moe,
         lambda build, config, fused: Qwen3Moe(
             build.parameters, config.number("n_routed_experts"), fused,
             build.setting.layers(config.number("num_hidden_layers")),
@@ -515,7 +537,7 @@ CLASSES: dict[str, ModelClass] = {
         ("", "modelopt_fp4"),
     ),
     "DeepseekV3ForCausalLM": ModelClass(
-        _fused_mla, _deepseek_shared, _deepseek_v3, _deepseek_names,
-        ("", "fp8", "modelopt_fp4"),
+        fused_mla, deepseek_shared, _deepseek_v3, _deepseek_names,
+        _ALL_FORMS, after=after_load, marlin=False,
     ),
 }  # fmt: skip

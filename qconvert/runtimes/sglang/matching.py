@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from qconvert.core.patterns import compiled
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 Fused = Mapping[str, Sequence[str]]
 # Names of parts that is_layer_skipped knows if the class maps nothing.

@@ -2,19 +2,20 @@
 name that leads nowhere is skipped, warned about, or ends the load.
 
 Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
-`qwen3_moe.py`, `glm4_moe.py` and `models/deepseek_common/deepseek_weight_loader.py`.
+`qwen3_moe.py`, `glm4_moe.py`, `qwen3_5_mtp.py` and `models/deepseek_common/deepseek_weight_loader.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.sglang.parameters import Shard
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.offering import PASSED, Found, Target
+from qconvert.runtimes.loading.parameters import Shard
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 _EXPERT = re.compile(r"experts\.([0-9]{1,6})\.(gate|down|up)_proj\.")
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
@@ -37,23 +38,11 @@ _CACHE = {
     ".self_attn.k_scale": ".attn.k_scale", ".self_attn.v_scale": ".attn.v_scale",
 }  # fmt: skip
 
+_BESIDE_MTP = (
+    "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+)  # fmt: skip
+
 Stacked = tuple[tuple[str, str, Shard], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A parameter that a tensor goes to. `part`: the shape of what is taken, if not of all of it;
-    `beside`: another tensor that is concatenated with it."""
-
-    name: str
-    shard: Shard = None
-    part: tuple[int, ...] | None = None
-    beside: str = ""
-
-
-Found = Iterable[Target]
-# Why a tensor reaches nothing: the class passes over it, or looks for a parameter and finds none.
-PASSED: Found = ()
 
 
 @dataclass
@@ -93,14 +82,30 @@ class Names:
         return match is not None and int(match[1]) not in self.layers
 
 
+def next_token(name: str, layer: str) -> str | None:
+    """The name that the class of a draft layer gives to a tensor, None for one that it passes over
+    (deepseek_weight_loader.py and glm4_moe.py: embeddings and head are the model's own)."""
+    if not name.startswith(layer) or "shared_head.head" in name or "embed_tokens" in name:
+        return None
+    beside = any(part in name for part in ("shared_head.norm", "eh_proj", "enorm", "hnorm"))
+    return name.replace(layer, "model" if beside else "model.decoder")
+
+
 @dataclass
 class Qwen3Next(Names):
-    """Strict: a name that leads nowhere ends the load."""
+    """Strict: a name that leads nowhere ends the load. `draft`: the class of the draft reads its names
+    alone."""
+
+    draft: bool = False
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
-        if "mtp" in name or "rotary_emb.inv_freq" in name:
+        if ("mtp" in name) is not self.draft or "rotary_emb.inv_freq" in name:
             return PASSED
+        if name in _BESIDE_MTP:
+            name = name.replace("mtp.", "")
+        elif self.draft:
+            name = name.replace("mtp", "model")
         name = name.replace(".self_attn", "") if ".self_attn." in name else name
         if self.fused and "mlp.shared_expert." in name:
             name = name.replace("mlp.shared_expert.", f"mlp.experts.{self.experts}.")
@@ -235,20 +240,76 @@ class Qwen35(Names):
         """The parts of a 3-D tensor, if there is a parameter for them."""
         if not self._is(name):
             return PASSED
-        if len(stored.shape) < 3 or stored.shape[0] < self.experts:
-            raise LoadRefused(
-                "IndexError", "", name,
-                f"expected {self.experts} experts in 3 dimensions, found {stored}",
-            )  # fmt: skip
-        inner = stored.shape[1:]
-        if part == "experts.down_proj":
-            return [Target(self._held(name), (i, "w2"), inner) for i in range(self.experts)]
-        half = (*inner[:-2], -(-inner[-2] // 2), inner[-1])
-        return [
-            Target(self._held(name), (expert, which), half)
-            for which in ("w1", "w3")
-            for expert in range(self.experts)
-        ]
+        return all_experts(self._held(name), stored, self.experts, down=part == "experts.down_proj")
+
+
+def all_experts(held: str, stored: TensorType, experts: int, *, down: bool) -> Found:
+    """The parts of a 3-D tensor of all experts. Raises LoadRefused for one of another shape."""
+    if len(stored.shape) < 3 or stored.shape[0] < experts:
+        raise LoadRefused(
+            "IndexError", "", held, f"expected {experts} experts in 3 dimensions, found {stored}"
+        )
+    inner = stored.shape[1:]
+    if down:
+        return [Target(held, (expert, "w2"), inner) for expert in range(experts)]
+    half = (*inner[:-2], -(-inner[-2] // 2), inner[-1])
+    return [
+        Target(held, (expert, which), half) for which in ("w1", "w3") for expert in range(experts)
+    ]
+
+
+_QWEN_SKIPPED = (
+    ".bias", "_bias", ".k_scale", "_k_scale", ".v_scale", "_v_scale", ".weight_scale",
+    "_weight_scale", ".input_scale", "_input_scale",
+)  # fmt: skip
+
+
+@dataclass
+class Qwen35Draft(Names):
+    """The draft of Qwen3.5, of both of its classes: lenient, and names are chosen tensor by tensor."""
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor
+        for old, new in _CACHE.items():
+            name = name.replace(old, new)
+        if name in ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"):
+            return (Target("model.embed_tokens.weight"),)
+        if "rotary_emb.inv_freq" in name or "mtp" not in name:
+            return PASSED
+        if name.startswith("mtp."):
+            name = name.replace("mtp.", "model.")
+            name = name.replace("model.fc", "fc").replace("model.pre_fc", "pre_fc")
+        name = name.replace(".self_attn", "") if ".self_attn." in name else name
+        for parameter, part, shard in (*QKV, *GATE_UP):
+            replaced = name.replace(part, parameter)
+            if part in name and "mlp.experts" not in name and self.known(replaced):
+                return (Target(replaced, shard),)
+        found = self._experts(tensor, name, stored)
+        if found is not None:
+            return found
+        if self.known(name):
+            return (Target(name),)
+        if not name.endswith(_QWEN_SKIPPED):
+            self.missing.append(name)
+        return PASSED
+
+    def _experts(self, tensor: str, name: str, stored: TensorType) -> Found | None:
+        """The target of experts, apart or in one tensor; None for any other name."""
+        for part, parameter in (
+            ("experts.gate_up_proj", "experts.w13_weight"), ("experts.down_proj", "experts.w2_weight")
+        ):  # fmt: skip
+            if part in name and self.experts:
+                mapped = self.required(tensor, name.replace(part, parameter))
+                return all_experts(mapped, stored, self.experts, down="down" in part)
+        found = self.expert(name)
+        if found is None:
+            return None
+        mapped, which = found
+        if self.known(mapped):
+            return (Target(mapped, which),)
+        if not mapped.endswith(_QWEN_SKIPPED):
+            self.missing.append(mapped)
+        return PASSED
 
 
 @dataclass
@@ -257,6 +318,7 @@ class Qwen3Moe(Names):
 
     stages: bool = True  # looks at the layer's number before the name
     first_unread: int | None = None  # layers from this number on are the draft's
+    draft: str = ""  # its layer, for the class of the draft
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
@@ -266,7 +328,12 @@ class Qwen3Moe(Names):
         else:
             if self.fused and name.startswith("model.layers."):
                 name = name.replace(".mlp.shared_experts.", f".mlp.experts.{self.experts}.", 1)
-            if name.startswith("model.layers") and _layer(name) >= self.first_unread:
+            if self.draft:
+                renamed = next_token(name, self.draft)
+                if renamed is None:
+                    return PASSED
+                name = renamed
+            elif name.startswith("model.layers") and _layer(name) >= self.first_unread:
                 return PASSED
         if "rotary_emb.inv_freq" in name:
             return PASSED
@@ -304,16 +371,21 @@ class DeepSeek(Names):
     hidden: int = 0  # layers of the model, the draft's behind them
     fuses_first: bool = True
     last: bool = True
-    packed_int4: bool = False
+    draft: str = ""  # its layer, for the class of the draft
     waiting: dict[str, tuple[str, TensorType]] = field(default_factory=dict)
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
-        if self.elsewhere(name):
+        if not self.draft and self.elsewhere(name):
             return PASSED
         if self.fused:
             name = name.replace("mlp.shared_experts", f"mlp.experts.{self.experts}")
-        if name.startswith("model.layers") and _layer(name) >= self.hidden:
+        if self.draft:
+            renamed = next_token(name, self.draft)
+            if renamed is None:
+                return PASSED
+            name = renamed
+        elif name.startswith("model.layers") and _layer(name) >= self.hidden:
             return PASSED
         stacked = self._stacked(name, stored)
         if stacked is not None:

@@ -9,9 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import (
+    BlockFp8,
+    CompressedFp8,
+    ModeloptFp4,
+    NoQuantization,
+    PackedFp4,
+    PackedIntegers,
+    Quantization,
+    Scheme,
+    Unquantized,
+)
+from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang.matching import (
     Compressed,
     Fused,
@@ -19,60 +32,11 @@ from qconvert.runtimes.sglang.matching import (
     is_layer_excluded,
     is_layer_skipped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.schemes import (
-    BlockFp8,
-    CompressedFp8,
-    ModeloptFp4,
-    PackedFp4,
-    PackedIntegers,
-    Scheme,
-    Unquantized,
-)
-from qconvert.runtimes.sglang.setting import Setting
 
 # Formats of compressed-tensors whose activations may be quantized too.
 _ACTIVATIONS = (
     "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
-
-
-class Quantization(Protocol):
-    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
-    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
-    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def blocks_shared(self) -> bool: ...
-    @property
-    def packed_int4(self) -> bool: ...
-    @property
-    def cache(self) -> bool: ...
-    def linear(self, module: str, kind: str) -> Scheme: ...
-    def experts(self, module: str) -> Scheme: ...
-    def head(self, module: str) -> Scheme | None: ...
-
-
-@dataclass(frozen=True)
-class NoQuantization:
-    """A config that states none."""
-
-    plain: Unquantized
-    name: str = ""
-    blocks_shared: bool = False
-    packed_int4: bool = False
-    cache: bool = False
-
-    def linear(self, module: str, kind: str) -> Scheme:
-        return self.plain
-
-    def experts(self, module: str) -> Scheme:
-        return self.plain
-
-    def head(self, module: str) -> Scheme | None:
-        return None
 
 
 class Fp8:
@@ -84,7 +48,7 @@ class Fp8:
     cache = True
 
     def __init__(self, block: Mapping[str, Any], fused: Fused, plain: Unquantized) -> None:
-        size = _pair(block.get("weight_block_size"))
+        size = pair_of(block.get("weight_block_size"))
         if size is None:
             raise NotSimulated("FP8 without weight_block_size")
         if block.get("activation_scheme") != "dynamic":
@@ -94,7 +58,7 @@ class Fp8:
         listed = block.get("ignored_layers")
         if listed is None:
             listed = block.get("modules_to_not_convert")
-        bases = [entry.removeprefix("model.") for entry in _names(listed)]
+        bases = [entry.removeprefix("model.") for entry in names_of(listed)]
         self._skips = SkipList([name for base in bases for name in (base, f"model.{base}")])
 
     def linear(self, module: str, kind: str) -> Scheme:
@@ -106,69 +70,6 @@ class Fp8:
 
     def head(self, module: str) -> Scheme | None:
         return None
-
-
-@dataclass(frozen=True)
-class _Group:
-    """One config group of compressed-tensors."""
-
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None
-    format: str | None
-
-    @property
-    def bits(self) -> int:
-        return int(self.weights.get("num_bits", 8))
-
-    @property
-    def integers(self) -> bool:
-        return str(self.weights.get("type", "int")) == "int"
-
-    @property
-    def symmetric(self) -> bool:
-        return bool(self.weights.get("symmetric", True))
-
-    @property
-    def group(self) -> int | None:
-        size = self.weights.get("group_size")
-        return None if size is None else int(size)
-
-    @property
-    def strategy(self) -> str:
-        stated = self.weights.get("strategy")
-        if stated is not None:
-            return str(stated)
-        return "tensor" if self.group is None else "group" if self.group > 0 else "channel"
-
-    @property
-    def actorder(self) -> str | None:
-        value = self.weights.get("actorder")
-        if value is True:
-            return "group"
-        return str(value) if value else None
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        """Rows and columns of a block of FP8, for activations quantized as they come."""
-        fits = (
-            not self.integers and self.bits == 8 and self.symmetric and self.strategy == "block"
-            and self.inputs is not None and bool(self.inputs.get("dynamic"))
-        )  # fmt: skip
-        return _pair(self.weights.get("block_structure")) if fits else None
-
-    @property
-    def is_integers(self) -> bool:
-        static = not self.weights.get("dynamic")
-        return (
-            self.integers and self.strategy in ("channel", "group") and static and not self.inputs
-        )
-
-    @property
-    def is_nvfp4(self) -> bool:
-        return (
-            not self.integers and self.bits == 4 and self.group == 16 and self.symmetric
-            and self.strategy == "tensor_group"
-        )  # fmt: skip
 
 
 # sglang 0.5.23, CompressedTensorsMxInt4MoE: parameters of other names and shapes.
@@ -186,21 +87,21 @@ class CompressedTensors:
         self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
     ) -> None:
         self._format = block.get("format")
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         groups = block.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
-            if not isinstance(group, Mapping) or not _is_group(group):
+            if not isinstance(group, Mapping) or not is_group(group):
                 raise NotSimulated("a config group that is none")
             own = group.get("format")
             inputs = group.get("input_activations") if _activations(own or self._format) else None
-            for target in _names(group.get("targets")):
-                self._groups[target] = _Group(group.get("weights") or {}, inputs or None, own)
+            for target in names_of(group.get("targets")):
+                self._groups[target] = Group(group.get("weights") or {}, inputs or None, own)
         self._plain, self._setting = plain, setting
-        self._names = Compressed(_names(block.get("ignore")), self._groups, fused)
+        self._names = Compressed(names_of(block.get("ignore")), self._groups, fused)
         linears = block.get("linear_fp8_config")
         self._linears: BlockFp8 | None = None
         if isinstance(linears, Mapping):
-            size = _pair(linears.get("weight_block_size"))
+            size = pair_of(linears.get("weight_block_size"))
             if linears.get("quant_method") != "fp8" or size is None:
                 raise NotSimulated("linear_fp8_config without FP8 blocks")
             self._linears = BlockFp8(*size)
@@ -246,12 +147,12 @@ class CompressedTensors:
                 return self._linear_of(module, group)
         return None
 
-    def _group(self, module: str, kind: str) -> _Group | None:
+    def _group(self, module: str, kind: str) -> Group | None:
         if self._names.ignored(module) or not self._groups:
             return None
         return self._groups[self._names.target(module, kind)]
 
-    def _linear_of(self, module: str, group: _Group) -> Scheme:
+    def _linear_of(self, module: str, group: Group) -> Scheme:
         form = group.format or self._format
         if group.is_integers:
             if form != "pack-quantized" or group.bits not in (4, 8):
@@ -264,11 +165,10 @@ class CompressedTensors:
             return self._fp4(group)
         block = group.block
         if _activations(form) and block is not None and self._setting.capability >= (8, 9):
-            linear = self._groups.get("Linear")
-            return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+            return self._fp8(block)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
-    def _experts_of(self, module: str, group: _Group) -> Scheme:
+    def _experts_of(self, module: str, group: Group) -> Scheme:
         if group.is_integers:
             if self._format != "pack-quantized" or group.bits not in (4, 8):
                 raise LoadRefused(
@@ -291,15 +191,21 @@ class CompressedTensors:
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:
             return self._fp4(group)
+        if group.block is not None:
+            return self._fp8(group.block)
         raise NotSimulated(f"experts with {group.strategy} scales")
 
-    def _integers(self, group: _Group, *, triton: bool) -> PackedIntegers:
+    def _integers(self, group: Group, *, triton: bool) -> PackedIntegers:
         size = group.group if group.strategy == "group" and group.group else -1
         return PackedIntegers(
             group.bits, size, group.symmetric, group.actorder, triton, self._plain.dtype
         )
 
-    def _fp4(self, group: _Group) -> PackedFp4:
+    def _fp8(self, block: tuple[int, int]) -> CompressedFp8:
+        linear = self._groups.get("Linear")
+        return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+
+    def _fp4(self, group: Group) -> PackedFp4:
         native = group.inputs is not None and self._setting.capability >= (10, 0)
         return PackedFp4(group.inputs is not None, native, self._plain.dtype)
 
@@ -321,14 +227,14 @@ class Modelopt:
             groups = block.get("config_groups")
             first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
             size = 16
-            if isinstance(first, Mapping) and _is_group(first):
+            if isinstance(first, Mapping) and is_group(first):
                 size = first["weights"].get("group_size") or 16
         if type(size) is not int or size < 1:
             raise NotSimulated(f"group_size {size!r}")
         excluded = block.get("ignore")
         for key in ("modules_to_not_convert", "exclude_modules"):
             excluded = block.get(key) if excluded is None else excluded
-        self._excluded = _names(excluded)
+        self._excluded = names_of(excluded)
         self._skips = SkipList(self._excluded)
         is_layer_excluded("", self._excluded)  # an invalid pattern is found here
         self._plain, self._fused = plain, fused
@@ -354,32 +260,174 @@ class Modelopt:
     def experts(self, module: str) -> Scheme:
         if is_layer_excluded(module, self._excluded):
             return self._plain
-        runner, capability = self._setting.moe_runner, self._setting.capability
-        marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
-        if capability < (10, 0) and not marlin:
-            raise LoadRefused(
-                "ValueError", "Current platform does not support NVFP4", module,
-                f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
-                "--moe-runner-backend marlin",
-            )  # fmt: skip
+        check_fp4_experts(module, self._setting)
         return self._scheme
 
     def head(self, module: str) -> Scheme | None:
         return self.linear(module, "ParallelLMHead")
 
 
-def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block that the runtime reads: the config's own, then its text config's, then
-    `compression_config`."""
-    text = config.get("text_config")
-    for place, key in (
-        (config, "quantization_config"), (text, "quantization_config"),
-        (config, "compression_config"),
-    ):  # fmt: skip
-        value = place.get(key) if isinstance(place, Mapping) else None
-        if isinstance(value, Mapping):
-            return value
-    return None
+_BLOCK_FP8 = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+
+
+class Mixed:
+    """modelopt's MIXED_PRECISION: an entry of `quantized_layers` for each module that is quantized, by
+    the checkpoint's names or the runtime's."""
+
+    name = "modelopt_mixed"
+    blocks_shared = False
+    packed_int4 = False
+
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    ) -> None:
+        layers = block.get("quantized_layers")
+        self._layers: dict[str, str] = {}
+        sizes: dict[str, list[object]] = {"nvfp4": [], "fp8": []}
+        for key, entry in layers.items() if isinstance(layers, Mapping) else ():
+            algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+            if not isinstance(algorithm, str) or algorithm.upper() not in (*_BLOCK_FP8, *_NVFP4):
+                raise NotSimulated(f"quant_algo {algorithm!r} of a module in quantized_layers")
+            self._layers[str(key)] = algorithm.upper()
+            which = "nvfp4" if algorithm.upper() in _NVFP4 else "fp8"
+            sizes[which].append(entry.get("group_size", 16 if which == "nvfp4" else 128))
+        if not sizes["nvfp4"]:
+            raise NotSimulated("MIXED_PRECISION whose quantized_layers name no NVFP4")
+        if not {"kv_cache_quant_algo", "kv_cache_scheme"} & set(block):
+            raise NotSimulated("MIXED_PRECISION without kv_cache_quant_algo: another file is read")
+        numbers = [*sizes["nvfp4"], *sizes["fp8"]]
+        if any(type(size) is not int or size < 1 for size in numbers):
+            raise NotSimulated(f"a group_size of {numbers!r}")
+        if len(set(sizes["fp8"])) > 1:
+            raise LoadRefused(
+                "ValueError", "requires all block-FP8 layers to use one group_size", "config.json",
+                f"quantized_layers state FP8 blocks of {sorted(set(map(str, sizes['fp8'])))}",
+            )  # fmt: skip
+        size = _int(next(iter(sizes["fp8"]), 128))
+        group = _int(sizes["nvfp4"][0])
+        self._schemes: dict[str, Scheme] = dict.fromkeys(_BLOCK_FP8, BlockFp8(size, size))
+        trtllm = setting.moe_runner in ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+        for name in _NVFP4:
+            made = ModeloptFp4(name == "W4A16_NVFP4", group, not trtllm, 64 if trtllm else 1)
+            self._schemes[name] = made
+        listed = block.get("ignore", block.get("exclude_modules"))
+        self._excluded = names_of(listed)
+        is_layer_excluded("", self._excluded)  # an invalid pattern is found here
+        self._fused, self._plain, self._setting = fused, plain, setting
+        scheme = block.get("kv_cache_scheme")
+        self.cache = isinstance(scheme, Mapping) or bool(block.get("kv_cache_quant_algo"))
+
+    def names(self, prefix: str) -> bool:
+        """Whether an entry's name begins so."""
+        return any(key.startswith(prefix) for key in self._layers)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        if skipped or is_layer_excluded(module, self._excluded):
+            return self._plain
+        return self._scheme(module)
+
+    def experts(self, module: str) -> Scheme:
+        if is_layer_excluded(module, self._excluded):
+            return self._plain
+        scheme = self._scheme(module)
+        if isinstance(scheme, ModeloptFp4):
+            check_fp4_experts(module, self._setting)
+        return scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return self.linear(module, "ParallelLMHead")
+
+    def _scheme(self, module: str) -> Scheme:
+        found = self._algorithm(module)
+        return self._plain if found is None else self._schemes[found]
+
+    def _algorithm(self, module: str) -> str | None:
+        """_resolve_quant_algo: the module's own entry, its parts', or one below it. Raises LoadRefused
+        where parts differ."""
+        tries = _spellings(module)
+        own = next((self._layers[name] for name in tries if name in self._layers), None)
+        if own is not None:
+            return own
+        base, _, last = module.rpartition(".")
+        parts = {
+            self._layers[name]
+            for at in _spellings(base or module)
+            for part in self._fused.get(last, ())
+            if (name := f"{at}.{part}") in self._layers
+        }
+        if len(parts) > 1:
+            raise LoadRefused(
+                "ValueError", "Mixed quant_algo within fused layer", module,
+                f"quantized_layers give its parts {sorted(parts)}, which are loaded as one module",
+            )  # fmt: skip
+        if parts:
+            return parts.pop()
+        for name in tries:
+            below = f"{name}."
+            found = next((a for key, a in self._layers.items() if key.startswith(below)), None)
+            if found is not None:
+                return found
+        return None
+
+
+def _spellings(module: str) -> list[str]:
+    """The names under which an entry is looked for."""
+    found = [module]
+    if module.endswith(".lm_head"):
+        found.append("lm_head")
+    outer, inner = "language_model.model.", "model.language_model."
+    if module.startswith(outer):
+        found.append(inner + module.removeprefix(outer))
+    elif module.startswith(inner):
+        rest = module.removeprefix(inner)
+        found += [outer + rest, f"model.{rest}"]
+    elif module.startswith("model."):
+        found.append(inner + module.removeprefix("model."))
+    return found
+
+
+def check_fp4_experts(module: str, setting: Setting) -> None:
+    """Raise LoadRefused where no kernel of this GPU takes modelopt's NVFP4 experts."""
+    runner, capability = setting.moe_runner, setting.capability
+    marlin = (8, 0) <= capability < (10, 0) if runner == "auto" else runner == "marlin"
+    if capability < (10, 0) and not marlin:
+        raise LoadRefused(
+            "ValueError", "Current platform does not support NVFP4", module,
+            f"a GPU of capability {capability[0]}.{capability[1]} takes NVFP4 experts only with "
+            "--moe-runner-backend marlin",
+        )  # fmt: skip
+
+
+_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+
+
+def renamed(config: Mapping[str, Any], renames: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+    """The config with the first of `renames` that is in a listed name replaced in it, as a class with a
+    mapper of names asks for (models/utils.py, WeightsMapper)."""
+
+    def other(name: str) -> str:
+        found = next(((old, new) for old, new in renames if old in name), None)
+        return name if found is None else name.replace(*found, 1)
+
+    block = block_of(config)
+    if block is None:
+        return config
+    listed = {key: names_of(block.get(key)) for key in _LISTS}
+    lists: dict[str, Any] = {key: list(map(other, names)) for key, names in listed.items() if names}
+    layers = block.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        lists |= {"quantized_layers": {other(str(key)): value for key, value in layers.items()}}
+    groups = block.get("config_groups")
+    if isinstance(groups, Mapping):
+        lists["config_groups"] = {
+            key: {**group, "targets": [other(name) for name in names_of(group.get("targets"))]}
+            if isinstance(group, Mapping)
+            else group
+            for key, group in groups.items()
+        }
+    return {**config, "quantization_config": {**block, **lists}}
 
 
 def quantization_of(
@@ -405,30 +453,16 @@ def _stated(
     if method == "compressed-tensors":
         return CompressedTensors(block, fused, plain, setting)
     if method == "modelopt" or (method is None and "quant_algo" in block):
+        if block.get("quant_algo") == "MIXED_PRECISION":
+            return Mixed(block, fused, plain, setting)
         return Modelopt(block, fused, plain, setting)
     raise NotSimulated(f"quant_method {method!r}")
 
 
-def _is_group(group: Mapping[str, Any]) -> bool:
-    """Whether the values that are read have the types that they must have."""
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping | None):
-        return False
-    numbers = (weights.get("num_bits", 8), weights.get("group_size", None))
-    return all(number is None or type(number) is int for number in numbers) and (
-        weights.get("num_bits", 8) in (4, 8) and weights.get("group_size") != 0
-    )
-
-
-def _names(value: object) -> Sequence[str]:
-    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
-
-
-def _pair(value: object) -> tuple[int, int] | None:
-    """Rows and columns of a block."""
-    if isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
-        return value[0], value[1]
-    return None
+def _int(value: object) -> int:
+    """A value that was found to be a number."""
+    assert isinstance(value, int)
+    return value
 
 
 def _activations(form: object) -> bool:

@@ -10,9 +10,9 @@ from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.runtimes.advisories import advisories
-from qconvert.runtimes.serving import SIMULATED, Answer, Serving, served
-from qconvert.runtimes.sglang.refusal import NotSimulated
-from qconvert.runtimes.sglang.simulator import Simulated
+from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.serving import SIMULATED, Answer, Serving, drafted, served
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
@@ -80,6 +80,10 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+            draft = drafted(
+                checkpoint.config, tensors, answer, groups=_groups(folder),
+                runtime=serving.consumer.name,
+            )  # fmt: skip
         except (NotSimulated, PlanError) as reason:
             raise NotChecked(f"not simulated: {reason}") from None
         version = SIMULATED[serving.consumer.name]
@@ -89,6 +93,11 @@ class ForRuntime:
         if answer.whole:
             size = format_size(answer.nbytes)
             yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank")
+        if draft is not None:
+            yield from _of_draft(draft)
+            if draft.whole:
+                size = format_size(draft.nbytes)
+                yield Proved(f"{who} loads the folder's draft model: {size} of weights more")
 
 
 def ask(
@@ -104,7 +113,8 @@ def ask(
     if stage is not None:
         number, partition = stage
         setting = replace(setting, pp=len(partition), partition=partition)
-    return served(config, tensors, setting, groups=groups, stage=number)
+    name = serving.consumer.name
+    return served(config, tensors, setting, groups=groups, stage=number, runtime=name)
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
@@ -136,6 +146,13 @@ def findings(answer: Answer) -> Iterator[Finding]:
         what = count(len(answer.ignored), "tensor")
         text = f"{what} reach no parameter{why}: {_some(answer.ignored)}{cure}"
         yield Finding("QC132", severity, answer.ignored[0], text)
+
+
+def _of_draft(answer: Answer) -> Iterator[Finding]:
+    """Findings about the draft: warnings, because the model is served without it, too."""
+    for finding in findings(answer):
+        text = f"draft, {finding.message}"
+        yield replace(finding, severity="warning", message=text)
 
 
 def _at(rank: Simulated) -> str:

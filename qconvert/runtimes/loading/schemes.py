@@ -3,7 +3,8 @@ layer, on one rank.
 
 Read in sglang 0.5.23, `create_weights` of: `layers/quantization/unquant.py`, `fp8.py`,
 `compressed_tensors/schemes/compressed_tensors_wNa16.py`, `_wNa16_moe.py`, `_w4a16_nvfp4.py`,
-`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, and `modelopt_quant.py`.
+`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w8a8_fp8_moe.py`, and
+`modelopt_quant.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qconvert.core.dtypes import Shape, ceil_div
-from qconvert.runtimes.sglang.parameters import (
+from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Experts,
     Layout,
@@ -22,7 +23,7 @@ from qconvert.runtimes.sglang.parameters import (
     Role,
     Wrapped,
 )
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,29 @@ def _check_columns(layout: Layout, block: int) -> None:
         )  # fmt: skip
 
 
+def _fp8_experts(moe: Moe, rows: int, columns: int, scale: str) -> Named:
+    """FP8 in blocks of `rows` x `columns`; both loaders assert the same of a rank's share."""
+    size = moe.columns
+    for what, block, name in (
+        ("output_size of gate's and up's weight", rows, "block_n"),
+        ("input_size of down's weight", columns, "block_k"),
+    ):
+        if size % block and (name == "block_n" or moe.tp > 1):
+            raise LoadRefused(
+                "ValueError", f"The {what} = {size} is not divisible by weight quantization "
+                f"{name} = {block}", "",
+                f"a rank's {size} rows of an expert cut blocks of {block}",
+            )  # fmt: skip
+    slots, hidden = moe.slots, moe.hidden
+    blocks = ceil_div(size, rows), ceil_div(hidden, columns)
+    down = ceil_div(hidden, rows), ceil_div(size, columns)
+    yield "w13_weight", moe.parameter("F8_E4M3", (slots, 2 * size, hidden), "weight")
+    yield "w2_weight", moe.parameter("F8_E4M3", (slots, hidden, size), "weight")
+    scales = slots, 2 * blocks[0], blocks[1]
+    yield f"w13_{scale}", moe.parameter("F32", scales, "group")
+    yield f"w2_{scale}", moe.parameter("F32", (slots, *down), "group")
+
+
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
     """FP8 codes with a scale for each block. Blocks that a rank would cut are refused."""
@@ -150,37 +174,19 @@ class BlockFp8:
         yield "weight_scale_inv", scale
 
     def experts(self, moe: Moe) -> Named:
-        size = moe.columns
-        for what, block, name in (
-            ("output_size of gate's and up's weight", self.rows, "block_n"),
-            ("input_size of down's weight", self.columns, "block_k"),
-        ):
-            if size % block and (name == "block_n" or moe.tp > 1):
-                raise LoadRefused(
-                    "ValueError", f"The {what} = {size} is not divisible by weight quantization "
-                    f"{name} = {block}", "",
-                    f"a rank's {size} rows of an expert cut blocks of {block}",
-                )  # fmt: skip
-        slots, hidden = moe.slots, moe.hidden
-        blocks = ceil_div(size, self.rows), ceil_div(hidden, self.columns)
-        down = ceil_div(hidden, self.rows), ceil_div(size, self.columns)
-        yield "w13_weight", moe.parameter("F8_E4M3", (slots, 2 * size, hidden), "weight")
-        yield "w2_weight", moe.parameter("F8_E4M3", (slots, hidden, size), "weight")
-        scales = slots, 2 * blocks[0], blocks[1]
-        yield "w13_weight_scale_inv", moe.parameter("F32", scales, "group")
-        yield "w2_weight_scale_inv", moe.parameter("F32", (slots, *down), "group")
+        yield from _fp8_experts(moe, self.rows, self.columns, "weight_scale_inv")
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedFp8:
-    """compressed-tensors' FP8 in blocks, for linears. `known`: the config's target `Linear` states the
+    """compressed-tensors' FP8 in blocks. `known`: the config's target `Linear` states the
     block; parts of fused projections are placed by it."""
 
     rows: int
     columns: int
     known: bool
     linear_name: str = "CompressedTensorsLinearMethod[CompressedTensorsW8A8Fp8]"
-    experts_name: str = ""
+    experts_name: str = "CompressedTensorsFusedMoEMethod[CompressedTensorsW8A8Fp8MoE]"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         _check_columns(layout, self.columns)
@@ -203,7 +209,7 @@ class CompressedFp8:
         )
 
     def experts(self, moe: Moe) -> Named:
-        raise NotSimulated("experts in compressed-tensors' FP8")
+        yield from _fp8_experts(moe, self.rows, self.columns, "weight_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,3 +402,41 @@ class ModeloptFp4:
                 "F32", shape, "single", modelopt=True, everywhere=True, needed=not self.weights
             )
             yield name, given
+
+
+class Quantization(Protocol):
+    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
+    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
+    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def blocks_shared(self) -> bool: ...
+    @property
+    def packed_int4(self) -> bool: ...
+    @property
+    def cache(self) -> bool: ...
+    def linear(self, module: str, kind: str) -> Scheme: ...
+    def experts(self, module: str) -> Scheme: ...
+    def head(self, module: str) -> Scheme | None: ...
+
+
+@dataclass(frozen=True)
+class NoQuantization:
+    """A config that states none."""
+
+    plain: Unquantized
+    name: str = ""
+    blocks_shared: bool = False
+    packed_int4: bool = False
+    cache: bool = False
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        return self.plain
+
+    def experts(self, module: str) -> Scheme:
+        return self.plain
+
+    def head(self, module: str) -> Scheme | None:
+        return None

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, Protocol
 
 from qconvert.core.dtypes import Shape, TensorType
-from qconvert.runtimes.sglang.refusal import LoadRefused
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 # Which part of a parameter a tensor is for: None, all of it; a number, q, k or v, a part of a fused
 # projection; several numbers, parts in a row; an expert and one of its three matrices.
@@ -85,9 +85,7 @@ def _kind(dtype: str) -> str:
     return "float" if dtype in ("F16", "BF16", "F32", "F64") else "integer"
 
 
-def _refused(
-    kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str
-) -> LoadRefused:
+def refused(kind: str, says: str, tensor: TensorType, into: Sequence[int], why: str) -> LoadRefused:
     """`where` is filled in by who knows the names."""
     return LoadRefused(kind, says, "", f"{why}: {tensor} for a parameter {list(into)}")
 
@@ -95,15 +93,15 @@ def _refused(
 def asserted(into: Shape, tensor: TensorType, shape: Shape, says: str = "") -> None:
     """An `assert` of the runtime that two shapes are equal."""
     if shape != into:
-        raise _refused("AssertionError", says, tensor, into, "the shapes differ")
+        raise refused("AssertionError", says, tensor, into, "the shapes differ")
 
 
 def narrowed(tensor: TensorType, shape: Shape, dim: int, start: int, length: int) -> Shape:
     """torch's narrow, which refuses what goes beyond the end."""
     if dim >= len(shape):
-        raise _refused("IndexError", "Dimension out of range", tensor, shape, "too few dimensions")
+        raise refused("IndexError", "Dimension out of range", tensor, shape, "too few dimensions")
     if start + length > shape[dim] or length < 0:
-        raise _refused(
+        raise refused(
             "RuntimeError", f"start ({start}) + length ({length}) exceeds dimension size", tensor,
             shape, f"the rank's rows {start} to {start + length} do not exist",
         )  # fmt: skip
@@ -115,7 +113,7 @@ def broadcast(into: Shape, tensor: TensorType, shape: Shape) -> None:
     if len(shape) > len(into) or any(
         have not in (1, want) for have, want in zip(reversed(shape), reversed(into), strict=False)
     ):
-        raise _refused(
+        raise refused(
             "RuntimeError", "must match", tensor, into, "the rank's part has another shape"
         )
 
@@ -160,7 +158,7 @@ class Convolution:
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         if len(tensor.shape) != 3:
-            raise _refused("RuntimeError", "", tensor, into, "expected 3 dimensions")
+            raise refused("RuntimeError", "", tensor, into, "expected 3 dimensions")
         start = 0
         for size in self.sizes:
             part = size // self.tp
@@ -184,7 +182,7 @@ class Vocabulary:
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         if tensor.shape[:1] != (self.rows,):
-            raise _refused(
+            raise refused(
                 "AssertionError", "self.org_vocab_size=", tensor, into,
                 f"expected the config's vocab_size {self.rows} rows",
             )  # fmt: skip
@@ -244,7 +242,7 @@ class Linear:
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         if not self.block and self.layout.kind in ("merged", "qkv"):
-            raise _refused(
+            raise refused(
                 "TypeError", "not subscriptable", tensor, into,
                 "the block of a fused projection is looked for in the target `Linear`, which states "
                 "none",
@@ -272,7 +270,7 @@ class Linear:
         shape = tensor.shape or (1,)
         silent = None
         if self.role in ("plain", "matrix", "block"):
-            silent = _cut(shape, 1, into[1], self.layout)
+            silent = not_as_long(shape, 1, into[1], self.layout)
             shape = _padded(tensor, shape, 1, self.layout.rank * into[1], into[1])
         asserted(into, tensor, shape)
         return Filled({None: prod(into)}, silent)
@@ -281,17 +279,17 @@ class Linear:
         shape = tensor.shape or (1,)
         silent = None
         if self.role not in ("tensor", "base"):
-            silent = _cut(shape, 0, into[0], self.layout)
+            silent = not_as_long(shape, 0, into[0], self.layout)
             shape = narrowed(tensor, shape, 0, self.layout.rank * into[0], into[0])
         asserted(into, tensor, shape)
         if self.role in ("matrix", "rows", "block") and tensor.dtype != dtype:
             have, want = _RANKS.get(tensor.dtype), _RANKS.get(dtype)
             if have is None or want is None:
                 says = "Unsupported copy between dtypes"
-                raise _refused("ValueError", says, tensor, into, f"expected {dtype}")
+                raise refused("ValueError", says, tensor, into, f"expected {dtype}")
             if want < have:
                 says = "Downcasting not allowed"
-                raise _refused("ValueError", says, tensor, into, f"expected {dtype}")
+                raise refused("ValueError", says, tensor, into, f"expected {dtype}")
         return Filled({None: prod(into)}, silent)
 
     def _contiguous(self, into: Shape, tensor: TensorType) -> Filled:
@@ -311,7 +309,7 @@ class Linear:
         else:
             sizes = [1 if self.role == "tensor" else self._rows(number) for number in numbers]
             if not tensor.shape or sum(sizes) != tensor.shape[0]:
-                raise _refused(
+                raise refused(
                     "RuntimeError", "split_with_sizes", tensor, into,
                     f"expected {sum(sizes)} rows, the parts {sizes}",
                 )  # fmt: skip
@@ -319,7 +317,7 @@ class Linear:
                 self._part(into, tensor, (size, *tensor.shape[1:]), number)
                 for number, size in zip(numbers, sizes, strict=True)
             ]
-        return _joined(parts)
+        return joined(parts)
 
     def _rows(self, number: int) -> int:
         """Rows of a part in the folder, in units of the parameter's."""
@@ -329,13 +327,13 @@ class Linear:
         """A tensor of several parts, or of all, offered to the linear's own loader."""
         count = len(self.layout.outputs)
         if self.role == "plain" and isinstance(shard, tuple):
-            raise _refused(
+            raise refused(
                 "NotImplementedError", "Shard id with multiple indices is not supported", tensor,
                 into, "the class takes these parts only in one tensor",
             )  # fmt: skip
         if self.role == "tensor":
             if tensor.numel != 1:
-                raise _refused("ValueError", "Expected scalar scale", tensor, into, "expected one")
+                raise refused("ValueError", "Expected scalar scale", tensor, into, "expected one")
             return Filled(dict.fromkeys(range(count), 1))
         if self.role == "base":
             asserted(into, tensor, tensor.shape)
@@ -354,7 +352,7 @@ class Linear:
             shape = narrowed(tensor, tensor.shape, 0, start, size)
             parts.append(self._part(into, tensor, shape, name))
             start += size
-        return _joined(parts)
+        return joined(parts)
 
     def _part(self, into: Shape, tensor: TensorType, shape: Shape, shard: Shard) -> Filled:
         """One part of a fused projection."""
@@ -363,7 +361,7 @@ class Linear:
         layout = self.layout
         if self.role == "tensor":
             if shape and shape[0] != 1:
-                raise _refused("AssertionError", "", tensor, into, "expected one scale")
+                raise refused("AssertionError", "", tensor, into, "expected one scale")
             asserted((), tensor, shape[1:])
             return Filled({number: 1})
         if self.role == "base":
@@ -395,7 +393,7 @@ class Linear:
         return offset // self.packed, size // self.packed
 
 
-def _joined(parts: Sequence[Filled]) -> Filled:
+def joined(parts: Sequence[Filled]) -> Filled:
     silent = next((part.silent for part in parts if part.silent), None)
     return Filled({key: size for part in parts for key, size in part.parts.items()}, silent)
 
@@ -403,11 +401,11 @@ def _joined(parts: Sequence[Filled]) -> Filled:
 def _padded(tensor: TensorType, shape: Shape, dim: int, start: int, size: int) -> Shape:
     """A rank's part; what lies beyond the tensor's end is filled with zeros."""
     if dim >= len(shape):
-        raise _refused("IndexError", "", tensor, shape, "too few dimensions")
+        raise refused("IndexError", "", tensor, shape, "too few dimensions")
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _cut(shape: Shape, dim: int, size: int, layout: Layout) -> str | None:
+def not_as_long(shape: Shape, dim: int, size: int, layout: Layout) -> str | None:
     """A tensor that is not as long as the parts of all ranks: cut or filled up with zeros."""
     if dim < len(shape) and shape[dim] != size * layout.tp:
         what = ("rows", "columns")[dim]
@@ -458,17 +456,13 @@ class Experts:
         slot = self.local(expert)
         assert slot is not None, "asked only for the rank's experts"
         if slot >= into[0]:
-            raise _refused(
-                "IndexError", "out of bounds", tensor, into, f"there is no expert {slot}"
-            )
+            raise refused("IndexError", "out of bounds", tensor, into, f"there is no expert {slot}")
         data = into[1:]
         shape = tensor.shape
         key, size = self.part(into, slot, which)
         if self.turned and not self.zeros:
             if len(shape) > 2:
-                raise _refused(
-                    "RuntimeError", "expects a tensor with", tensor, into, "not a matrix"
-                )
+                raise refused("RuntimeError", "expects a tensor with", tensor, into, "not a matrix")
             shape = shape[::-1]
         if self.role == "single":
             broadcast(data, tensor, _assigned(shape))
@@ -493,7 +487,7 @@ class Experts:
             broadcast(data, tensor, shape)
             return None
         if self.modelopt and (len(data) != 2 or len(shape) != 2):
-            raise _refused("ValueError", "Expected 2D tensors", tensor, data, "not a matrix")
+            raise refused("ValueError", "Expected 2D tensors", tensor, data, "not a matrix")
         part = self._share(tensor, shape, dim)
         silent = self._silent(shape, dim, data[dim])
         _copied(data, tensor, part, dim)
@@ -509,7 +503,7 @@ class Experts:
 
     def _share(self, tensor: TensorType, shape: Shape, dim: int) -> Shape:
         if dim >= len(shape):
-            raise _refused("IndexError", "", tensor, shape, "too few dimensions")
+            raise refused("IndexError", "", tensor, shape, "too few dimensions")
         return (*shape[:dim], shape[dim] // self.tp, *shape[dim + 1 :])
 
     def _silent(self, shape: Shape, dim: int, size: int) -> str | None:

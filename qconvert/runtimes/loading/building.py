@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qconvert.runtimes.sglang.parameters import (
+from qconvert.runtimes.loading.parameters import (
     Convolution,
     Kind,
     Layout,
@@ -18,10 +18,9 @@ from qconvert.runtimes.sglang.parameters import (
     Whole,
     Wrapped,
 )
-from qconvert.runtimes.sglang.quantization import Quantization
-from qconvert.runtimes.sglang.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.sglang.schemes import Moe, Named, Scheme, Unquantized
-from qconvert.runtimes.sglang.setting import Setting
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import Moe, Named, Quantization, Scheme, Unquantized
+from qconvert.runtimes.loading.setting import Setting
 
 _CLASSES: dict[Kind, str] = {
     "replicated": "ReplicatedLinear", "column": "ColumnParallelLinear",
@@ -64,6 +63,10 @@ class Config:
         value = self._values.get(key)
         return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
+    def replaced(self, **values: object) -> Config:
+        """The same with other values."""
+        return Config({**self._values, **values})
+
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
@@ -73,6 +76,16 @@ class Config:
         stated = str(self.get("dtype") or self.get("torch_dtype") or "bfloat16")
         types = {"bfloat16": "BF16", "float16": "F16", "float32": "BF16"}
         return types.get(stated.removeprefix("torch."), "BF16")
+
+
+def text_config(config: Mapping[str, Any]) -> Config:
+    """The numbers of the language model: a config of text and images nests them."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return Config(config)
+    tied = config.get("tie_word_embeddings")
+    whole = {**text, "vision_config": config.get("vision_config")}
+    return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
 def divided(size: int, by: int, where: str) -> int:
@@ -96,6 +109,7 @@ class Build:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     schemes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
 
     def whole(self, name: str, *shape: int, dtype: str = "") -> None:
         """A parameter that every rank has all of."""
@@ -136,6 +150,12 @@ class Build:
             made.slot = slot if by_rows else Whole(scalar=True)
             self.parameters[f"{module}.{name}"] = made
 
+    def unused(self, module: str) -> None:
+        """A module that the rank builds and does not compute with."""
+        for name, parameter in self.parameters.items():
+            if name.startswith(f"{module}."):
+                parameter.needed = False
+
     def linear(
         self,
         module: str,
@@ -147,10 +167,13 @@ class Build:
         bias: bool = False,
         wrapped: Wrapped = "",
         replicas: int = 1,
+        whole: bool = False,
     ) -> Scheme:
-        """A linear. `asked`: the name under which the runtime looks for its scheme, if another."""
-        tp = 1 if kind == "replicated" else self.setting.tp
-        rank = 0 if kind == "replicated" else self.setting.rank
+        """A linear. `asked`: the name under which the runtime looks for its scheme, if another; `whole`:
+        every rank has all of it."""
+        alone = kind == "replicated" or whole
+        tp = 1 if alone else self.setting.tp
+        rank = 0 if alone else self.setting.rank
         for size in (inputs,) if kind == "row" else outputs if kind != "replicated" else ():
             divided(size, tp, module)
         if scheme is None:

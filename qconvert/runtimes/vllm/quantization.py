@@ -1,0 +1,355 @@
+"""A config's quantization as vLLM reads it: which scheme each module gets.
+
+Read in vLLM 0.33.0, `layers/quantization/`: `fp8.py`, `compressed_tensors/compressed_tensors.py`,
+`compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py`, `auto_gptq.py`, `modelopt.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.patterns import compiled
+from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import (
+    CompressedFp8,
+    NoQuantization,
+    Quantization,
+    Scheme,
+    Unquantized,
+)
+from qconvert.runtimes.vllm.matching import (
+    Fused,
+    check_patterns,
+    excluded,
+    holds_codes,
+    ignored,
+    overridden,
+    renamed,
+    skipped,
+    target,
+)
+from qconvert.runtimes.vllm.schemes import Fp4, Fp8, Gptq, Integers, ModelFp4, ModelFp8
+
+# Formats of compressed-tensors whose activations may be quantized too.
+_ACTIVATIONS = (
+    "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
+)  # fmt: skip
+_FLOATS = ("F16", "BF16", "F32")
+Renames = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a class gives its quantization: names that it fuses and prefixes that it rewrites, the plain
+    scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
+
+    fused: Fused
+    renames: Renames
+    plain: Unquantized
+    tensors: Mapping[str, TensorType]
+
+
+class _Base:
+    blocks_shared = False
+    packed_int4 = False
+    cache = True
+    name = ""
+
+    def head(self, module: str) -> Scheme | None:
+        return None
+
+
+class Fp8Blocks(_Base):
+    """quant_method fp8, in blocks."""
+
+    name = "fp8"
+
+    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+        size = pair_of(block.get("weight_block_size"))
+        if size is None:
+            raise NotSimulated("FP8 without weight_block_size")
+        if block.get("activation_scheme") != "dynamic":
+            raise NotSimulated(f"activation_scheme {block.get('activation_scheme')!r}")
+        if block.get("store_dtype") is not None:
+            raise NotSimulated("store_dtype")
+        listed = names_of(block.get("ignored_layers")) or names_of(
+            block.get("modules_to_not_convert")
+        )
+        self._ignored = renamed(listed, stated.renames)
+        self._scheme, self._stated = Fp8(*size), stated
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        at = self._stated
+        return at.plain if skipped(module, self._ignored, at.fused) else self._scheme
+
+    def experts(self, module: str) -> Scheme:
+        return self.linear(module, "")
+
+
+class CompressedTensors(_Base):
+    """quant_method compressed-tensors: packed integers and NVFP4. `linear_fp8_config` is sglang's alone:
+    what it describes is built unquantized."""
+
+    name = "compressed-tensors"
+
+    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+        if block.get("sparsity_config") or block.get("transform_config"):
+            raise NotSimulated("sparsity_config or transform_config")
+        cache = block.get("kv_cache_scheme")
+        if cache is not None and not (
+            isinstance(cache, Mapping)
+            and cache.get("strategy") == "tensor"
+            and cache.get("type") == "float"
+            and cache.get("num_bits") == 8
+        ):
+            raise NotSimulated("a kv_cache_scheme other than FP8 with one scale")
+        self._format, self._stated = block.get("format"), stated
+        self._groups: dict[str, Group] = {}
+        groups = block.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            if not isinstance(group, Mapping) or not is_group(group):
+                raise NotSimulated("a config group that is none")
+            if group.get("output_activations"):
+                raise NotSimulated("output_activations")
+            inputs = group.get("input_activations") or None
+            made = Group(group.get("weights") or {}, inputs, group.get("format"))
+            if made.actorder in ("group", "dynamic"):
+                raise LoadRefused(
+                    "ValueError", "is no longer supported", "config.json",
+                    "columns grouped by importance (actorder group) are not taken any more",
+                )  # fmt: skip
+            for name in names_of(group.get("targets")):
+                path = "." in name and not name.startswith("re:")
+                self._groups[renamed([name], stated.renames)[0] if path else name] = made
+        listed = names_of(block.get("ignore"))
+        check_patterns([*listed, *self._groups])
+        self._ignore = [
+            entry
+            if entry.startswith("re:") or "." not in entry
+            else renamed([entry], stated.renames)[0]
+            for entry in listed
+        ]
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        group = self._group(module, kind)
+        if group is None:
+            return self._stated.plain
+        form = group.format or self._format
+        if group.is_nvfp4:
+            return self._fp4(group)
+        if group.is_integers and form == "pack-quantized" and group.bits in (4, 8):
+            return self._integers(group)
+        if form in _ACTIVATIONS and group.block is not None:
+            return CompressedFp8(*group.block, known=True)
+        raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
+
+    def experts(self, module: str) -> Scheme:
+        if "Linear" in self._groups and "RoutedExperts" not in self._groups:
+            self._groups["RoutedExperts"] = self._groups["Linear"]
+        projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
+        found = [self._group(name, "RoutedExperts") for name in projections]
+        if any(group != found[0] for group in found):
+            raise LoadRefused(
+                "ValueError", "All MoE projections need to have same", module,
+                "gate_proj, up_proj and down_proj of the experts have different schemes",
+            )  # fmt: skip
+        group = found[0]
+        if group is None:
+            return self._stated.plain
+        if group.is_integers:
+            form = group.format or self._format
+            if form != "pack-quantized" or group.bits not in (4, 8):
+                raise LoadRefused(
+                    "ValueError", "For Fused MoE layers, only format", module,
+                    f"the loader takes packed 4- and 8-bit codes, not {group.bits} bits in {form}",
+                )  # fmt: skip
+            return self._integers(group)
+        if group.is_nvfp4:
+            return self._fp4(group)
+        raise NotSimulated(f"experts with {group.strategy} scales")
+
+    def head(self, module: str) -> Scheme | None:
+        return None if self._group(module, "ParallelLMHead") is None else self.linear(module, "")
+
+    def _group(self, module: str, kind: str) -> Group | None:
+        fused = self._stated.fused
+        if ignored(module, self._ignore, fused) or not self._groups:
+            return None
+        found = target(module, kind, self._groups, fused)
+        return None if found is None else self._groups[found]
+
+    def _integers(self, group: Group) -> Integers:
+        size = group.group if group.strategy == "group" and group.group else -1
+        return Integers(group.bits, size, group.symmetric, None, False, self._stated.plain.dtype)
+
+    def _fp4(self, group: Group) -> Fp4:
+        return Fp4(group.inputs is not None, group.inputs is not None)
+
+
+class Modelopt(_Base):
+    """modelopt's NVFP4 for all modules that its list does not name, or, in MIXED_PRECISION, one
+    algorithm for each module that `quantized_layers` names."""
+
+    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+        algorithm = str(block.get("quant_algo")).upper()
+        layers = block.get("quantized_layers")
+        self._layers: dict[str, str] | None = None
+        if algorithm == "MIXED_PRECISION":
+            if not isinstance(layers, Mapping) or not layers:
+                raise NotSimulated("MIXED_PRECISION without quantized_layers")
+            self._layers = {
+                renamed([str(name)], stated.renames)[0]: str(entry.get("quant_algo", "")).upper()
+                for name, entry in layers.items()
+                if isinstance(entry, Mapping)
+            }
+        elif algorithm not in ("NVFP4", "W4A16_NVFP4"):
+            raise NotSimulated(f"quant_algo {algorithm!r}")
+        size = block.get("group_size")
+        size = 16 if size is None else size
+        if type(size) is not int or size < 1:
+            raise NotSimulated(f"group_size {size!r}")
+        self._algorithm, self._group, self._stated = algorithm, size, stated
+        self.name = "modelopt_mixed" if self._layers is not None else "modelopt_fp4"
+        scheme = block.get("kv_cache_scheme")
+        self.cache = self._layers is None or isinstance(scheme, Mapping)
+        entries: list[str] = []
+        for entry in names_of(block.get("ignore", block.get("exclude_modules"))):
+            tree = len(entry) >= 2 and entry[-1] == "*" and entry[-2] != "."
+            entries += [entry[:-1], f"{entry[:-1]}.*"] if tree else [entry]
+        self._excluded = renamed(entries, stated.renames)
+        excluded("", self._excluded, {})  # an invalid pattern is found here
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        return self._scheme(module)
+
+    def experts(self, module: str) -> Scheme:
+        return self._scheme(module)
+
+    def head(self, module: str) -> Scheme | None:
+        return self._scheme(module)
+
+    def _scheme(self, module: str) -> Scheme:
+        if excluded(module, self._excluded, self._stated.fused):
+            return self._stated.plain
+        algorithm: str | None = self._algorithm
+        if self._layers is not None:
+            algorithm = self._of_layer(module, self._layers)
+        if algorithm is None:
+            return self._stated.plain
+        if algorithm == "FP8_PB_WO":
+            return ModelFp8()
+        if algorithm in ("NVFP4", "W4A16_NVFP4"):
+            weights = algorithm == "W4A16_NVFP4"
+            return ModelFp4(weights, self._group, False, dtype=self._stated.plain.dtype)
+        raise NotSimulated(f"quant_algo {algorithm!r}")
+
+    def _of_layer(self, module: str, layers: Mapping[str, str]) -> str | None:
+        """_resolve_quant_algo: the module's own entry, its parts', one below it, one beside it."""
+        if module in layers:
+            return layers[module]
+        base, _, last = module.rpartition(".")
+        for fused in (self._stated.fused, _ALWAYS_FUSED):
+            found = {layers[name] for p in fused.get(last, ()) if (name := f"{base}.{p}") in layers}
+            if len(found) > 1:
+                raise LoadRefused(
+                    "ValueError", "Mixed quant_algo within fused layer", module,
+                    f"quantized_layers give its parts {sorted(found)}, which are loaded as one module",
+                )  # fmt: skip
+            if found:
+                return found.pop()
+            if fused is self._stated.fused:
+                places = [f"{module}."] + [f"{base}."] * module.endswith(".experts")
+                for place in places:
+                    below = next((a for name, a in layers.items() if name.startswith(place)), None)
+                    if below is not None:
+                        return below
+        return None
+
+
+_ALWAYS_FUSED: Fused = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+}  # fmt: skip
+
+
+class GptqCodes(_Base):
+    """quant_method gptq: every module with codes in the folder, unless `dynamic` excludes it."""
+
+    name = "auto_gptq"
+    cache = False
+
+    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+        self._bits, self._group = block.get("bits"), block.get("group_size")
+        if type(self._bits) is not int or type(self._group) is not int or not self._group:
+            raise NotSimulated("bits and group_size that are no numbers")
+        if block.get("desc_act") and self._group != -1:
+            raise LoadRefused(
+                "ValueError", "is no longer", "config.json",
+                "columns grouped by importance (desc_act) are not taken any more",
+            )  # fmt: skip
+        if self._bits not in (4, 8) or block.get("sym") is not True:
+            raise LoadRefused(
+                "ValueError", "Unsupported quantization config", "config.json",
+                f"expected 4 or 8 bits and symmetric codes, found {self._bits} bits, sym "
+                f"{block.get('sym')}",
+            )  # fmt: skip
+        if block.get("lm_head") or block.get("modules_in_block_to_quantize"):
+            raise NotSimulated("lm_head or modules_in_block_to_quantize")
+        dynamic = block.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping) or any(
+            not str(rule).startswith("-:") and stated for rule, stated in dynamic.items()
+        ):
+            raise NotSimulated("rules of `dynamic` that state another form")
+        for rule in dynamic:
+            compiled(str(rule)[2:] if str(rule)[:2] in ("-:", "+:") else str(rule))
+        self._dynamic, self._stated = {str(rule): value for rule, value in dynamic.items()}, stated
+        self._scheme = Gptq(self._bits, self._group, stated.plain.dtype)
+        found = {n.rpartition(".")[0] for n, t in stated.tensors.items() if t.dtype not in _FLOATS}
+        self._quantized = renamed(_modules(found), stated.renames)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        plain = self._stated.plain
+        if not holds_codes(module, self._quantized, self._stated.fused):
+            return plain
+        return plain if overridden(module, self._dynamic) is None else self._scheme
+
+    def experts(self, module: str) -> Scheme:
+        excluded = overridden(module, self._dynamic) is None
+        return self._stated.plain if excluded else self._scheme
+
+
+_NUMBER = re.compile(r"\.experts\.[0-9]+\..*")
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """The names without those of experts, of which there are thousands and which no linear holds."""
+    return sorted(name for name in names if not _NUMBER.search(name)) or ["\0"] * bool(names)
+
+
+def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:
+    """What a config states, for a class that maps names as stated. Raises NotSimulated, and LoadRefused
+    for what the runtime refuses to read."""
+    block = block_of(config)
+    if block is None:
+        return NoQuantization(stated.plain)
+    try:
+        return _quantization(block, stated)
+    except re.error as error:
+        raise NotSimulated(f"a pattern of the quantization config: {error}") from None
+
+
+def _quantization(block: Mapping[str, Any], stated: Stated) -> Quantization:
+    method = block.get("quant_method")
+    if method == "fp8":
+        return Fp8Blocks(block, stated)
+    if method == "compressed-tensors":
+        return CompressedTensors(block, stated)
+    if method == "modelopt":
+        return Modelopt(block, stated)
+    if method == "gptq":
+        return GptqCodes(block, stated)
+    raise NotSimulated(f"quant_method {method!r}")

@@ -1,0 +1,257 @@
+"""The parameters that each way of storing weights has in vLLM, on one rank; what it shares with sglang
+is in `loading.schemes`.
+
+Read in vLLM 0.33.0, `create_weights` of `layers/quantization/`: `fp8.py`, `auto_gptq.py`, `modelopt.py`,
+`compressed_tensors/schemes/` and `compressed_tensors/compressed_tensors_moe/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from qconvert.core.dtypes import Shape, ceil_div
+from qconvert.runtimes.loading.parameters import Layout, Parameter, Role, Wrapped
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.schemes import (
+    BlockFp8,
+    ModeloptFp4,
+    Moe,
+    Named,
+    PackedFp4,
+    PackedIntegers,
+)
+from qconvert.runtimes.vllm.parameters import ExpertPart, LinearPart
+
+_SMALLEST_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(BlockFp8):
+    """FP8 in blocks. Parts of a fused projection may cut blocks, others may not; blocks of experts that
+    ranks cut are taken for smaller ones."""
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        if layout.kind == "row" and layout.tp > 1 and layout.columns % self.columns:
+            raise LoadRefused(
+                "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
+                f"by weight quantization block_k = {self.columns}", "",
+                f"a rank's {layout.columns} columns cut blocks of {self.columns}",
+            )  # fmt: skip
+        alone = len(layout.outputs) == 1 and layout.kind in ("column", "merged")
+        if alone and layout.tp > 1 and layout.rows % self.rows:
+            raise LoadRefused(
+                "ValueError", f"Weight output_partition_size = {layout.rows} is not divisible by "
+                f"weight quantization block_n = {self.rows}", "",
+                f"a rank's {layout.rows} rows cut blocks of {self.rows}",
+            )  # fmt: skip
+        shape = layout.rows, layout.columns
+        scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
+        yield "weight", Parameter("F8_E4M3", shape, LinearPart(layout, "matrix"))
+        yield "weight_scale_inv", Parameter("F32", scales, LinearPart(layout, "block", self.rows))
+
+    def experts(self, moe: Moe) -> Named:
+        size, rows, columns = moe.columns, self.rows, self.columns
+        if size % rows or (moe.tp > 1 and size % columns):
+            rows = columns = gcd(rows, columns, size, moe.hidden)
+            if rows < _SMALLEST_BLOCK:
+                raise NotSimulated(f"FP8 blocks of experts that a rank's {size} rows cut")
+        finer = self.rows // rows, self.columns // columns
+        for name, parameter in BlockFp8.experts(BlockFp8(rows, columns), moe):
+            if name.endswith("_inv"):
+                parameter.slot = expert_part(parameter, finer)
+            yield name, parameter
+
+
+def expert_part(parameter: Parameter, finer: tuple[int, int] = (1, 1)) -> ExpertPart:
+    """vLLM's way to put a tensor into a parameter of experts."""
+    slot = parameter.slot
+    if isinstance(slot, ExpertPart):
+        return slot
+    names = (
+        "role",
+        "routed",
+        "fused",
+        "ep",
+        "ep_rank",
+        "tp",
+        "turned",
+        "zeros",
+        "modelopt",
+        "everywhere",
+    )
+    return ExpertPart(**{name: getattr(slot, name) for name in names}, finer=finer)
+
+
+@dataclass(frozen=True, slots=True)
+class Integers(PackedIntegers):
+    """compressed-tensors' W4A16 and W8A16; experts are laid out as in the folder."""
+
+    @property
+    def experts_name(self) -> str:
+        return "CompressedTensorsWNA16MoEMethod"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        grouped = self.group if self.group != -1 else layout.inputs
+        repeated = self.group == -1 and layout.kind == "row" and layout.tp > 1
+        columns = layout.inputs if repeated else layout.columns
+        if columns % grouped:
+            raise LoadRefused(
+                "ValueError", "group_size", "",
+                f"a rank's {layout.columns} columns cut groups of {grouped}",
+            )  # fmt: skip
+        role: Role = "rows" if repeated else "matrix"
+        word = self.per_word
+        codes, scales = (
+            (layout.rows, ceil_div(layout.columns, word)),
+            (layout.rows, columns // grouped),
+        )
+        yield "weight_packed", Parameter("I32", codes, LinearPart(layout, "matrix"))
+        yield "weight_scale", Parameter(self.dtype, scales, LinearPart(layout, role))
+        yield "weight_shape", Parameter("I64", (2,), LinearPart(layout, "base"), needed=False)
+        if not self.symmetric:
+            zeros = ceil_div(layout.rows, word), columns // grouped
+            slot = LinearPart(layout, role, packed=word)
+            yield "weight_zero_point", Parameter("I32", zeros, slot)
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, self.per_word
+        if self.group != -1 and (hidden % self.group or size % self.group):
+            raise LoadRefused(
+                "ValueError", "CompressedTensors WNA16 MoE", "",
+                f"a rank's {size} rows of an expert cut groups of {self.group}",
+            )  # fmt: skip
+        up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
+        kind = "channel" if self.group == -1 else "group"
+        shapes: dict[str, tuple[str, Shape]] = {
+            "w13_weight_packed": ("I32", (slots, 2 * size, hidden // word)),
+            "w2_weight_packed": ("I32", (slots, hidden, size // word)),
+            "w13_weight_scale": (self.dtype, (slots, 2 * size, up)),
+            "w2_weight_scale": (self.dtype, (slots, hidden, down)),
+        }
+        if not self.symmetric:
+            shapes |= {
+                "w13_weight_zero_point": ("I32", (slots, 2 * size // word, up)),
+                "w2_weight_zero_point": ("I32", (slots, hidden // word, down)),
+            }
+        for name, (dtype, shape) in shapes.items():
+            role = "weight" if name.endswith("packed") else kind
+            yield name, moe.parameter(dtype, shape, role)  # type: ignore[arg-type]
+        for name in ("w2_weight_shape", "w13_weight_shape"):
+            yield name, moe.parameter(self.dtype, (slots, 2), "single", needed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4(PackedFp4):
+    """compressed-tensors' NVFP4; experts have scales of activations even where nobody reads them."""
+
+    @property
+    def linear_name(self) -> str:
+        return "CompressedTensorsLinearMethod[CompressedTensorsW4A4Fp4]"
+
+    @property
+    def experts_name(self) -> str:
+        return "CompressedTensorsW4A4Nvfp4MoEMethod"
+
+    def experts(self, moe: Moe) -> Named:
+        yield from PackedFp4.experts(PackedFp4(True, self.inputs), moe)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFp4(ModeloptFp4):
+    """modelopt's NVFP4."""
+
+    dtype: str = "BF16"
+
+    @property
+    def linear_name(self) -> str:
+        return "ModelOptLinearMethod"
+
+    @property
+    def experts_name(self) -> str:
+        return "ModelOptNvFp4FusedMoE"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        for name, parameter in ModeloptFp4.linear(self, layout, wrapped):
+            if name == "input_scale" and self.weights:
+                parameter.dtype = self.dtype  # made to be dropped, in the model's type
+            yield name, parameter
+
+    def experts(self, moe: Moe) -> Named:
+        for name, parameter in ModeloptFp4.experts(self, moe):
+            if name.endswith("input_scale"):
+                shape: Shape = (moe.slots, 2) if name.startswith("w13") else (moe.slots,)
+                role = "tensor"
+                made = moe.parameter("F32", shape, role, needed=not self.weights)  # type: ignore[arg-type]
+                yield name, made
+            else:
+                yield name, parameter
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFp8:
+    """modelopt's FP8 in blocks of 128 x 128 (FP8_PB_WO): scales in four dimensions."""
+
+    linear_name: str = "ModelOptLinearMethod"
+    experts_name: str = "Fp8MoEMethod"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        if layout.columns % 128:
+            raise LoadRefused(
+                "ValueError", "FP8_PB_WO requires in divisible by 128", "",
+                f"a rank's {layout.columns} columns cut blocks of 128",
+            )  # fmt: skip
+        shape = layout.rows, layout.columns
+        yield "weight", Parameter("F8_E4M3", shape, LinearPart(layout, "matrix"))
+        scales = ceil_div(layout.rows, 128), 1, layout.columns // 128, 1
+        yield "weight_scale", Parameter("F32", scales, LinearPart(layout, "block", 128, across=2))
+
+    def experts(self, moe: Moe) -> Named:
+        return Fp8(128, 128).experts(moe)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """GPTQ's packing: codes [K / 8, N], scales [groups, N], zero points of symmetric codes, too."""
+
+    bits: int
+    group: int
+    dtype: str = "BF16"
+    linear_name: str = "AutoGPTQLinearMethod"
+    experts_name: str = "AutoGPTQMoEMethod"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        word = 32 // self.bits
+        grouped = self.group if self.group != -1 else layout.inputs
+        repeated = self.group == -1 and layout.kind == "row" and layout.tp > 1
+        groups = (layout.inputs if repeated else layout.columns) // grouped
+        if not repeated and layout.columns % grouped:
+            raise NotSimulated(f"groups of {grouped} that a rank's {layout.columns} columns cut")
+        role: Role = "rows" if repeated else "matrix"
+
+        def part(role: Role, packed: int = 1) -> LinearPart:
+            return LinearPart(layout, role, packed=packed, turned=True)
+
+        yield "qweight", Parameter("I32", (layout.columns // word, layout.rows), part("matrix"))
+        yield "scales", Parameter(self.dtype, (groups, layout.rows), part(role))
+        yield "qzeros", Parameter("I32", (groups, layout.rows // word), part(role, word))
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, 32 // self.bits
+        fits = self.group in (-1, 32, 64, 128) and hidden % 128 == 0
+        if not fits or (self.group != -1 and size % self.group):
+            raise NotSimulated(f"GPTQ experts of {hidden} x {size} in groups of {self.group}")
+        up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
+        kind = "channel" if self.group == -1 else "group"
+        for name, dtype, shape, role in (
+            ("w13_qweight", "I32", (slots, hidden // word, 2 * size), "weight"),
+            ("w2_qweight", "I32", (slots, size // word, hidden), "weight"),
+            ("w13_scales", self.dtype, (slots, up, 2 * size), kind),
+            ("w2_scales", self.dtype, (slots, down, hidden), kind),
+            ("w13_qzeros", "I32", (slots, up, 2 * size // word), kind),
+            ("w2_qzeros", "I32", (slots, down, hidden // word), kind),
+        ):
+            yield name, moe.parameter(dtype, shape, role, turned=True, zeros=True)  # type: ignore[arg-type]
+        # Dropped after the load where the folder has none.
+        yield "w13_bias", moe.parameter(self.dtype, (slots, 2 * size), "weight", needed=False)
+        yield "w2_bias", moe.parameter(self.dtype, (slots, hidden), "channel", needed=False)

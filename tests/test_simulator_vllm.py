@@ -1,0 +1,319 @@
+"""The simulator of vLLM's loader, without the loader: cells with their answers, and what must hold for
+any folder. That it says what the loader says is shown by tests/loaders/test_simulator_vllm.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run_cli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaders.published import FAMILIES, published
+from sampled import sampled
+from simulated_folders import (
+    JUNK,
+    LINEARS,
+    Config,
+    Tensors,
+    folder,
+    integers,
+    large,
+    mixed,
+    places,
+)
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.setting import BLACKWELL, Setting
+from qconvert.runtimes.serving import SIMULATED, loads, served
+from qconvert.runtimes.vllm.matching import excluded, ignored, skipped, target
+from qconvert.runtimes.vllm.simulator import simulate
+
+
+@pytest.mark.parametrize("tp", sampled([4, 2, 1], 3))
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_checkpoints_load_whole(family: str, fp8: bool, tp: int) -> None:
+    config, tensors = folder(family, fp8=fp8)
+    answer = simulate(config, tensors, Setting(tp=tp, rank=tp - 1))
+    if (family, fp8, tp) == ("deepseek_v3", True, 4):  # heads of 192 rows
+        assert answer.refused is not None
+        assert "192 is not divisible by weight quantization block_n = 128" in answer.refused.says
+        return
+    assert answer.whole
+    draft = "model.layers.3." if family in ("deepseek_v3", "glm4_moe") else "mtp."
+    assert all(name.startswith(draft) for name in answer.unread)
+
+
+def test_stages_own_a_layer_more_from_the_second_last() -> None:
+    config, tensors = folder("qwen3_5_moe_text")
+    stages = [simulate(config, tensors, Setting(pp=3, stage=stage)) for stage in range(3)]
+    layers = [{n.split(".")[2] for n in s.parameters if ".layers." in n} for s in stages]
+    assert layers == [{"0"}, {"1", "2"}, {"3"}]
+    assert all("model.embed_tokens.weight" in stage.parameters for stage in stages)
+    last = simulate(*folder("qwen3_moe"), Setting(pp=3, stage=2)).refused
+    assert last is not None
+    assert "No Qwen3MoE" in last.says
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        (Setting(pp=2, partition=(1, 3)), "ValueError"),
+        (Setting(tp=3), "ValidationError"),
+        (Setting(tp=2, ep=2), ""),
+    ],
+)
+def test_sizes_that_no_folder_fits(setting: Setting, kind: str) -> None:
+    refused = simulate(*folder("glm4_moe"), setting).refused
+    assert (refused.kind if refused else "") == kind
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
+def test_experts_in_integers(family: str) -> None:
+    config, tensors = integers(*folder(family), ".experts.", 32, ignore=LINEARS)
+    answer = simulate(config, tensors)
+    assert answer.whole
+    assert "CompressedTensorsWNA16MoEMethod" in answer.schemes.values()
+
+
+@pytest.mark.parametrize(("tp", "refused"), [(1, ""), (2, ""), (4, "cut groups of 128")])
+def test_groups_of_an_expert_among_ranks(tp: int, refused: str) -> None:
+    """256 rows: four ranks have 64 each."""
+    config, tensors = integers(*folder("qwen3_moe", inner=256), ".experts.", 128, ignore=LINEARS)
+    answer = simulate(config, tensors, Setting(tp=tp)).refused
+    assert refused in str(answer)
+    assert bool(refused) is (answer is not None)
+
+
+def test_blocks_of_experts_that_ranks_cut_are_taken_for_smaller_ones() -> None:
+    config, tensors = folder("qwen3_moe", fp8=True, inner=384)
+    answer = simulate(config, tensors, Setting(tp=4, rank=3))
+    assert answer.whole
+    scale = "model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv"
+    assert answer.parameters[scale].shape == (4, 8, 3)  # 96 rows in blocks of 32
+
+
+def test_norms_without_tensors() -> None:
+    """Unquantized models are checked when all is read, quantized ones are not."""
+    for fp8 in (False, True):
+        config, tensors = folder("glm4_moe", fp8=fp8)
+        del tensors["model.layers.0.input_layernorm.weight"]
+        answer = simulate(config, tensors)
+        assert (answer.refused is None) is fp8
+        assert not answer.whole
+        assert not fp8 or answer.missing == ("model.layers.0.input_layernorm.weight",)
+
+
+def test_a_name_that_leads_nowhere_ends_the_load() -> None:
+    for family, kind in (("glm4_moe", "ValueError"), ("deepseek_v3", "KeyError")):
+        config, tensors = folder(family)
+        tensors["model.layers.0.other.weight"] = TensorType("BF16", (4,))
+        refused = simulate(config, tensors).refused
+        assert refused is not None
+        assert (refused.kind, refused.where) == (kind, "model.layers.0.other.weight")
+
+
+def test_fused_projections_are_refused_by_a_class_that_fuses() -> None:
+    config, tensors = folder("qwen3_5_moe_text", fp8=True)
+    config = {**config, "quantization_config": {"quant_method": "compressed-tensors"}}
+    refused = simulate(config, tensors).refused
+    assert refused is not None
+    assert "has no attribute 'data'" in refused.says
+
+
+@pytest.mark.parametrize(("groups", "wrong"), [(None, 0), (4, 0), (1, 6)])
+def test_stated_order_of_fused_rows(groups: int | None, wrong: int) -> None:
+    assert len(simulate(*folder("qwen3_next"), groups=groups).misread) == wrong
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "fp8"}, "weight_block_size"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size"),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "pattern"),
+    ],
+)
+def test_what_it_has_no_rule_for_gets_no_answer(block: dict[str, Any], why: str) -> None:
+    config, tensors = folder("qwen3_moe")
+    with pytest.raises(NotSimulated, match=why):
+        simulate({**config, "quantization_config": block}, tensors)
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(capability=BLACKWELL), Setting(tp=4, ep=2), Setting(moe_runner="triton")]
+)
+def test_settings_without_rules_get_no_answer(setting: Setting) -> None:
+    with pytest.raises(NotSimulated):
+        simulate(*folder("qwen3_moe"), setting)
+    with pytest.raises(NotSimulated, match="drafts"):
+        simulate(*folder("glm4_moe"), draft=True)
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+def test_lists_of_each_dialect() -> None:
+    assert ignored("a.q_proj", ["a.q_proj"], {})
+    assert ignored("a.q_proj", ["re:.*q_proj"], {})
+    assert not ignored("model.a.q_proj", ["a.q_proj"], {})  # no tails of names
+    assert ignored("a.qkv_proj", ["a.q_proj", "a.k_proj", "a.v_proj"], FUSED)
+    assert ignored("a.qkv_proj", ["a.qkv_proj"], FUSED)
+    with pytest.raises(LoadRefused, match="names some"):
+        ignored("a.qkv_proj", ["a.q_proj"], FUSED)
+    assert skipped("a.experts", ["a.experts.0.up_proj"], {})
+    assert not skipped("a.experts", ["a"], {})
+    with pytest.raises(LoadRefused, match="names some"):
+        skipped("a.qkv_proj", ["a.k_proj"], FUSED)
+    assert excluded("model.a.q_proj", ["a.*"], {}) is False
+    assert excluded("model.a.q_proj", ["model.a*"], {})
+    assert excluded("model.a.q_proj", ["a.q_"], {})  # any part of the name
+
+
+def test_targets_by_name_then_parts_then_class() -> None:
+    assert target("a.q_proj", "Linear", ["Linear", "re:.*q_proj"], {}) == "re:.*q_proj"
+    assert target("a.qkv_proj", "QKVParallelLinear", ["Linear", r"re:.*\.[qkv]_proj"], FUSED) == (
+        r"re:.*\.[qkv]_proj"
+    )
+    assert target("a.b", "ReplicatedLinear", ["Linear"], {}) == "Linear"
+    assert target("a.b", "ParallelLMHead", ["Linear"], {}) is None
+
+
+# --- Any folder ----------------------------------------------------------------------------------
+
+_SOME = {name: folder(name, fp8=True) for name in ("glm4_moe", "qwen3_5_moe", "deepseek_v3")}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_every_tensor_that_is_read_counts(family: str, data: st.DataObject) -> None:
+    config, tensors = _SOME[family]
+    before = simulate(config, tensors)
+    name = data.draw(st.sampled_from([n for n in tensors if n not in before.unread]))
+    after = simulate(config, {n: kind for n, kind in tensors.items() if n != name})
+    assert not after.whole
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(_SOME)), st.data())
+def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
+    config, tensors = _SOME[family]
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 256, 512]), max_size=4)))
+    dtype = data.draw(st.sampled_from(["BF16", "F8_E4M3", "I32", "F32", "U8"]))
+    other = data.draw(
+        st.sampled_from(["{}", "{}.bias", "{}_scale", "x.{}", "{}.experts.99999.up_proj.x"])
+    )
+    changed = {**tensors, other.format(name): TensorType(dtype, shape)}
+    answer = simulate(config, changed, Setting(tp=data.draw(st.sampled_from([1, 2]))))
+    assert answer.refused is not None or answer.parameters
+
+
+def gptq(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """The folder with its experts in GPTQ's packing."""
+    made: Tensors = {}
+    for name, kind in tensors.items():
+        if ".experts." not in name:
+            made[name] = kind
+            continue
+        rows, columns = kind.shape
+        stem = name.removesuffix("weight")
+        made[f"{stem}qweight"] = TensorType("I32", (columns // 8, rows))
+        made[f"{stem}scales"] = TensorType("BF16", (columns // 128, rows))
+        made[f"{stem}qzeros"] = TensorType("I32", (columns // 128, rows // 8))
+    block = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
+             "dynamic": {"-:.*self_attn.*": {}}}  # fmt: skip
+    return {**config, "quantization_config": block}, made
+
+
+def test_experts_in_gptqs_packing() -> None:
+    for tp in (1, 2):
+        answer = simulate(*gptq(*folder("qwen3_moe")), Setting(tp=tp, rank=tp - 1))
+        assert answer.whole
+        assert all(name.endswith("_bias") for name in answer.unwritten)
+
+
+_CONFIGS = [
+    folder("glm4_moe", fp8=True),
+    integers(*folder("glm4_moe"), ".experts.", 32, ignore=LINEARS),
+    folder("qwen3_5_moe"),
+    folder("deepseek_v3"),
+    gptq(*folder("qwen3_moe")),
+    mixed(*folder("qwen3_5_moe_text", fp8=True)),
+]
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(_CONFIGS), st.data())
+def test_any_config_gets_an_answer_or_none(
+    found: tuple[Config, Tensors], data: st.DataObject
+) -> None:
+    config, tensors = json.loads(json.dumps(found[0])), found[1]
+    *path, key = data.draw(st.sampled_from(places(config)))
+    inner = config
+    for part in path:
+        inner = inner[part]
+    inner[key] = data.draw(JUNK)
+    setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
+    with suppress(NotSimulated):
+        simulate(config, tensors, setting)
+
+
+# --- Commands ------------------------------------------------------------------------------------
+
+
+@pytest.mark.big
+def test_a_model_of_ninety_thousand_tensors() -> None:
+    config, tensors = large()
+    answer = simulate(config, tensors, Setting(tp=2, rank=1))
+    assert answer.whole
+    assert answer.unread == ()
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys; import qconvert.runtimes.vllm.simulator; "
+        "print([m for m in ('torch', 'numpy', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_both_runtimes_are_asked() -> None:
+    config, tensors = folder("qwen3_moe", fp8=True)
+    said = loads(config, tensors, {})
+    assert tuple(said) == ("sglang", "vllm") == tuple(SIMULATED)
+    assert tuple(said["vllm"].sizes[""]) == (1, 2, 4)
+    assert "not at tp 8" in said["vllm"].failed
+    whole = served(config, tensors, Setting(tp=2), runtime="vllm")
+    assert whole.nbytes == said["vllm"].sizes[""][2]
+
+
+def test_validate_for_vllm(tmp_path: Path) -> None:
+    where = published("glm4_moe", fp8=True).write(tmp_path / "glm")
+    done = run_cli("validate", where, "--for", "vllm==0.33.0", "--tp", "2", "--pp", "2", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["findings"]) == (0, [])
+    assert any("vllm 0.33.0 loads the folder whole" in text for text in report["proved"])
+    again = run_cli("validate", where, "--for", "vllm", "--tp", "3", "--json")
+    assert again.code == 3
+    assert {found["rule"] for found in json.loads(again.out)["findings"]} == {"QC130"}
+
+
+def test_advise_for_vllm(tmp_path: Path) -> None:
+    where = published("glm4_moe", fp8=True).write(tmp_path / "glm")
+    done = run_cli("advise", where, "--for", "vllm", "--gpus", "2")
+    assert done.code == 0
+    assert "nothing: serve it as it is" in done.out
+    assert f"vllm serve {where} --tensor-parallel-size 2" in done.out.replace("'", "")
