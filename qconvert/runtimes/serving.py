@@ -13,7 +13,7 @@ from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang import VERSION
-from qconvert.runtimes.sglang.simulator import holds_draft, simulate
+from qconvert.runtimes.sglang.simulator import of_draft, simulate
 
 SIMULATED = {"sglang": VERSION}
 NO_FUSION = "--disable-shared-experts-fusion"
@@ -114,11 +114,13 @@ def drafted(
     the option that mends it. None where there is none, or in pipeline stages, which are not simulated
     for drafts. Raises NotSimulated."""
     setting = model.setting
-    if setting.pp > 1 or not holds_draft(config, tensors):
+    if setting.pp > 1 or not of_draft(config, tensors):
         return None
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
-    return served(config, tensors, setting, groups=groups, every=every, draft=True)
+    return served(
+        config, of_draft(config, tensors), setting, groups=groups, every=every, draft=True
+    )
 
 
 def _served(
