@@ -47,7 +47,7 @@ def test_no_other_cut_is_better(weights: Weights) -> None:
 @given(models())
 def test_it_is_no_worse_than_what_a_runtime_does(weights: Weights) -> None:
     for runtime in ("sglang", "vllm"):
-        usual = default_partition(len(weights.layers), len(weights.beside), runtime)  # type: ignore[arg-type]
+        usual = default_partition(len(weights.layers), len(weights.beside), runtime)
         assert balanced(weights).fullest <= max(weights.held(usual))
 
 
@@ -63,7 +63,8 @@ def test_deepseek_v3_in_four_stages() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
 def test_stages_hold_what_was_counted(family: str, runtime: str, tmp_path: Path) -> None:
     source = published(family).write(tmp_path / "source")
-    words = ["split", source, tmp_path / "out", "--pp", "2", "--for", runtime, "--balance"]
+    words: list[str | Path] = ["split", source, tmp_path / "out", "--pp", "2", "--for", runtime]
+    words.append("--balance")
     planned = json.loads(run_cli(*words, "--dry-run", "--json").out)
     assert list(tmp_path.iterdir()) == [source]
     balance = planned["balanced"]
@@ -80,15 +81,8 @@ def test_stages_hold_what_was_counted(family: str, runtime: str, tmp_path: Path)
 def test_a_head_that_every_stage_builds_is_counted(tmp_path: Path) -> None:
     """sglang's class of Qwen3-MoE has one in each stage, and reads it in the last."""
     model = published("qwen3_moe")
-    words = [
-        "split",
-        model.write(tmp_path / "s"),
-        tmp_path / "o",
-        "--pp",
-        "2",
-        "--balance",
-        "--dry-run",
-    ]
+    words: list[str | Path] = ["split", model.write(tmp_path / "source"), tmp_path / "out"]
+    words += ["--pp", "2", "--balance", "--dry-run"]
     head = len(model.tensors["lm_head.weight"].data)
     for runtime, more in (("sglang", head), ("vllm", 0)):
         planned = json.loads(run_cli(*words, "--for", runtime, "--json").out)

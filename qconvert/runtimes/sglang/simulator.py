@@ -19,7 +19,7 @@ from qconvert.runtimes.sglang.classes import (
     text_config,
 )
 from qconvert.runtimes.sglang.drafts import DRAFTS, layer_of
-from qconvert.runtimes.sglang.quantization import quantization_of, renamed
+from qconvert.runtimes.sglang.quantization import quantization_of
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -70,10 +70,11 @@ def simulate(
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
     numbers = text_config(config)
-    stated = renamed(config, kind.renames) if kind.renames else config
     fused = 0
     try:
-        quantization = quantization_of(stated, kind.fused(numbers), setting, numbers.dtype)
+        quantization = quantization_of(
+            config, kind.fused(numbers), setting, numbers.dtype, kind.renames
+        )
         build = Build(setting, quantization, numbers.dtype)
         fused = kind.shared(numbers, quantization, setting)
         kind.build(build, numbers, fused)
