@@ -21,7 +21,6 @@ from loaders.test_simulator_sglang import (
     converted,
     source,
 )
-from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL
 
 pytestmark = [
@@ -59,10 +58,6 @@ def test_draft_on_blackwell(family: str, made: str, blackwell: Server, folders: 
     folder = source(folders, family)
     if made:
         folder = converted(folders, folder, *QUANTIZED[made])
-    if (family, made) == ("deepseek_v3", "groups of 32"):
-        with pytest.raises(NotSimulated, match="MxInt4"):
-            agree(folder, blackwell, capability=BLACKWELL, draft=True)
-        return
     agree(folder, blackwell, (Rank(2, 1),), capability=BLACKWELL, draft=True)
 
 

@@ -17,6 +17,7 @@ from qconvert.runtimes.loading.schemes import (
     BlockFp8,
     CompressedFp8,
     ModeloptFp4,
+    MxInt4,
     NoQuantization,
     PackedFp4,
     PackedIntegers,
@@ -137,10 +138,6 @@ class _Group:
         )  # fmt: skip
 
 
-# sglang 0.5.23, CompressedTensorsMxInt4MoE: parameters of other names and shapes.
-_MXINT4 = "INT4 experts in groups of 32 under the trtllm runner (MxInt4)"
-
-
 class CompressedTensors:
     """quant_method compressed-tensors: packed integers and NVFP4, with `linear_fp8_config` for FP8
     linears beside them."""
@@ -251,7 +248,7 @@ class CompressedTensors:
                     "this runner takes symmetric 4-bit codes in groups of 32 or 128",
                 )  # fmt: skip
             if runner == "flashinfer_trtllm" and fits and group.group == 32:
-                raise NotSimulated(_MXINT4)
+                return MxInt4(self._plain.dtype)
             blackwell = runner == "auto" and capability[0] == 10 and fits
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:
