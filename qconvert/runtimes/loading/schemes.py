@@ -4,8 +4,7 @@ layer, on one rank.
 Read in sglang 0.5.23, `create_weights` of: `layers/quantization/unquant.py`, `fp8.py`,
 `compressed_tensors/schemes/compressed_tensors_wNa16.py`, `_wNa16_moe.py`, `_w4a16_nvfp4.py`,
 `_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w4a4_mxint4_moe.py`,
-`_w8a8_fp8_moe.py`, and
-`modelopt_quant.py`.
+`_w8a8_fp8_moe.py`, and `modelopt_quant.py`.
 """
 
 from __future__ import annotations
