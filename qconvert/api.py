@@ -48,7 +48,7 @@ from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
-from qconvert.passes.stages import split_plan
+from qconvert.passes.stages import split_plan, weights_of
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
@@ -60,6 +60,7 @@ from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
 from qconvert.runtimes.pipeline import (
     VARIABLE,
@@ -239,13 +240,16 @@ class Planned:
 class PlannedStages(Planned):
     """A plan of one folder per pipeline stage in `out`: the `partition`, the environment variables that
     configure a runtime for it (`NAME=VALUE`; only one if the runtime is known), notes for the user.
-    `whole` is the plan before it was split."""
+    `whole` is the plan before it was split. `unbalanced`: the cut that the runtime would make, and
+    `balanced` the one in its place, both None unless it was asked for."""
 
     out: Path = Path()
     whole: Plan | None = None
     partition: tuple[int, ...] = ()
     environment: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unbalanced: Cut | None = None
+    balanced: Cut | None = None
 
     def foreseen(self) -> tuple[Outlook, ...]:
         """First for the folder of all stages, then for each stage."""
@@ -378,12 +382,14 @@ def plan_stages(
     runtime: str | None = None,
     *,
     link: bool = True,
+    balance: bool = False,
     **options: Unpack[PlanOptions],
 ) -> PlannedStages:
     """As `plan`, with the result split into one folder per pipeline stage, made one after another.
 
     `stages` are the layers of each (`15,15,15,16`, or numbers), or a number of stages (`4`) to split as
-    `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `link`: a shard that belongs to one
+    `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `balance` cuts a number of stages
+    so that the fullest one holds least. `link`: a shard that belongs to one
     stage unchanged is hard-linked to the source's, where possible.
     """
     steps, checkpoint = _recipe(recipe), _source(source, options)
@@ -396,6 +402,15 @@ def plan_stages(
     unchecked = None if runtime is None else parse_consumer(runtime).unchecked
     text = stages if isinstance(stages, str) else ",".join(map(str, stages))
     partition = partition_of(text, whole.role_index.dims.num_layers, known)
+    before = after = None
+    if balance:
+        if "," in text or known is None:
+            raise UsageError(
+                f"a balanced cut is of a number of stages for a runtime, not of {text}"
+            )
+        weights = weights_of(whole, len(partition), known)
+        before, after = Cut(partition, weights.held(partition)), balanced(weights)
+        partition = after.partition
     plans = [part.check() for part in split_plan(whole, partition, known)]
     outs = [folder / part.facts["stage"]["folder"] for part in plans]
     card = options.get("base_model")
@@ -405,7 +420,7 @@ def plan_stages(
     planned = PlannedStages(
         checkpoint, folders, together=False, out=folder, whole=whole, partition=partition,
         environment=tuple(f"{variable}={sizes}" for variable in variables),
-        notes=() if unchecked is None else (unchecked,),
+        notes=() if unchecked is None else (unchecked,), unbalanced=before, balanced=after,
     )  # fmt: skip
     if options.get("for_run"):
         planned.check_out()

@@ -40,14 +40,34 @@ def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOption
     assert planned.whole is not None
     notes = [f"warning {note}" for note in planned.notes]
     lines = (*drop_lines(planned.whole), *loss_lines(planned.whole), *notes)
-    say(planned.source.model_line, *lines, *_stage_lines(planned), err=err)
+    shown = (*lines, *_stage_lines(planned), *_balance_lines(planned))
+    say(planned.source.model_line, *shown, err=err)
     for line in (line for look in looks for line in outlook_lines(look)):
         say(line)
 
 
+def _balance_lines(planned: PlannedStages) -> list[str]:
+    """Bytes of weights of each stage as the runtime would cut, and as it is told to."""
+    from qconvert.core.sizes import format_size
+
+    lines = []
+    for label, cut in (("instead of", planned.unbalanced), ("balanced", planned.balanced)):
+        if cut is not None:
+            held = ", ".join(map(format_size, cut.held))
+            sizes = ",".join(map(str, cut.partition))
+            lines.append(f"{label} {sizes}: {held}; the fullest holds {format_size(cut.fullest)}")
+    return lines
+
+
 def _stages_json(planned: PlannedStages) -> dict[str, Any]:
+    cuts = {"unbalanced": planned.unbalanced, "balanced": planned.balanced}
     return {
         "partition": list(planned.partition),
+        **{
+            name: {"partition": list(cut.partition), "bytes": list(cut.held)}
+            for name, cut in cuts.items()
+            if cut is not None
+        },
         "environment": list(planned.environment),
         "notes": list(planned.notes),
         "stages": [
@@ -95,6 +115,11 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
     help="Layers of each stage, or a number of stages to split as the runtime would.",
 )
 @made_for("sglang or vllm; needed with --pp N", "sglang", "vllm")
+@click.option(
+    "--balance",
+    is_flag=True,
+    help="Cut the N stages so that the fullest one holds least: embeddings, head and draft are counted.",
+)
 @click.option("--recipe", metavar="RECIPE", help="Recipe to apply in the same read.")
 @click.option(
     "--copy", is_flag=True, help="Copy shards instead of hard-linking them to the source's."
@@ -106,6 +131,7 @@ def split(
     out: Path,
     pp: str,
     consumer: str | None,
+    balance: bool,
     recipe: str | None,
     copy: bool,
     **given: Any,
@@ -119,6 +145,7 @@ def split(
     Examples:
       qconvert split DeepSeek-V3 stages --pp 15,15,15,16 --for sglang
       qconvert split Qwen/Qwen3.5-397B-A17B-FP8 stages --pp 4 --for vllm
+      qconvert split DeepSeek-V3 stages --pp 4 --for sglang --balance --dry-run
       qconvert split Qwen/Qwen3.5-35B-A3B-FP8 stages --pp 4 --for sglang --recipe dequant-fp8
       qconvert split Qwen3-30B-A3B out --pp 24,24 --recipe ./llm-compressor.yaml --data chats.jsonl
     """
@@ -129,13 +156,15 @@ def split(
         raise click.UsageError("calibration data needs a --recipe that calibrates")
     if "," not in pp and consumer is None:
         raise click.UsageError("runtimes split differently: add --for sglang or --for vllm")
+    if balance and "," in pp:
+        raise click.UsageError(f"--balance chooses the layers of each stage: give --pp N, not {pp}")
     options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are not a recipe
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
     if options["dump_after"] is not None:
         dump_after(passes, source, options)
         return
     planned = api.plan_stages(
-        passes, source, out, pp, consumer, link=not copy, **plan_options(options)
+        passes, source, out, pp, consumer, link=not copy, balance=balance, **plan_options(options)
     )
     looks = planned.foreseen() if options["dry_run"] else ()
     _show(planned, looks, options)

@@ -14,7 +14,16 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.matrices.causes import check_experts
 from qconvert.plan.plan import Plan, nodes
-from qconvert.runtimes.pipeline import VARIABLE, Runtime, Stage, check_partition, stages_of
+from qconvert.runtimes.balance import Weights
+from qconvert.runtimes.pipeline import (
+    HEAD_EVERYWHERE,
+    VARIABLE,
+    Runtime,
+    Stage,
+    check_partition,
+    default_partition,
+    stages_of,
+)
 
 
 def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) -> list[Plan]:
@@ -49,6 +58,32 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
         _stage_plan(plan, stage, owned[stage.number], role_index, runtime, needs_head=needs_head)
         for stage in stages
     ]
+
+
+def weights_of(plan: Plan, stages: int, runtime: Runtime) -> Weights:
+    """Bytes of each layer, and of what each of so many stages holds beside its layers for a runtime: all
+    that its folder holds, and a head that its class builds there for nothing. Raises PlanError as
+    `split_plan` does."""
+    role_index = plan.role_index
+    layers = [0] * role_index.dims.num_layers
+    inside: set[str] = set()
+    for name, output in plan.tensors.items():
+        place = role_index.places.get(name)
+        if place is None or place.layer is None or place.role.name.startswith("vision."):
+            continue  # a tower has layers of its own, and is in every stage
+        if not plan.family.is_mtp(name, role_index.dims):
+            layers[place.layer] += output.type.nbytes
+            inside.add(name)
+    parts = split_plan(plan, default_partition(len(layers), stages, runtime), runtime)
+    beside = [
+        sum(output.type.nbytes for name, output in part.tensors.items() if name not in inside)
+        for part in parts
+    ]
+    head = role_index.named("lm_head")
+    if runtime == "sglang" and head is not None and plan.family.name in HEAD_EVERYWHERE:
+        for number in range(stages - 1):
+            beside[number] += plan.tensors[head].type.nbytes
+    return Weights(tuple(layers), tuple(beside))
 
 
 def _stage_plan(

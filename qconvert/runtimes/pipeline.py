@@ -28,6 +28,9 @@ RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
 # Families whose class in vLLM 0.33 builds the last norm in every stage, and refuses a stage without it
 # (models/qwen3_moe.py; default_loader.py, track_weights_loading).
 _NORM_EVERYWHERE = ("qwen3_moe",)
+# Families whose class in sglang 0.5.23 builds the head in every stage and reads it in the last
+# (models/glm4_moe.py, models/qwen3_moe.py): it takes memory in all.
+HEAD_EVERYWHERE = ("glm4_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)

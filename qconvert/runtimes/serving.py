@@ -121,11 +121,13 @@ def drafted(
     the option that mends it. None where there is none, in pipeline stages, and under vLLM, for which
     drafts are not simulated. Raises NotSimulated."""
     setting = model.setting
-    if runtime != "sglang" or setting.pp > 1 or not sglang.holds_draft(config, tensors):
+    if runtime != "sglang" or setting.pp > 1 or not sglang.of_draft(config, tensors):
         return None
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
-    return served(config, tensors, setting, groups=groups, every=every, draft=True)
+    return served(
+        config, sglang.of_draft(config, tensors), setting, groups=groups, every=every, draft=True
+    )
 
 
 def _served(

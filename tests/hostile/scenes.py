@@ -93,6 +93,8 @@ CONVERSIONS = (
     _conversion("nvfp4", "nvfp4 {src} {out} --dialect modelopt", src="bf16",
                 has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
+    _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",
+           src="bf16"),
     _conversion("prepare", "prepare trtllm-gen {src} {out}", src="nvfp4"),
     _conversion("unprepare", "unprepare {src} {out}", src="prepared",
                 has="checkpoint manifest receipt"),

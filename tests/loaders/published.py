@@ -223,6 +223,43 @@ def _qwen3_moe(parts: Parts, name: str, experts: int) -> Config:
             "rope_theta": 1e6}  # fmt: skip
 
 
+def _qwen3_vl_moe(parts: Parts, name: str, experts: int) -> Config:
+    """Qwen3-MoE's language model behind a tower with two deep mergers."""
+    config = _qwen3_moe(parts, name, experts)
+    for old in list(parts.tensors):
+        if old.startswith("model."):
+            inner = f"model.language_model.{old.removeprefix('model.')}"
+            parts.tensors[inner] = parts.tensors.pop(old)
+    parts.kept = [
+        f"model.language_model.{module.removeprefix('model.')}"
+        if module.startswith("model.")
+        else module
+        for module in parts.kept
+    ]
+    _tower(parts)
+    deep = [0]
+    for number, _ in enumerate(deep):
+        at, size = f"model.visual.deepstack_merger_list.{number}", 64
+        for module, shape in {
+            "norm": (4 * size,), "linear_fc1": (4 * size, 4 * size), "linear_fc2": (HIDDEN, 4 * size),
+        }.items():  # fmt: skip
+            parts.plain(f"{at}.{module}", *shape)
+            parts.named(f"{at}.{module}.bias", shape[0])
+    text = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
+    rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text |= {"model_type": "qwen3_vl_moe_text", "rope_theta": 5e6, "rope_scaling": rope}
+    tower = {
+        "model_type": name, "depth": 1, "hidden_size": 64, "num_heads": 4, "intermediate_size": 64,
+        "out_hidden_size": HIDDEN, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": deep,
+    }  # fmt: skip
+    return {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": name,
+            "text_config": text, "vision_config": tower, "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False, "image_token_id": 500, "video_token_id": 501,
+            "vision_start_token_id": 502, "vision_end_token_id": 503}  # fmt: skip
+
+
 def _with_draft_layer(parts: Parts, attention: Callable[[str], None], experts: int) -> None:
     """Layer 0 is dense, 1 and 2 have experts, 3 is the draft's."""
     parts.ends("model")
@@ -274,8 +311,10 @@ _FAMILIES: dict[str, Callable[[Parts, str, int], Config]] = {
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_gdn
     ),
     "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3, "glm4_moe": _glm4_moe,
+    "qwen3_vl_moe": _qwen3_vl_moe,
 }  # fmt: skip
-FAMILIES = tuple(_FAMILIES)
+# Of which the tests try every form; Qwen3-VL is Qwen3-MoE behind a tower.
+FAMILIES = tuple(name for name in _FAMILIES if name != "qwen3_vl_moe")
 
 
 def published(
@@ -295,7 +334,7 @@ def published(
         if "moe_intermediate_size" in level:
             level["moe_intermediate_size"] = inner
     if stacked:
-        _stack(parts.tensors, experts)
+        _stack(parts.tensors, experts, turned=family == "qwen3_vl_moe")
     if fp8:
         block: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                          "weight_block_size": [BLOCK, BLOCK]}  # fmt: skip
@@ -307,14 +346,21 @@ def published(
     return Model(config, parts.tensors, {"tokenizer_config.json": b'{"model_max_length": 4096}\n'})
 
 
-def _stack(tensors: dict[str, Tensor], experts: int) -> None:
+def _stack(tensors: dict[str, Tensor], experts: int, *, turned: bool) -> None:
+    """Matrices of all experts in one tensor; `turned`: each transposed, as Qwen3-VL's are."""
     for first in [n for n in tensors if n.endswith(".experts.0.gate_proj.weight")]:
         at = first.removesuffix(".0.gate_proj.weight")
-        gates_and_ups = down = b""
+        both, down = list[Any](), list[Any]()
         for expert in range(experts):
-            for part in ("gate_proj", "up_proj"):
-                gates_and_ups += tensors.pop(f"{at}.{expert}.{part}.weight").data
-            down += tensors.pop(f"{at}.{expert}.down_proj.weight").data
-        shape = experts, 2 * INNER, HIDDEN
-        tensors[f"{at}.gate_up_proj"] = Tensor("BF16", shape, gates_and_ups)
-        tensors[f"{at}.down_proj"] = Tensor("BF16", (experts, HIDDEN, INNER), down)
+            gate, up, last = (
+                np.frombuffer(one.data, np.uint16).reshape(one.shape)
+                for one in (
+                    tensors.pop(f"{at}.{expert}.{part}_proj.weight")
+                    for part in ("gate", "up", "down")
+                )
+            )
+            both.append(np.concatenate([gate, up]))
+            down.append(last)
+        for name, matrices in (("gate_up_proj", both), ("down_proj", down)):
+            whole = np.stack([one.T if turned else one for one in matrices])
+            tensors[f"{at}.{name}"] = Tensor("BF16", whole.shape, whole.tobytes())

@@ -17,7 +17,6 @@ from loaders.agreement import disagreements, headers, setting, simulated
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
 from qconvert.runtimes.loading.offering import Simulated
-from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
 
 pytestmark = [
@@ -174,10 +173,6 @@ def test_quantized(family: str, fp8: bool, made: str, hopper: Server, folders: P
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_on_blackwell(family: str, made: str, blackwell: Server, folders: Path) -> None:
     folder = converted(folders, source(folders, family), *QUANTIZED[made])
-    if (family, made) == ("deepseek_v3", "groups of 32"):
-        with pytest.raises(NotSimulated, match="MxInt4"):
-            agree(folder, blackwell, capability=BLACKWELL)
-        return
     agree(folder, blackwell, (Rank(), Rank(2, 1)), capability=BLACKWELL)
 
 
@@ -191,6 +186,31 @@ def test_deepseek_of_256_experts(made: str, hopper: Server, folders: Path) -> No
     if made not in ("modelopt", "shared too"):  # these keep it apart, as the loader agreed
         assert answer.refused or answer.shared_fused
     agree(folder, hopper, (Rank(),), flags=NO_FUSION)
+
+
+def _as_kimi_k2(config: dict[str, Any]) -> None:
+    """The names that Kimi K2 Thinking's config leaves unquantized, and the class of all linears."""
+    block = config["quantization_config"]
+    block["config_groups"]["group_0"]["targets"] = ["Linear"]
+    block["ignore"] = [
+        "lm_head", r"re:.*self_attn.*", r"re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ]  # fmt: skip
+    config |= {"model_type": "kimi_k2", "num_nextn_predict_layers": 0, "n_group": 1}
+
+
+def test_kimi_k2_as_published(hopper: Server, blackwell: Server, folders: Path) -> None:
+    """DeepSeek's class, INT4 experts beside shared ones in bf16, which it keeps apart."""
+    origin = folders / "kimi"
+    if not origin.is_dir():
+        model = published("deepseek_v3")
+        for name in [name for name in model.tensors if ".layers.3." in name]:
+            del model.tensors[name]  # it has no draft
+        model.config["num_nextn_predict_layers"] = 0
+        model.write(origin)
+    folder = edited(converted(folders, origin, *QUANTIZED["shared kept"]), "kimi", _as_kimi_k2)
+    assert all(answer.whole for answer in agree(folder, hopper))
+    agree(folder, blackwell, (Rank(), Rank(4, 3)), capability=BLACKWELL)  # MxInt4
 
 
 FUSED_NAMES = ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa")

@@ -1,5 +1,5 @@
-"""The simulator of sglang's loader against that loader, for what a folder holds beside its model: the
-draft, which has classes of its own, and NVFP4 beside FP8. Skips itself without the loader's environment
+"""The simulator of sglang's loader against that loader, beside test_simulator_sglang.py: drafts, which
+have classes of their own; NVFP4 beside FP8; Qwen3-VL. Skips itself without the loader's environment
 (`make loaders`)."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from loaders.published import FAMILIES, published
 from loaders.test_simulator_sglang import (
     NO_FUSION,
     QUANTIZED,
+    RANKS,
     SPARSE,
     STACKED,
+    STAGES,
     agree,
     converted,
     source,
 )
-from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL
 
 pytestmark = [
@@ -57,10 +58,6 @@ def test_draft_on_blackwell(family: str, made: str, blackwell: Server, folders: 
     folder = source(folders, family)
     if made:
         folder = converted(folders, folder, *QUANTIZED[made])
-    if (family, made) == ("deepseek_v3", "groups of 32"):
-        with pytest.raises(NotSimulated, match="MxInt4"):
-            agree(folder, blackwell, capability=BLACKWELL, draft=True)
-        return
     agree(folder, blackwell, (Rank(2, 1),), capability=BLACKWELL, draft=True)
 
 
@@ -84,3 +81,33 @@ def test_nvfp4_beside_fp8_on_blackwell(family: str, blackwell: Server, folders: 
     agree(folder, blackwell, (Rank(), Rank(2, 1)), capability=BLACKWELL)
     if family in DRAFTED:
         agree(folder, blackwell, (Rank(),), capability=BLACKWELL, draft=True)
+
+
+# --- Qwen3-VL: Qwen3-MoE behind a tower, under other names -----------------------------------------
+
+
+VL = "qwen3_vl_moe"
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "stacked"])
+def test_vision_language(form: str, hopper: Server, folders: Path) -> None:
+    """Published with experts in one tensor, each matrix transposed."""
+    folder = source(folders, VL, fp8=form == "fp8", stacked=form == "stacked")
+    first, *_ = agree(folder, hopper, (*RANKS, *STAGES[:3]))
+    assert first.whole
+    agree(folder, hopper, (Rank(4, 2),), flags={"ep_size": 2})
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+@pytest.mark.parametrize("made", QUANTIZED)
+def test_vision_language_quantized(made: str, form: str, hopper: Server, folders: Path) -> None:
+    folder = converted(folders, source(folders, VL, fp8=form == "fp8"), *QUANTIZED[made])
+    agree(folder, hopper, (Rank(), Rank(2, 1)))
+
+
+@pytest.mark.parametrize("made", ["", "groups of 32", "modelopt"])
+def test_vision_language_on_blackwell(made: str, blackwell: Server, folders: Path) -> None:
+    folder = source(folders, VL)
+    if made:
+        folder = converted(folders, folder, *QUANTIZED[made])
+    agree(folder, blackwell, (Rank(2, 1),), capability=BLACKWELL)

@@ -3,8 +3,8 @@ layer, on one rank.
 
 Read in sglang 0.5.23, `create_weights` of: `layers/quantization/unquant.py`, `fp8.py`,
 `compressed_tensors/schemes/compressed_tensors_wNa16.py`, `_wNa16_moe.py`, `_w4a16_nvfp4.py`,
-`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w8a8_fp8_moe.py`, and
-`modelopt_quant.py`.
+`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w4a4_mxint4_moe.py`,
+`_w8a8_fp8_moe.py`, and `modelopt_quant.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qconvert.runtimes.loading.parameters import (
     Role,
     Wrapped,
 )
-from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +291,29 @@ class PackedIntegers:
             ):
                 shape = slots, length
                 yield name, moe.parameter("I32", shape, "weight", turned=True, needed=needed)
+
+
+@dataclass(frozen=True, slots=True)
+class MxInt4:
+    """Experts of compressed-tensors' W4A16 in groups of 32 for the trtllm runner of sglang: matrices as
+    they are stored, and no orders of columns."""
+
+    dtype: str = "BF16"
+    linear_name: str = ""
+    experts_name: str = "CompressedTensorsFusedMoEMethod[CompressedTensorsMxInt4MoE]"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        raise NotSimulated("a linear under the trtllm runner's MxInt4")
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size = moe.slots, moe.hidden, moe.columns
+        for which, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
+            codes = slots, rows, columns // 8
+            yield f"{which}_weight_packed", moe.parameter("I32", codes, "weight")
+            scales = slots, rows, columns // 32
+            yield f"{which}_weight_scale", moe.parameter(self.dtype, scales, "group")
+            shape = moe.parameter(self.dtype, (slots, 2), "single", needed=False)
+            yield f"{which}_weight_shape", shape
 
 
 @dataclass(frozen=True, slots=True)

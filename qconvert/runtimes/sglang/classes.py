@@ -2,8 +2,8 @@
 the parameter of a tensor.
 
 Read in sglang 0.5.23: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
-`qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts that a class asks for
-in `arg_groups/model_overrides/`.
+`qwen3_moe.py`, `qwen3_vl.py`, `qwen3_vl_moe.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts
+that a class asks for in `arg_groups/model_overrides/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Quantization, Unquantized
 from qconvert.runtimes.loading.setting import DEEPEP_CLASS, Setting
 from qconvert.runtimes.sglang.matching import Fused
-from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35
+from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35
+from qconvert.runtimes.sglang.quantization import Renames
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -52,7 +53,7 @@ class ModelClass:
     blackwell: tuple[str, ...] = ()
     groups: Callable[[Config], int] | None = None
     after: Callable[[Build, Mapping[str, TensorType]], None] | None = None
-    renames: tuple[tuple[str, str], ...] = ()
+    renames: Renames | None = None
     marlin: bool = True
 
 
@@ -275,10 +276,7 @@ def _qwen35(build: Build, config: Config, fused: int, *, base: str, dense: bool)
     if not setting.last:
         return
     build.norm("model.norm", config.number("hidden_size"))
-    if setting.pp == 1 and config.flag("tie_word_embeddings"):
-        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
-    else:
-        _ends(build, config, embeds=False, heads=True, quantization=quantization)
+    _last_head(build, config)
 
 
 def _tower(build: Build, vision: Config) -> None:
@@ -336,37 +334,68 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
     return ModelClass(lambda config: QWEN35, no_shared, built, names, blackwell, lambda config: 1)
 
 
-def _attention(build: Build, at: str, config: Config, *, bias: bool, norms: bool) -> None:
+def _attention(
+    build: Build, at: str, config: Config, *, bias: bool, norms: bool, asked: str = ""
+) -> None:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     size = config.number("head_dim", hidden // max(1, heads))
-    kv_heads = config.number("num_key_value_heads")
-    build.qkv(f"{at}.self_attn.qkv_proj", hidden, heads, kv_heads, size, bias=bias)
-    build.linear(f"{at}.self_attn.o_proj", "row", heads * size, hidden)
+    kv_heads, asked = config.number("num_key_value_heads"), f"{asked or at}.self_attn"
+    build.qkv(
+        f"{at}.self_attn.qkv_proj", hidden, heads, kv_heads, size, bias=bias,
+        asked=f"{asked}.qkv_proj",
+    )  # fmt: skip
+    build.linear(f"{at}.self_attn.o_proj", "row", heads * size, hidden, asked=f"{asked}.o_proj")
     if norms:
         build.norm(f"{at}.self_attn.q_norm", size)
         build.norm(f"{at}.self_attn.k_norm", size)
 
 
-def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
+def _qwen3_moe_layers(build: Build, config: Config, *, base: str) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     count = config.number("num_experts")
     for layer in _layers(build, config):
-        at = f"model.layers.{layer}"
-        _attention(build, at, config, bias=config.flag("attention_bias"), norms=True)
+        at, asked = f"model.layers.{layer}", f"{base}.layers.{layer}"
+        bias = config.flag("attention_bias")
+        _attention(build, at, config, bias=bias, norms=True, asked=asked)
         if layer not in dense and count and (layer + 1) % step == 0:
             _check_experts(config, count, setting, f"{at}.mlp", moe=True)
             inner = config.number("moe_intermediate_size")
-            build.experts(f"{at}.mlp.experts", count, 0, hidden, inner)
+            build.experts(
+                f"{at}.mlp.experts", count, 0, hidden, inner, asked=f"{asked}.mlp.experts"
+            )
             plain = Unquantized(build.dtype)
             build.linear(f"{at}.mlp.gate", "replicated", hidden, count, scheme=plain)
         else:
-            build.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+            inner = config.number("intermediate_size")
+            build.mlp(f"{at}.mlp", hidden, inner, asked=f"{asked}.mlp")
         norms(build, at, config)
     if setting.last:
         build.norm("model.norm", hidden)
+
+
+def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
+    _qwen3_moe_layers(build, config, base="model")
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+
+
+def _qwen3_vl_moe(build: Build, config: Config, fused: int) -> None:
+    tower = config.get("vision_config")
+    if isinstance(tower, Mapping):
+        _tower(build, Config(tower))
+    _qwen3_moe_layers(build, config, base="model.language_model")
+    _last_head(build, config)
+
+
+def _last_head(build: Build, config: Config) -> None:
+    """A head in the last stage, which is the embeddings in the only one if tied."""
+    if not build.setting.last:
+        return
+    if build.setting.pp == 1 and config.flag("tie_word_embeddings"):
+        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    else:
+        _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
 def _without_weight(build: Build, module: str, kind: str, says: str, why: str) -> None:
@@ -468,10 +497,7 @@ def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
     if not setting.last:
         return
     build.norm("model.norm", config.number("hidden_size"))
-    if setting.pp == 1 and config.flag("tie_word_embeddings"):
-        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
-    else:
-        _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
+    _last_head(build, config)
 
 
 def _deepseek_names(build: Build, config: Config, fused: int) -> Finder:
@@ -526,6 +552,20 @@ CLASSES: dict[str, ModelClass] = {
             build.setting.layers(config.number("num_hidden_layers")),
         ),
         _ALL_FORMS,
+    ),
+    # Its mapper takes names of other releases for those of the checkpoint.
+    "Qwen3VLMoeForConditionalGeneration": ModelClass(
+        lambda config: {}, no_shared, _qwen3_vl_moe,
+        lambda build, config, fused: Qwen3VlMoe(
+            {**build.parameters, **dict.fromkeys(build.aliases)}, config.number("num_experts"), 0,
+            build.setting.layers(config.number("num_hidden_layers")),
+        ),
+        _ALL_FORMS,
+        renames=Renames(
+            parts=(("attn.qkv", "attn.qkv_proj"),),
+            starts=(("model.language_model.", "language_model.model."), ("model.visual.", "visual."),
+                    ("lm_head.", "language_model.lm_head."), ("model.", "language_model.model.")),
+        ),
     ),
     "Glm4MoeForCausalLM": ModelClass(
         lambda config: {}, glm_shared, _glm4_moe,

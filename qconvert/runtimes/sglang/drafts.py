@@ -28,7 +28,7 @@ from qconvert.runtimes.sglang.classes import (
     whole_kv_b,
 )
 from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35Draft
-from qconvert.runtimes.sglang.quantization import Mixed
+from qconvert.runtimes.sglang.quantization import Mixed, Renames
 
 _BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 # Modules of the layer are named so, and its head.
@@ -152,6 +152,6 @@ DRAFTS: dict[str, ModelClass] = {
     "DeepseekV3ForCausalLM": ModelClass(
         fused_mla, deepseek_shared, _deepseek, _deepseek_names,
         after=lambda build, tensors: whole_kv_b(build, "model.decoder"),
-        renames=(("model.layers.61", "model.decoder"),),
+        renames=Renames(parts=(("model.layers.61", "model.decoder"),)),
     ),
 }  # fmt: skip

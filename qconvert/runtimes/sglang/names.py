@@ -2,7 +2,8 @@
 name that leads nowhere is skipped, warned about, or ends the load.
 
 Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
-`qwen3_moe.py`, `glm4_moe.py`, `qwen3_5_mtp.py` and `models/deepseek_common/deepseek_weight_loader.py`.
+`qwen3_moe.py`, `qwen3_vl_moe.py`, `glm4_moe.py`, `qwen3_5_mtp.py` and
+`models/deepseek_common/deepseek_weight_loader.py`.
 """
 
 from __future__ import annotations
@@ -243,13 +244,18 @@ class Qwen35(Names):
         return all_experts(self._held(name), stored, self.experts, down=part == "experts.down_proj")
 
 
-def all_experts(held: str, stored: TensorType, experts: int, *, down: bool) -> Found:
-    """The parts of a 3-D tensor of all experts. Raises LoadRefused for one of another shape."""
+def all_experts(
+    held: str, stored: TensorType, experts: int, *, down: bool, turned: bool = False
+) -> Found:
+    """The parts of a 3-D tensor of all experts, whose matrices are transposed if `turned`. Raises
+    LoadRefused for one of another shape."""
     if len(stored.shape) < 3 or stored.shape[0] < experts:
         raise LoadRefused(
             "IndexError", "", held, f"expected {experts} experts in 3 dimensions, found {stored}"
         )
     inner = stored.shape[1:]
+    if turned:
+        inner = (*inner[:-2], inner[-1], inner[-2])
     if down:
         return [Target(held, (expert, "w2"), inner) for expert in range(experts)]
     half = (*inner[:-2], -(-inner[-2] // 2), inner[-1])
@@ -356,6 +362,63 @@ class Qwen3Moe(Names):
         if not name.endswith(".bias"):
             self.missing.append(name)
         return PASSED
+
+
+_VL_STACKED: Stacked = (
+    (".qkv_proj", ".q_proj", "q"), (".qkv_proj", ".k_proj", "k"), (".qkv_proj", ".v_proj", "v"),
+    ("gate_up_proj", "up_proj", 1), ("gate_up_proj", "gate_proj", 0),
+)  # fmt: skip
+
+
+@dataclass
+class Qwen3VlMoe(Names):
+    """Experts are looked up strictly, all else with a warning. Once `stacked`, it looks for experts
+    apart no more."""
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        name = tensor.replace("model.language_model.", "model.")
+        visual = "visual" in name
+        if not visual and self.elsewhere(name):
+            return PASSED
+        whole = "experts.gate_up_proj", "experts.down_proj"
+        self.stacked = self.stacked or any(part in name for part in whole)
+        for parameter, part, shard in _VL_STACKED:
+            if part not in name or visual or "mlp.experts" in name:
+                continue
+            name = name.replace(part, parameter)
+            if self.known(name):
+                return (Target(name, shard),)
+        if not visual:
+            found = self._experts(tensor, name, stored)
+            if found is not None:
+                return found
+        else:
+            name = name.replace("attn.qkv.", "attn.qkv_proj.").replace("model.visual.", "visual.")
+        if self.known(name):
+            return (Target(name),)
+        if not name.endswith(_QWEN_SKIPPED):
+            self.missing.append(name)
+        return PASSED
+
+    def _experts(self, tensor: str, name: str, stored: TensorType) -> Found | None:
+        if self.stacked:
+            for part, parameter in (
+                ("experts.gate_up_proj", "experts.w13_weight"),
+                ("experts.down_proj", "experts.w2_weight"),
+            ):
+                if part in name:
+                    mapped = self.required(tensor, name.replace(part, parameter))
+                    return all_experts(
+                        mapped, stored, self.experts, down="down" in part, turned=True
+                    )
+            return None
+        found = self.expert(name)
+        if found is None:
+            return None
+        mapped, which = found
+        if mapped.endswith(_QWEN_SKIPPED) and not self.known(mapped):
+            return PASSED
+        return (Target(self.required(tensor, mapped), which),)
 
 
 def _layer(name: str) -> int:

@@ -8,7 +8,8 @@ get_linear_scheme, get_moe_scheme, get_lm_head_scheme), `modelopt_quant.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
@@ -17,6 +18,7 @@ from qconvert.runtimes.loading.schemes import (
     BlockFp8,
     CompressedFp8,
     ModeloptFp4,
+    MxInt4,
     NoQuantization,
     PackedFp4,
     PackedIntegers,
@@ -47,7 +49,9 @@ class Fp8:
     packed_int4 = False
     cache = True
 
-    def __init__(self, block: Mapping[str, Any], fused: Fused, plain: Unquantized) -> None:
+    def __init__(
+        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, renames: Renames
+    ) -> None:
         size = pair_of(block.get("weight_block_size"))
         if size is None:
             raise NotSimulated("FP8 without weight_block_size")
@@ -59,7 +63,8 @@ class Fp8:
         if listed is None:
             listed = block.get("modules_to_not_convert")
         bases = [entry.removeprefix("model.") for entry in names_of(listed)]
-        self._skips = SkipList([name for base in bases for name in (base, f"model.{base}")])
+        both = [name for base in bases for name in (base, f"model.{base}")]
+        self._skips = SkipList([renames.of(name) for name in both])
 
     def linear(self, module: str, kind: str) -> Scheme:
         skipped = is_layer_skipped(module, self._skips, self._fused)
@@ -70,10 +75,6 @@ class Fp8:
 
     def head(self, module: str) -> Scheme | None:
         return None
-
-
-# sglang 0.5.23, CompressedTensorsMxInt4MoE: parameters of other names and shapes.
-_MXINT4 = "INT4 experts in groups of 32 under the trtllm runner (MxInt4)"
 
 
 class CompressedTensors:
@@ -186,7 +187,7 @@ class CompressedTensors:
                     "this runner takes symmetric 4-bit codes in groups of 32 or 128",
                 )  # fmt: skip
             if runner == "flashinfer_trtllm" and fits and group.group == 32:
-                raise NotSimulated(_MXINT4)
+                return MxInt4(self._plain.dtype)
             blackwell = runner == "auto" and capability[0] == 10 and fits
             return self._integers(group, triton=runner == "triton" or blackwell)
         if group.is_nvfp4:
@@ -313,6 +314,7 @@ class Mixed:
             self._schemes[name] = made
         listed = block.get("ignore", block.get("exclude_modules"))
         self._excluded = names_of(listed)
+        self._skips = SkipList(self._excluded)
         is_layer_excluded("", self._excluded)  # an invalid pattern is found here
         self._fused, self._plain, self._setting = fused, plain, setting
         scheme = block.get("kv_cache_scheme")
@@ -323,7 +325,7 @@ class Mixed:
         return any(key.startswith(prefix) for key in self._layers)
 
     def linear(self, module: str, kind: str) -> Scheme:
-        skipped = is_layer_skipped(module, self._excluded, self._fused)
+        skipped = is_layer_skipped(module, self._skips, self._fused)
         if skipped or is_layer_excluded(module, self._excluded):
             return self._plain
         return self._scheme(module)
@@ -400,38 +402,57 @@ def check_fp4_experts(module: str, setting: Setting) -> None:
         )  # fmt: skip
 
 
-_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")
 
 
-def renamed(config: Mapping[str, Any], renames: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """The config with the first of `renames` that is in a listed name replaced in it, as a class with a
-    mapper of names asks for (models/utils.py, WeightsMapper)."""
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """What a class replaces in the names that its quantization config lists: the first of `parts` that
+    is in one, then the first of `starts` that it begins with (models/utils.py, WeightsMapper)."""
 
-    def other(name: str) -> str:
-        found = next(((old, new) for old, new in renames if old in name), None)
-        return name if found is None else name.replace(*found, 1)
+    parts: tuple[tuple[str, str], ...] = ()
+    starts: tuple[tuple[str, str], ...] = ()
 
-    block = block_of(config)
-    if block is None:
-        return config
-    listed = {key: names_of(block.get(key)) for key in _LISTS}
-    lists: dict[str, Any] = {key: list(map(other, names)) for key, names in listed.items() if names}
+    def of(self, name: str) -> str:
+        for old, new in self.parts:
+            if old in name:
+                name = name.replace(old, new, 1)
+                break
+        for old, new in self.starts:
+            if name.startswith(old):
+                return name.replace(old, new, 1)
+        return name
+
+
+def _renamed(block: Mapping[str, Any], renames: Renames) -> Mapping[str, Any]:
+    """A block of compressed-tensors or modelopt with other names in its lists. modelopt's list keeps
+    names that begin with `language_model.` without that, too."""
+    listed = {key: [renames.of(name) for name in names_of(block.get(key))] for key in _LISTS}
+    if block.get("quant_method") != "compressed-tensors":
+        outer = "language_model."
+        for names in listed.values():
+            names += [name.removeprefix(outer) for name in names if name.startswith(outer)]
+    lists: dict[str, Any] = {key: names for key, names in listed.items() if names}
     layers = block.get("quantized_layers")
     if isinstance(layers, Mapping):
-        lists |= {"quantized_layers": {other(str(key)): value for key, value in layers.items()}}
+        lists["quantized_layers"] = {renames.of(str(key)): one for key, one in layers.items()}
     groups = block.get("config_groups")
     if isinstance(groups, Mapping):
         lists["config_groups"] = {
-            key: {**group, "targets": [other(name) for name in names_of(group.get("targets"))]}
+            key: {**group, "targets": [renames.of(name) for name in names_of(group.get("targets"))]}
             if isinstance(group, Mapping)
             else group
             for key, group in groups.items()
         }
-    return {**config, "quantization_config": {**block, **lists}}
+    return {**block, **lists}
 
 
 def quantization_of(
-    config: Mapping[str, Any], fused: Fused, setting: Setting, dtype: str
+    config: Mapping[str, Any],
+    fused: Fused,
+    setting: Setting,
+    dtype: str,
+    renames: Renames | None = None,
 ) -> Quantization:
     """What a config states, for a class that maps fused names as in `fused`. Raises NotSimulated."""
     plain = Unquantized(dtype)
@@ -439,17 +460,23 @@ def quantization_of(
     if block is None:
         return NoQuantization(plain)
     try:
-        return _stated(block, fused, plain, setting)
+        return _stated(block, fused, plain, setting, renames or Renames())
     except re.error as error:
         raise NotSimulated(f"a pattern of the quantization config: {error}") from None
 
 
 def _stated(
-    block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+    block: Mapping[str, Any],
+    fused: Fused,
+    plain: Unquantized,
+    setting: Setting,
+    renames: Renames,
 ) -> Quantization:
     method = block.get("quant_method")
     if method == "fp8":
-        return Fp8(block, fused, plain)
+        return Fp8(block, fused, plain, renames)
+    if renames != Renames():
+        block = _renamed(block, renames)
     if method == "compressed-tensors":
         return CompressedTensors(block, fused, plain, setting)
     if method == "modelopt" or (method is None and "quant_algo" in block):

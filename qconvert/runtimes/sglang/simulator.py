@@ -3,7 +3,7 @@ every tensor of the headers to them, and says what is written, read, refused or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from qconvert.runtimes.sglang.classes import (
     runner_of,
 )
 from qconvert.runtimes.sglang.drafts import DRAFTS, layer_of
-from qconvert.runtimes.sglang.quantization import quantization_of, renamed
+from qconvert.runtimes.sglang.quantization import quantization_of
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -30,13 +30,17 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def holds_draft(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
-    """Whether a folder holds a draft model that the runtime loads by a class of its own."""
+def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """Tensors of the draft model in a folder, and embeddings, which its class may read, too; none for a
+    folder without one. Raises NotSimulated for an unknown class."""
     kind = architecture_of(config)
     if kind not in DRAFTS:
-        return False
+        return {}
     layer = layer_of(kind, text_config(config))
-    return any(name.startswith(layer) for name in tensors)
+    if not any(name.startswith(layer) for name in tensors):
+        return {}
+    beside = "embed_tokens"
+    return {n: one for n, one in tensors.items() if n.startswith(layer) or beside in n}
 
 
 def simulate(
@@ -65,10 +69,11 @@ def simulate(
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
     numbers = text_config(config)
-    stated = renamed(config, kind.renames) if kind.renames else config
     fused = 0
     try:
-        quantization = quantization_of(stated, kind.fused(numbers), setting, numbers.dtype)
+        quantization = quantization_of(
+            config, kind.fused(numbers), setting, numbers.dtype, kind.renames
+        )
         build = Build(setting, quantization, numbers.dtype)
         fused = kind.shared(numbers, quantization, setting)
         kind.build(build, numbers, fused)
