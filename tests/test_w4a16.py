@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudged
 from int_forms import bf16_bits, to_array, weight
-from models import bf16, deepseek_v3, qwen3_moe
+from models import bf16, deepseek_v3, qwen3_moe, with_exponents
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
@@ -134,15 +134,21 @@ def test_workers_and_memory_change_nothing(form: str, tmp_path: Path) -> None:
 
 
 def test_fp8_linears_beside_packed_experts_are_read(tmp_path: Path) -> None:
-    """Both forms of the config: one that all linears are FP8 by, and two groups. `dequant` gives of the
-    packed folder's linears what it gives of the source's."""
+    """Both forms of the config: two groups, and, for scales that are exponents, one that all linears are
+    FP8 by. `dequant` gives of the packed folder's linears what it gives of the source's."""
     for name, model in (
         ("deepseek", deepseek_v3()),
         ("mixed", qwen3_moe("fp8", bf16_modules=("1.self_attn.o_proj",))),
+        ("exponents", with_exponents(qwen3_moe("fp8"))),
     ):
         source = model.write(tmp_path / name)
         out = rtn(source, tmp_path / f"{name}-w4a16")
-        assert ("linear_fp8_config" in quantization(out)) is (name == "deepseek")
+        block, exponents = quantization(out), name == "exponents"
+        assert ("linear_fp8_config" in block) is exponents
+        assert ("group_1" in block["config_groups"]) is not exponents
+        kept = {n.rpartition(".")[2] for n in read_tensors(out) if ".self_attn." in n}
+        assert ("weight_scale_inv" in kept) is exponents
+        assert ("weight_scale" in kept) is not exponents
         cpu = run_cli(
             "amx", out, tmp_path / f"{name}-cpu", "--method", "int4", "--numa", "1", "--jobs", "1"
         )

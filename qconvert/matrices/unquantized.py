@@ -24,6 +24,7 @@ _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
 _DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
 _DRAFT_ATTENTION = r"re:model\.layers\.0\.self_attn\..*"
 _FIRST_ATTENTION = "model.layers.0.self_attn."
+_EXPONENTS = ("U8", "F8_E8M0")
 
 Named = Mapping[str, Output]
 
@@ -171,6 +172,14 @@ def check_nothing_packed(others: Named) -> None:
             )
 
 
+def has_exponents(others: Named) -> bool:
+    """Whether block scales are exponents, not numbers."""
+    return any(
+        name.endswith(".weight_scale_inv") and output.type.dtype in _EXPONENTS
+        for name, output in others.items()
+    )
+
+
 def with_weight_scales(others: Named) -> dict[str, Output]:
     """Tensors under compressed-tensors' names: it calls a block scale `weight_scale`. Raises PlanError
     for exponents: its float-quantized scales are numbers."""
@@ -179,7 +188,7 @@ def with_weight_scales(others: Named) -> dict[str, Output]:
         renamed = name
         if name.endswith(".weight_scale_inv"):
             renamed = name.removesuffix("_inv")
-            if output.type.dtype in ("U8", "F8_E8M0"):
+            if output.type.dtype in _EXPONENTS:
                 raise PlanError(
                     f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
                     "dequantize the checkpoint first (qconvert dequant)"

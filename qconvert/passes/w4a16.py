@@ -2,9 +2,10 @@
 routed experts, with all other layers as they are.
 
 The config follows what runtimes do with it (read in sglang 0.5.23). Where targets match experts alone,
-every other linear that is not ignored is an error, so each unquantized one is named. A block-FP8 source
-has two forms: where every linear stays FP8 (DeepSeek), the block gets `linear_fp8_config`, which
-runtimes apply to all linears without looking at lists; others get a second group for FP8.
+every other linear that is not ignored is an error, so each unquantized one is named. Linears that stay
+in block FP8 get a second group, with scales under compressed-tensors' name, which sglang and vLLM 0.33
+load. Scales that are exponents have no such name: they keep theirs, with `linear_fp8_config`, which
+sglang alone reads, for all linears at once and without looking at lists.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from qconvert.matrices.unquantized import (
     check_nothing_packed,
     expert_targets,
     fp8_block,
+    has_exponents,
     ignored,
     no_experts,
     shared_paths,
@@ -308,13 +310,13 @@ class ExpertsToW4A16:
         others = chosen.others(plan)
         check_nothing_packed(others)
         block = self._block(plan, chosen, others)
-        every_linear = "linear_fp8_config" in block
-        notes = [*(["linear_fp8_config"] if every_linear else []), *self._notes(chosen)]
+        beside = "linear_fp8_config" in block
+        notes = [*(["linear_fp8_config"] if beside else []), *self._notes(chosen)]
         experts = chosen.experts.projections if chosen.experts is not None else ()
         if digest is not None and any(projection.draft for projection in experts):
             notes.append("MTP experts are not calibrated: rounded to nearest")
         notes += shared_notes(plan, chosen, block)
-        renamed = not every_linear and any(runtime_linears(plan, others).values())
+        renamed = not beside and any(runtime_linears(plan, others).values())
         return replace_weights(
             plan,
             chosen.entry(self.name, identity(self, digest), notes),
@@ -334,8 +336,7 @@ class ExpertsToW4A16:
             self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
         if isinstance(self.packer(), PackGptq):
             return self._gptq_quantization(plan, chosen, others)
-        every_linear = fp8 is not None and all(linears.values()) and not chosen.linears
-        return self._quantization(plan, chosen, others, fp8, every_linear)
+        return self._quantization(plan, chosen, others, fp8)
 
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
@@ -358,7 +359,6 @@ class ExpertsToW4A16:
         chosen: Selection,
         others: Named,
         fp8: tuple[int, int] | None,
-        every_linear: bool,
     ) -> dict[str, Any]:
         """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name, also
         by that of what they are fused to: runtimes find a class before the parts."""
@@ -381,7 +381,8 @@ class ExpertsToW4A16:
                 plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared)
             ),
         }
-        if fp8 is not None and every_linear:
+        exponents = has_exponents(others) and not chosen.linears
+        if fp8 is not None and exponents and all(runtime_linears(plan, others).values()):
             config["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
         elif fp8 is not None:
             config["config_groups"]["group_1"] = fp8_group_config(fp8)
@@ -400,7 +401,8 @@ class ExpertsToW4A16:
 
 
 def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
-    """What says that every linear beside packed experts is block FP8, as the source stores it."""
+    """What says that every linear beside packed experts is block FP8, as the source stores it (sglang
+    0.5.23, `compressed_tensors.py`)."""
     formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
     stated = next(filter(None, formats), None)
     return {
