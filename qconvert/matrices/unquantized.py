@@ -24,6 +24,9 @@ _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
 _DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
 _DRAFT_ATTENTION = r"re:model\.layers\.0\.self_attn\..*"
 _FIRST_ATTENTION = "model.layers.0.self_attn."
+# vLLM 0.33's draft class of DeepSeek (`models/deepseek_mtp.py`) has no mapping either, and its own name
+# for what the model fuses.
+_Q_A, _VLLM_QKV_A = ".self_attn.q_a_proj", ".self_attn.fused_qkv_a_proj"
 _EXPONENTS = ("U8", "F8_E8M0")
 
 Named = Mapping[str, Output]
@@ -91,6 +94,7 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
     )
     if plan.family.name in _UNMAPPED:
         found = with_fused_names(found)
+        found += [f"{m[: -len(_Q_A)]}{_VLLM_QKV_A}" for m in drafts if m.endswith(_Q_A)]
     if drafts and in_fp8:
         numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
         found += [f"model.decoder.{_below_layer(module)}" for module in numbered]

@@ -51,6 +51,7 @@ from qconvert.matrices.unquantized import (
     shared_paths,
     with_weight_scales,
 )
+from qconvert.matrices.unquantized_nvfp4 import with_draft_names
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import (
@@ -394,7 +395,8 @@ class ExpertsToW4A16:
             shared = shared_paths(plan) if chosen.shared else []
             left = [no_experts([*plan.family.expert_paths, *shared])]
         else:
-            left = [left_pattern(runtime_linears(plan, others))]
+            named = with_draft_names(plan, runtime_linears(plan, others))
+            left = [left_pattern(name for name in named if name not in chosen.linears)]
             if not chosen.experts:
                 left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
         return gptq_config(self.scheme, 1 if self.packing == "gptq" else 2, left)
