@@ -111,17 +111,17 @@ class ExpertsToW4A16:
         dtype: Any = "BF16" if self.packing == "compressed-tensors" else "F16"
         return IntScheme(self.bits, self.group, self.symmetric, self.actorder, dtype)
 
-    def packer(self) -> Packer:
+    def packer(self, *, draft: bool = False) -> Packer:
         """What packs a matrix's codes."""
-        return packer(self.packing, self.scheme)
+        return packer(self.packing, self.scheme, draft=draft)
 
-    def encoder(self) -> RowOp:
+    def encoder(self, *, draft: bool = False) -> RowOp:
         """The op that rounds a BF16 matrix and packs it. Columns of draft experts, which are rounded
         beside calibrated ones, are not reordered."""
         scheme = self.scheme
         if self.calibrate is not None and scheme.actorder is not None:
-            return RoundToNearest(replace(scheme, actorder=None), self.packer())
-        return encoder(scheme, self.packer())
+            return RoundToNearest(replace(scheme, actorder=None), self.packer(draft=draft))
+        return encoder(scheme, self.packer(draft=draft))
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)
@@ -130,7 +130,8 @@ class ExpertsToW4A16:
         for projection in chosen.experts.projections if chosen.experts else ():
             results.update(self.results(projection, digest))
         for module, linear in chosen.linears.items():
-            results.update(self.rounded(module, linear.stored))
+            draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
+            results.update(self.rounded(module, linear.stored, draft=draft))
         return self.with_results(plan, chosen, results, digest)
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
@@ -149,20 +150,23 @@ class ExpertsToW4A16:
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:
         """An expert matrix's tensors by name; `digest` is of the calibration that finds its codes."""
         if digest is None or projection.draft:
-            return self.rounded(projection.module, projection.weight)
+            return self.rounded(projection.module, projection.weight, draft=projection.draft)
         (made,) = calibrated(projection, (self.packer(),), digest)
         return self.named(projection.module, projection.weight, made)
 
-    def rounded(self, module: str, stored: Stored) -> dict[str, Output]:
+    def rounded(self, module: str, stored: Stored, *, draft: bool = False) -> dict[str, Output]:
+        """A matrix's tensors by name, rounded to nearest; `draft`: it is a draft layer's."""
         try:
-            made = apply(Recode(stored.decoder, (self.encoder(),)), *stored.args)
+            made = apply(Recode(stored.decoder, (self.encoder(draft=draft),)), *stored.args)
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
-        return self.named(module, stored, made)
+        return self.named(module, stored, made, draft=draft)
 
-    def named(self, module: str, stored: Stored, made: Sequence[Output]) -> dict[str, Output]:
+    def named(
+        self, module: str, stored: Stored, made: Sequence[Output], *, draft: bool = False
+    ) -> dict[str, Output]:
         """The packer's results under their names, and what else the format has of a matrix."""
-        names = [f"{module}.{suffix}" for suffix in self.packer().suffixes]
+        names = [f"{module}.{suffix}" for suffix in self.packer(draft=draft).suffixes]
         found = dict(zip(names, made, strict=True))
         if self.packing == "compressed-tensors":
             shape = apply(constant_i64((stored.rows, stored.columns)))[0]
