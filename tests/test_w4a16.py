@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudged
 from int_forms import bf16_bits, to_array, weight
+from loaders.published import published
 from models import bf16, deepseek_v3, qwen3_moe, with_exponents
 
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -243,6 +244,37 @@ def test_fp8_linears_that_are_targets_become_integers(tmp_path: Path) -> None:
     draft = "model.layers.2.self_attn.o_proj"
     assert tensors[f"{draft}.weight"].dtype == "F8_E4M3", "a draft layer's linears stay"
     assert "model.layers.2.mlp.experts.0.up_proj.weight_packed" in tensors
+
+
+def test_gptq_drafts_have_no_group_indices(tmp_path: Path) -> None:
+    """vLLM's draft classes fail with them. They are read and validated without."""
+    source = published("glm4_moe", inner=128).write(tmp_path / "source")
+    out = rtn(source, tmp_path / "out", "--format", "gptq")
+    tensors = read_tensors(out)
+    packed = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    drafts = {module for module in packed if module.startswith("model.layers.3.")}
+    assert drafts
+    assert drafts < packed
+    ordered = {name.removesuffix(".g_idx") for name in tensors if name.endswith(".g_idx")}
+    assert ordered == packed - drafts
+    checked = run_cli("validate", out, "--against", source, "--level", "full")
+    assert checked.code == 0, checked.out
+    cpu = run_cli("amx", out, tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
+    assert cpu.code == 0, cpu.err
+
+
+def test_gptq_names_drafts_as_runtimes_ask_for_them(tmp_path: Path) -> None:
+    """No pattern spells `mtp`, at which vLLM builds the whole draft of Qwen3.5 unquantized."""
+    for family, left in (
+        ("qwen3_5_moe_text", "mtp.layers.0.self_attn.q_proj"),
+        ("qwen3_next", "model.layers.0.self_attn.qkv_proj"),
+        ("glm4_moe", "model.decoder.self_attn.qkv_proj"),
+    ):
+        source = published(family, inner=128).write(tmp_path / family)
+        words = ("--format", "gptq", "--targets", "Linear", "--tp", "1")
+        patterns = quantization(rtn(source, tmp_path / f"{family} out", *words))["dynamic"]
+        assert not any("mtp" in pattern for pattern in patterns)
+        assert any(re.match(pattern.removeprefix("-:"), left) for pattern in patterns)
 
 
 @pytest.mark.parametrize(("form", "stated"), [("gptq", "gptq"), ("gptq-v2", "gptq_v2")])

@@ -109,9 +109,10 @@ class DequantGptq(Columnwise):
         zero = self._zeros(array(qzeros.data, np.uint32, qzeros.type.shape))
         used = scale_scratch(scale.type)
         factors = scales(scale, scratch[:used]).T[mine]
-        in_order = np.arange(columns) // (columns // groups)
-        column_group = group_of_columns(g_idx[0], groups) if g_idx else in_order
-        side_by_side = np.array_equal(column_group, in_order)
+        column_group = group_of_columns(g_idx[0], groups) if g_idx else None
+        side_by_side = column_group is None or np.array_equal(
+            column_group, np.arange(columns) // (columns // groups)
+        )
         work = Products(scratch[used:], rows, columns, self.bits, factors)
         target = array(out.data, np.uint16, (rows, columns))
         for start, stop in work.tiles():
