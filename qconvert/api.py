@@ -447,7 +447,7 @@ def run(
         ...     "copy", sample, folder / "copy", jobs=1, events=lambda done, total: told.append(done)
         ... )
         >>> made.folder.name, made.tensors, told[-1]
-        ('copy', 233, 5830560)
+        ('copy', 233, 7059360)
         >>> api.run("copy", sample, folder / "copy").already_done
         True
         >>> api.run("copy", sample, folder / "bf16")  # the other example's
@@ -573,8 +573,8 @@ def advise(
     takes whole and the machine holds. From headers alone; the loader is simulated.
 
         >>> found = api.advise(sample, "sglang", api.Machine(gpus=1))
-        >>> found.best.candidate.command, found.tp
-        ('dequant SRC OUT', 1)
+        >>> found.best.candidate.command, found.tp  # no command: it is served as it is
+        ('', 1)
 
     `disaggregated` asks for a launch line for each role; `numa` nodes and a `hotness` map are for
     KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated.

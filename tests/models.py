@@ -6,6 +6,7 @@ Sizes are those that kernels take; bytes come from a name's hash, so a tensor is
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable
@@ -149,6 +150,16 @@ def deepseek_v3() -> Model:
     tensors |= bf16("model.norm.weight", HIDDEN)
     tensors |= bf16("lm_head.weight", 8, HIDDEN)
     return Model(config, tensors, dict(SIDE_FILES))
+
+
+def with_exponents(model: Model) -> Model:
+    """A block-FP8 model with scales that are exponents (E8M0) of 2**-7 to 2**-4."""
+    for name, (_, shape, _) in list(model.tensors.items()):
+        if name.endswith(".weight_scale_inv"):
+            count = math.prod(shape)
+            model.tensors[name] = Tensor("F8_E8M0", shape, bytes(120 + n % 4 for n in range(count)))
+    model.config["quantization_config"] = FP8_BLOCK | {"scale_fmt": "ue8m0"}
+    return model
 
 
 def with_two_configs() -> Model:

@@ -530,7 +530,7 @@ def test_data_belongs_to_recipes_that_want_it() -> None:
 
 
 def test_a_recipe_runs_as_it_is(tmp_path: Path) -> None:
-    """192 columns are whole groups of 64; attention and shared experts stay FP8."""
+    """256 columns are whole groups of 64; attention and shared experts stay FP8."""
     write_sample(tmp_path / "source")
     text = below(
         "QuantizationModifier",
@@ -550,4 +550,4 @@ def test_a_recipe_runs_as_it_is(tmp_path: Path) -> None:
         tmp_path / "b" / "config.json"
     ).read_bytes()
     packed = made["model.layers.0.mlp.experts.0.down_proj.weight_packed"]
-    assert packed.shape == (256, 192 // 8)
+    assert packed.shape == (256, 256 // 8)

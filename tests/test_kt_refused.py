@@ -255,7 +255,8 @@ def test_fp8_settings_of_the_source_are_kept_or_refused(
         assert says in done.err
         return
     assert done.code == 0, done.err
-    assert quantization(tmp_path / "gpu")["linear_fp8_config"]["scale_fmt"] == "ue8m0"
+    groups = quantization(tmp_path / "gpu")["config_groups"]
+    assert groups["group_1"]["weights"]["block_structure"] == FP8_BLOCK["weight_block_size"]
 
 
 def test_a_draft_layer_without_its_experts_is_missed(tmp_path: Path) -> None:

@@ -332,6 +332,11 @@ MUTANTS = (
         "if kept:", "if True:",
     ),
     Mutant(
+        "scales of the linears beside packed experts under FP8's name", "w4a16 of fp8",
+        "passes.w4a16", "ExpertsToW4A16.with_results",
+        "with_weight_scales(others) if renamed else others", "others",
+    ),
+    Mutant(
         "blocks of the linears beside packed experts", "w4a16 of fp8",
         "formats.int_packed.config", "fp8_group_config",
         '"block_structure": list(block)', '"block_structure": [2 * block[0], block[1]]',

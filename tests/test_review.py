@@ -64,12 +64,14 @@ def test_a_changed_side_file_makes_another_source(samples: Path, tmp_path: Path)
 # ---- experts
 
 
-def test_stacking_scales_whose_blocks_would_span_gate_and_up(samples: Path, tmp_path: Path) -> None:
+def test_stacking_scales_whose_blocks_would_span_gate_and_up(tmp_path: Path) -> None:
     """I = 192 under 128-row blocks: two grids of two rows are not the grid of 384 rows."""
-    refused("a block would span gate and up", "experts", "stack", samples / "a", tmp_path / "out")
+    source = tmp_path / "ragged"
+    write_sample(source, intermediate=192)
+    refused("a block would span gate and up", "experts", "stack", source, tmp_path / "out")
     recipe = tmp_path / "r.yaml"
     recipe.write_text("passes: [dequant, stack]")
-    ok("run", recipe, samples / "a", tmp_path / "out")
+    ok("run", recipe, source, tmp_path / "out")
     assert run_cli("validate", tmp_path / "out").code == 0
 
 

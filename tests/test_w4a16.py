@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from checkpoints import Model, Tensor, edit_json, read_tensors, run_cli, unjudged
 from int_forms import bf16_bits, to_array, weight
-from models import bf16, deepseek_v3, qwen3_moe
+from loaders.published import published
+from models import bf16, deepseek_v3, qwen3_moe, with_exponents
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
@@ -134,15 +135,21 @@ def test_workers_and_memory_change_nothing(form: str, tmp_path: Path) -> None:
 
 
 def test_fp8_linears_beside_packed_experts_are_read(tmp_path: Path) -> None:
-    """Both forms of the config: one that all linears are FP8 by, and two groups. `dequant` gives of the
-    packed folder's linears what it gives of the source's."""
+    """Both forms of the config: two groups, and, for scales that are exponents, one that all linears are
+    FP8 by. `dequant` gives of the packed folder's linears what it gives of the source's."""
     for name, model in (
         ("deepseek", deepseek_v3()),
         ("mixed", qwen3_moe("fp8", bf16_modules=("1.self_attn.o_proj",))),
+        ("exponents", with_exponents(qwen3_moe("fp8"))),
     ):
         source = model.write(tmp_path / name)
         out = rtn(source, tmp_path / f"{name}-w4a16")
-        assert ("linear_fp8_config" in quantization(out)) is (name == "deepseek")
+        block, exponents = quantization(out), name == "exponents"
+        assert ("linear_fp8_config" in block) is exponents
+        assert ("group_1" in block["config_groups"]) is not exponents
+        kept = {n.rpartition(".")[2] for n in read_tensors(out) if ".self_attn." in n}
+        assert ("weight_scale_inv" in kept) is exponents
+        assert ("weight_scale" in kept) is not exponents
         cpu = run_cli(
             "amx", out, tmp_path / f"{name}-cpu", "--method", "int4", "--numa", "1", "--jobs", "1"
         )
@@ -237,6 +244,37 @@ def test_fp8_linears_that_are_targets_become_integers(tmp_path: Path) -> None:
     draft = "model.layers.2.self_attn.o_proj"
     assert tensors[f"{draft}.weight"].dtype == "F8_E4M3", "a draft layer's linears stay"
     assert "model.layers.2.mlp.experts.0.up_proj.weight_packed" in tensors
+
+
+def test_gptq_drafts_have_no_group_indices(tmp_path: Path) -> None:
+    """vLLM's draft classes fail with them. They are read and validated without."""
+    source = published("glm4_moe", inner=128).write(tmp_path / "source")
+    out = rtn(source, tmp_path / "out", "--format", "gptq")
+    tensors = read_tensors(out)
+    packed = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    drafts = {module for module in packed if module.startswith("model.layers.3.")}
+    assert drafts
+    assert drafts < packed
+    ordered = {name.removesuffix(".g_idx") for name in tensors if name.endswith(".g_idx")}
+    assert ordered == packed - drafts
+    checked = run_cli("validate", out, "--against", source, "--level", "full")
+    assert checked.code == 0, checked.out
+    cpu = run_cli("amx", out, tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
+    assert cpu.code == 0, cpu.err
+
+
+def test_gptq_names_drafts_as_runtimes_ask_for_them(tmp_path: Path) -> None:
+    """No pattern spells `mtp`, at which vLLM builds the whole draft of Qwen3.5 unquantized."""
+    for family, left in (
+        ("qwen3_5_moe_text", "mtp.layers.0.self_attn.q_proj"),
+        ("qwen3_next", "model.layers.0.self_attn.qkv_proj"),
+        ("glm4_moe", "model.decoder.self_attn.qkv_proj"),
+    ):
+        source = published(family, inner=128).write(tmp_path / family)
+        words = ("--format", "gptq", "--targets", "Linear", "--tp", "1")
+        patterns = quantization(rtn(source, tmp_path / f"{family} out", *words))["dynamic"]
+        assert not any("mtp" in pattern for pattern in patterns)
+        assert any(re.match(pattern.removeprefix("-:"), left) for pattern in patterns)
 
 
 @pytest.mark.parametrize(("form", "stated"), [("gptq", "gptq"), ("gptq-v2", "gptq_v2")])

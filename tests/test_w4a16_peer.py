@@ -1,8 +1,8 @@
 """The GPU folder of a pair against transformers and compressed-tensors: it loads, and computes what
 compressed-tensors' own decompression of it computes; every quantization block is one they parse.
 
-transformers takes no notice of `linear_fp8_config`, so what it loads here has bf16 linears. Installed by
-`make peers`; run with `pytest -m peer tests/test_w4a16_peer.py`.
+What transformers loads here has bf16 linears. Installed by `make peers`; run with
+`pytest -m peer tests/test_w4a16_peer.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_compressed_tensors_parses_every_block(kind: str, tmp_path: Path) -> Non
     weights = found.config_groups["group_0"].weights
     assert (weights.num_bits, weights.type, weights.group_size) == (4, "int", 128)
     assert (weights.symmetric, weights.strategy) == (True, "group")
-    assert set(found.config_groups) == {"group_0"} | ({"group_1"} if kind == "mixed" else set())
+    assert set(found.config_groups) == {"group_0"} | (set() if kind == "bf16" else {"group_1"})
     if kind == "mixed":
         second = found.config_groups["group_1"]
         assert (second.weights.strategy, second.weights.block_structure) == ("block", [128, 128])

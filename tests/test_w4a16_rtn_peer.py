@@ -146,7 +146,7 @@ def test_reading_is_compressed_tensors_own(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--asymmetric", "--group-size", "32"]])
 def test_reading_beside_fp8_linears(options: list[str], tmp_path: Path) -> None:
-    """In both forms of config: `linear_fp8_config` for all linears, and a group of their own."""
+    """All linears of a model, and all but one."""
     two_groups = small_qwen3_moe("fp8", bf16_modules=("1.self_attn.o_proj",))
     for number, (model, count) in enumerate(((deepseek_v3(), 12), (two_groups, 12))):
         out = tmp_path / f"out-{number}"

@@ -1,7 +1,7 @@
 """A small block-FP8 Qwen3.5-MoE checkpoint with the names of the published ones, made from a seed.
 
 For `qconvert demo` and tests: text-only model, linear and full attention, routed and shared experts,
-an MTP layer, ragged rows. Weights are heavy-tailed with outlier channels, as real ones are, because
+an MTP layer. Weights are heavy-tailed with outlier channels, as real ones are, because
 gaussian ones hide what quantization gets wrong.
 """
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 128
-HIDDEN, LAYERS, EXPERTS, INTERMEDIATE, VOCAB = 256, 4, 4, 192, 512
+HIDDEN, LAYERS, EXPERTS, INTERMEDIATE, VOCAB = 256, 4, 4, 256, 512
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 NK, NV, DK, DV = 2, 4, 64, 64
 _FP8_MAX = 448.0
 
 
-def config() -> dict[str, Any]:
+def config(intermediate: int = INTERMEDIATE) -> dict[str, Any]:
     """config.json of the sample, loadable by transformers' Qwen3_5MoeForCausalLM once dequantized."""
     return {
         "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -43,11 +43,20 @@ def config() -> dict[str, Any]:
         "linear_key_head_dim": DK,
         "linear_value_head_dim": DV,
         "linear_conv_kernel_dim": 4,
-        "moe_intermediate_size": INTERMEDIATE,
-        "shared_expert_intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": intermediate,
+        "shared_expert_intermediate_size": intermediate,
         "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
         "tie_word_embeddings": False,
         "quantization_config": {
             "quant_method": "fp8",
@@ -87,16 +96,16 @@ def _linear_attention(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     yield f"{at}.out_proj", (HIDDEN, values), True
 
 
-def _moe(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _moe(at: str, size: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     yield f"{at}.gate", (EXPERTS, HIDDEN), False
     yield f"{at}.shared_expert_gate", (1, HIDDEN), False
     for expert in [f"{at}.shared_expert", *(f"{at}.experts.{e}" for e in range(EXPERTS))]:
-        yield f"{expert}.gate_proj", (INTERMEDIATE, HIDDEN), True
-        yield f"{expert}.up_proj", (INTERMEDIATE, HIDDEN), True
-        yield f"{expert}.down_proj", (HIDDEN, INTERMEDIATE), True
+        yield f"{expert}.gate_proj", (size, HIDDEN), True
+        yield f"{expert}.up_proj", (size, HIDDEN), True
+        yield f"{expert}.down_proj", (HIDDEN, size), True
 
 
-def _modules() -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _modules(intermediate: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Module name, shape of its weight, whether it is FP8."""
     yield "model.embed_tokens", (VOCAB, HIDDEN), False
     for layer in range(LAYERS):
@@ -105,7 +114,7 @@ def _modules() -> Iterator[tuple[str, tuple[int, ...], bool]]:
         yield f"{at}.post_attention_layernorm", (HIDDEN,), False
         full = (layer + 1) % LAYERS == 0
         yield from _attention(f"{at}.self_attn") if full else _linear_attention(f"{at}.linear_attn")
-        yield from _moe(f"{at}.mlp")
+        yield from _moe(f"{at}.mlp", intermediate)
     yield "model.norm", (HIDDEN,), False
     yield "lm_head", (VOCAB, HIDDEN), False
     yield "mtp.fc", (HIDDEN, 2 * HIDDEN), False
@@ -114,7 +123,7 @@ def _modules() -> Iterator[tuple[str, tuple[int, ...], bool]]:
     yield "mtp.layers.0.input_layernorm", (HIDDEN,), False
     yield "mtp.layers.0.post_attention_layernorm", (HIDDEN,), False
     yield from _attention("mtp.layers.0.self_attn")
-    yield from _moe("mtp.layers.0.mlp")
+    yield from _moe("mtp.layers.0.mlp", intermediate)
 
 
 def heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -147,11 +156,11 @@ def quantize_block_fp8(
     return (weight / spread).to(torch.float8_e4m3fn), scale
 
 
-def _tensors(seed: int) -> Iterator[tuple[str, TensorType, torch.Tensor]]:
+def _tensors(seed: int, intermediate: int) -> Iterator[tuple[str, TensorType, torch.Tensor]]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    for module, shape, fp8 in _modules():
+    for module, shape, fp8 in _modules(intermediate):
         if fp8:
             weight, scale = quantize_block_fp8(heavy_tailed(shape, generator))
             yield f"{module}.weight", TensorType("F8_E4M3", shape), weight
@@ -170,12 +179,15 @@ def _tensors(seed: int) -> Iterator[tuple[str, TensorType, torch.Tensor]]:
             yield f"{at}.{name}", TensorType("BF16", (NV,)), value.bfloat16()
 
 
-def write_sample(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
-    """Write the sample as a sharded checkpoint with an index, a tokenizer stub and a chat template."""
+def write_sample(
+    folder: Path, *, shards: int = 2, seed: int = 0, intermediate: int = INTERMEDIATE
+) -> None:
+    """Write the sample as a sharded checkpoint with an index, a tokenizer stub and a chat template.
+    `intermediate` rows of an expert's gate: whole blocks of 128, or no runtime loads it in FP8."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = list(_tensors(seed))
+    tensors = list(_tensors(seed, intermediate))
     weight_map: dict[str, str] = {}
     for number in range(shards):
         part = tensors[number * len(tensors) // shards : (number + 1) * len(tensors) // shards]
@@ -189,7 +201,7 @@ def write_sample(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
     total = sum(kind.nbytes for _, kind, _ in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, content in (
-        ("config.json", config()),
+        ("config.json", config(intermediate)),
         ("model.safetensors.index.json", index),
         ("generation_config.json", {"do_sample": True, "temperature": 0.6}),
         ("tokenizer_config.json", {"model_max_length": 4096}),

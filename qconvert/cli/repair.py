@@ -43,7 +43,7 @@ def repair(
 ) -> int:
     """Make the metadata of a converted folder true to its weights, which are not touched.
 
-    Mends config.json (quantization blocks that describe no tensor, ignore lists, linear_fp8_config), the
+    Mends config.json (quantization blocks that describe no tensor, ignore lists, what is block FP8), the
     index, hf_quant_config.json and the model card, and seals manifest and receipt again with the hashes
     before and after. The result is validated before anything is written; what only a new conversion can
     mend is refused. Of a repo on the Hub headers are fetched, and the changed files are written to a

@@ -215,9 +215,11 @@ def _read_packed(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
 
 
 def _read_gptq(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
-    """GPTQ's form, transposed."""
+    """GPTQ's form, transposed. Draft layers have no g_idx where the config says no desc_act."""
     form = gptq_form(plan.checkpoint, module)
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
+    if form.scheme.actorder is None and names[-1] not in plan.tensors:
+        del names[-1]
     args = _stored(plan, names)
     scheme, shape = form.scheme, args[0].type.shape
     rows = shape[1] if len(shape) == 2 else 1

@@ -24,6 +24,10 @@ _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
 _DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
 _DRAFT_ATTENTION = r"re:model\.layers\.0\.self_attn\..*"
 _FIRST_ATTENTION = "model.layers.0.self_attn."
+# vLLM 0.33's draft class of DeepSeek (`models/deepseek_mtp.py`) has no mapping either, and its own name
+# for what the model fuses.
+_Q_A, _VLLM_QKV_A = ".self_attn.q_a_proj", ".self_attn.fused_qkv_a_proj"
+_EXPONENTS = ("U8", "F8_E8M0")
 
 Named = Mapping[str, Output]
 
@@ -90,6 +94,7 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
     )
     if plan.family.name in _UNMAPPED:
         found = with_fused_names(found)
+        found += [f"{m[: -len(_Q_A)]}{_VLLM_QKV_A}" for m in drafts if m.endswith(_Q_A)]
     if drafts and in_fp8:
         numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
         found += [f"model.decoder.{_below_layer(module)}" for module in numbered]
@@ -171,6 +176,14 @@ def check_nothing_packed(others: Named) -> None:
             )
 
 
+def has_exponents(others: Named) -> bool:
+    """Whether block scales are exponents, not numbers."""
+    return any(
+        name.endswith(".weight_scale_inv") and output.type.dtype in _EXPONENTS
+        for name, output in others.items()
+    )
+
+
 def with_weight_scales(others: Named) -> dict[str, Output]:
     """Tensors under compressed-tensors' names: it calls a block scale `weight_scale`. Raises PlanError
     for exponents: its float-quantized scales are numbers."""
@@ -179,7 +192,7 @@ def with_weight_scales(others: Named) -> dict[str, Output]:
         renamed = name
         if name.endswith(".weight_scale_inv"):
             renamed = name.removesuffix("_inv")
-            if output.type.dtype in ("U8", "F8_E8M0"):
+            if output.type.dtype in _EXPONENTS:
                 raise PlanError(
                     f"{name!r}: {output.type.dtype} exponents are no compressed-tensors scales: "
                     "dequantize the checkpoint first (qconvert dequant)"

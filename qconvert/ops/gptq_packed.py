@@ -40,6 +40,7 @@ _WORD_BITS = 32
 class DequantGptq(Columnwise):
     """qweight, qzeros, scales in BF16, F16 or F32, g_idx -> BF16 [count, K]: rows [first, first + count)
     of the weight [N, K], which are columns here, so it cannot be cut. `group` None: one for all K.
+    Without g_idx groups are neighbouring columns.
 
     Raises PlanError where dtypes or shapes do not fit, RowError where a scale is NaN or infinite, a
     column of K is of no group, or a zero point of version 1 is one that readers differ on (the
@@ -58,7 +59,7 @@ class DequantGptq(Columnwise):
         return _WORD_BITS // self.bits
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        qweight, qzeros, scale, g_idx = args
+        qweight, _, scale, *g_idx = args
         if qweight.dtype != "I32" or len(qweight.shape) != 2:
             raise PlanError(f"expected packed codes in an I32 matrix, found {qweight}")
         if scale.dtype not in FLOAT_DTYPES:
@@ -71,12 +72,12 @@ class DequantGptq(Columnwise):
         wanted = (
             TensorType("I32", (groups, rows // self.word)),
             TensorType(scale.dtype, (groups, rows)),
-            TensorType("I32", (columns,)),
+            *([TensorType("I32", (columns,))] if g_idx else []),
         )
-        if (qzeros, scale, g_idx) != wanted:
+        if args[1:] != wanted:
             raise PlanError(
                 f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
-                f"{qzeros}, {scale}, {g_idx}"
+                f"{', '.join(map(str, args[1:]))}"
             )
         self.check_columns(qweight)
         return (TensorType("BF16", (self.count, columns)),)
@@ -100,7 +101,7 @@ class DequantGptq(Columnwise):
     def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:
         import numpy as np
 
-        qweight, qzeros, scale, g_idx = ins
+        qweight, qzeros, scale, *g_idx = ins
         rows, columns = out.type.shape
         groups = scale.type.shape[0]
         mine = slice(self.first, self.first + self.count)
@@ -108,8 +109,10 @@ class DequantGptq(Columnwise):
         zero = self._zeros(array(qzeros.data, np.uint32, qzeros.type.shape))
         used = scale_scratch(scale.type)
         factors = scales(scale, scratch[:used]).T[mine]
-        column_group = group_of_columns(g_idx, groups)
-        side_by_side = np.array_equal(column_group, np.arange(columns) // (columns // groups))
+        column_group = group_of_columns(g_idx[0], groups) if g_idx else None
+        side_by_side = column_group is None or np.array_equal(
+            column_group, np.arange(columns) // (columns // groups)
+        )
         work = Products(scratch[used:], rows, columns, self.bits, factors)
         target = array(out.data, np.uint16, (rows, columns))
         for start, stop in work.tiles():

@@ -13,6 +13,9 @@ from qconvert.plan.plan import Plan
 from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared, needs_plain_linears
 
 SharedExperts = Literal["quantize", "keep"]
+# Families whose draft classes in vLLM 0.33 fuse projections without a packed_modules_mapping
+# (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`).
+DRAFTS_WITHOUT_MAPPING = ("deepseek_v3", "glm4_moe", "kimi_k2")
 
 
 def check_any_shared(chosen: Selection, asked: SharedExperts | None) -> None:
@@ -33,8 +36,21 @@ def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> lis
         )
         if needs_plain_linears(plan.config) and block.get("quant_method") != "modelopt":
             said += "; sglang with expert parallelism needs them kept"
+        if _lost_by_vllms_draft(plan, chosen, block):
+            said += "; vLLM 0.33's draft class does not load its own so, and needs them kept"
         return [said]
     if loses_shared(plan.config, block):
         said = "sglang would fuse the shared experts, which are in another form, and not read them"
         return [f"{said}: start it with {NO_FUSION}"]
     return []
+
+
+def _lost_by_vllms_draft(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> bool:
+    """vLLM 0.33 (`gptq_utils.py`, `is_layer_gptq_quantized`) takes a fused layer for quantized by the
+    names of its parts, and the draft classes of DeepSeek and GLM have no mapping to them."""
+    dims, family = plan.role_index.dims, plan.family
+    return (
+        block.get("quant_method") == "gptq"
+        and family.name in DRAFTS_WITHOUT_MAPPING
+        and any(family.is_mtp(f"{module}.weight", dims) for module in chosen.shared)
+    )

@@ -2,9 +2,10 @@
 routed experts, with all other layers as they are.
 
 The config follows what runtimes do with it (read in sglang 0.5.23). Where targets match experts alone,
-every other linear that is not ignored is an error, so each unquantized one is named. A block-FP8 source
-has two forms: where every linear stays FP8 (DeepSeek), the block gets `linear_fp8_config`, which
-runtimes apply to all linears without looking at lists; others get a second group for FP8.
+every other linear that is not ignored is an error, so each unquantized one is named. Linears that stay
+in block FP8 get a second group, with scales under compressed-tensors' name, which sglang and vLLM 0.33
+load. Scales that are exponents have no such name: they keep theirs, with `linear_fp8_config`, which
+sglang alone reads, for all linears at once and without looking at lists.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ from qconvert.matrices.unquantized import (
     check_nothing_packed,
     expert_targets,
     fp8_block,
+    has_exponents,
     ignored,
     no_experts,
     shared_paths,
     with_weight_scales,
 )
+from qconvert.matrices.unquantized_nvfp4 import with_draft_names
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import (
@@ -108,17 +111,17 @@ class ExpertsToW4A16:
         dtype: Any = "BF16" if self.packing == "compressed-tensors" else "F16"
         return IntScheme(self.bits, self.group, self.symmetric, self.actorder, dtype)
 
-    def packer(self) -> Packer:
+    def packer(self, *, draft: bool = False) -> Packer:
         """What packs a matrix's codes."""
-        return packer(self.packing, self.scheme)
+        return packer(self.packing, self.scheme, draft=draft)
 
-    def encoder(self) -> RowOp:
+    def encoder(self, *, draft: bool = False) -> RowOp:
         """The op that rounds a BF16 matrix and packs it. Columns of draft experts, which are rounded
         beside calibrated ones, are not reordered."""
         scheme = self.scheme
         if self.calibrate is not None and scheme.actorder is not None:
-            return RoundToNearest(replace(scheme, actorder=None), self.packer())
-        return encoder(scheme, self.packer())
+            return RoundToNearest(replace(scheme, actorder=None), self.packer(draft=draft))
+        return encoder(scheme, self.packer(draft=draft))
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)
@@ -127,7 +130,8 @@ class ExpertsToW4A16:
         for projection in chosen.experts.projections if chosen.experts else ():
             results.update(self.results(projection, digest))
         for module, linear in chosen.linears.items():
-            results.update(self.rounded(module, linear.stored))
+            draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
+            results.update(self.rounded(module, linear.stored, draft=draft))
         return self.with_results(plan, chosen, results, digest)
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
@@ -146,20 +150,23 @@ class ExpertsToW4A16:
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:
         """An expert matrix's tensors by name; `digest` is of the calibration that finds its codes."""
         if digest is None or projection.draft:
-            return self.rounded(projection.module, projection.weight)
+            return self.rounded(projection.module, projection.weight, draft=projection.draft)
         (made,) = calibrated(projection, (self.packer(),), digest)
         return self.named(projection.module, projection.weight, made)
 
-    def rounded(self, module: str, stored: Stored) -> dict[str, Output]:
+    def rounded(self, module: str, stored: Stored, *, draft: bool = False) -> dict[str, Output]:
+        """A matrix's tensors by name, rounded to nearest; `draft`: it is a draft layer's."""
         try:
-            made = apply(Recode(stored.decoder, (self.encoder(),)), *stored.args)
+            made = apply(Recode(stored.decoder, (self.encoder(draft=draft),)), *stored.args)
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
-        return self.named(module, stored, made)
+        return self.named(module, stored, made, draft=draft)
 
-    def named(self, module: str, stored: Stored, made: Sequence[Output]) -> dict[str, Output]:
+    def named(
+        self, module: str, stored: Stored, made: Sequence[Output], *, draft: bool = False
+    ) -> dict[str, Output]:
         """The packer's results under their names, and what else the format has of a matrix."""
-        names = [f"{module}.{suffix}" for suffix in self.packer().suffixes]
+        names = [f"{module}.{suffix}" for suffix in self.packer(draft=draft).suffixes]
         found = dict(zip(names, made, strict=True))
         if self.packing == "compressed-tensors":
             shape = apply(constant_i64((stored.rows, stored.columns)))[0]
@@ -308,13 +315,13 @@ class ExpertsToW4A16:
         others = chosen.others(plan)
         check_nothing_packed(others)
         block = self._block(plan, chosen, others)
-        every_linear = "linear_fp8_config" in block
-        notes = [*(["linear_fp8_config"] if every_linear else []), *self._notes(chosen)]
+        beside = "linear_fp8_config" in block
+        notes = [*(["linear_fp8_config"] if beside else []), *self._notes(chosen)]
         experts = chosen.experts.projections if chosen.experts is not None else ()
         if digest is not None and any(projection.draft for projection in experts):
             notes.append("MTP experts are not calibrated: rounded to nearest")
         notes += shared_notes(plan, chosen, block)
-        renamed = not every_linear and any(runtime_linears(plan, others).values())
+        renamed = not beside and any(runtime_linears(plan, others).values())
         return replace_weights(
             plan,
             chosen.entry(self.name, identity(self, digest), notes),
@@ -334,8 +341,7 @@ class ExpertsToW4A16:
             self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
         if isinstance(self.packer(), PackGptq):
             return self._gptq_quantization(plan, chosen, others)
-        every_linear = fp8 is not None and all(linears.values()) and not chosen.linears
-        return self._quantization(plan, chosen, others, fp8, every_linear)
+        return self._quantization(plan, chosen, others, fp8)
 
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
@@ -358,7 +364,6 @@ class ExpertsToW4A16:
         chosen: Selection,
         others: Named,
         fp8: tuple[int, int] | None,
-        every_linear: bool,
     ) -> dict[str, Any]:
         """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name, also
         by that of what they are fused to: runtimes find a class before the parts."""
@@ -381,7 +386,8 @@ class ExpertsToW4A16:
                 plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared)
             ),
         }
-        if fp8 is not None and every_linear:
+        exponents = has_exponents(others) and not chosen.linears
+        if fp8 is not None and exponents and all(runtime_linears(plan, others).values()):
             config["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
         elif fp8 is not None:
             config["config_groups"]["group_1"] = fp8_group_config(fp8)
@@ -393,14 +399,16 @@ class ExpertsToW4A16:
             shared = shared_paths(plan) if chosen.shared else []
             left = [no_experts([*plan.family.expert_paths, *shared])]
         else:
-            left = [left_pattern(runtime_linears(plan, others))]
+            named = with_draft_names(plan, runtime_linears(plan, others))
+            left = [left_pattern(name for name in named if name not in chosen.linears)]
             if not chosen.experts:
                 left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
         return gptq_config(self.scheme, 1 if self.packing == "gptq" else 2, left)
 
 
 def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
-    """What says that every linear beside packed experts is block FP8, as the source stores it."""
+    """What says that every linear beside packed experts is block FP8, as the source stores it (sglang
+    0.5.23, `compressed_tensors.py`)."""
     formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
     stated = next(filter(None, formats), None)
     return {

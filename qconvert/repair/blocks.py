@@ -1,5 +1,5 @@
 """Quantization blocks of config.json against the tensors that are stored: blocks that describe none of
-them are removed, `linear_fp8_config` is stated where FP8 linears lie beside packed experts, and
+them are removed, the form of FP8 linears beside packed experts is stated, and
 hf_quant_config.json says what config.json says.
 
 Which block describes which tensors: compressed-tensors 0.19 (`weight_packed`), AutoGPTQ and AutoAWQ
@@ -16,6 +16,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantConfig
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key, split_parameter
+from qconvert.formats.int_packed.config import fp8_group_config
 from qconvert.formats.nvfp4.config import mixed_config
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
@@ -104,9 +105,11 @@ def without_stale_blocks(checkpoint: Checkpoint) -> Mended | None:
     return Mended(config, tuple(why))
 
 
-def with_linear_fp8(checkpoint: Checkpoint) -> Mended | None:
-    """`linear_fp8_config` beside packed experts whose linears are all block FP8, where nothing says so.
-    The block is the one power of two that fits the scales of every linear; where several fit, None."""
+def with_fp8_linears(checkpoint: Checkpoint) -> Mended | None:
+    """What states the block FP8 of linears beside packed experts, where nothing says so: a group for all
+    linears where their scales are called `weight_scale`, `linear_fp8_config` where every linear is FP8
+    and has a `weight_scale_inv`. The block is the one power of two that fits the scales of every linear;
+    where several fit, None."""
     block = checkpoint.config.get("quantization_config")
     if not isinstance(block, Mapping) or block.get("quant_method") != "compressed-tensors":
         return None
@@ -116,22 +119,51 @@ def with_linear_fp8(checkpoint: Checkpoint) -> Mended | None:
     plan = Plan.identity(checkpoint)
     others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
     linears = runtime_linears(plan, others)
-    if not packed or not linears or not all(linears.values()):
+    fp8 = [module for module, is_fp8 in linears.items() if is_fp8]
+    scales = (
+        [n for n in ("weight_scale", "weight_scale_inv") if f"{fp8[0]}.{n}" in plan.tensors]
+        if fp8
+        else []
+    )
+    if not packed or len(scales) != 1:
         return None
-    rows = _fitting(checkpoint, linears, 0)
-    columns = _fitting(checkpoint, linears, 1)
+    rows, columns = (_fitting(checkpoint, fp8, scales[0], axis) for axis in (0, 1))
     if len(rows) != 1 or len(columns) != 1:
         return None
-    stated = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [rows[0], columns[0]],
-    }  # fmt: skip
-    config = {**checkpoint.config, "quantization_config": {**block, "linear_fp8_config": stated}}
-    why = (
-        f"linear_fp8_config: {len(linears)} linears are FP8 beside packed experts, in blocks "
-        f"{rows[0]} x {columns[0]}, the only size that fits all scales"
+    size = rows[0], columns[0]
+    beside = (
+        f"{len(fp8)} linears are FP8 beside packed experts, in blocks {size[0]} x {size[1]}, the only "
+        "size that fits all scales"
     )
-    return Mended(config, (why,))
+    if scales == ["weight_scale"]:
+        stated = _with_group(block, size)
+        if stated is None:
+            return None
+        why = f"a group for FP8: {beside}"
+    elif len(fp8) < len(linears):
+        return None
+    else:
+        stated = {
+            **block,
+            "linear_fp8_config": {
+                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": list(size),
+            },
+        }  # fmt: skip
+        why = f"linear_fp8_config: {beside}"
+    return Mended({**checkpoint.config, "quantization_config": stated}, (why,))
+
+
+def _with_group(block: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any] | None:
+    """The block with a group for FP8 linears; None where another one is for all linears."""
+    groups = block.get("config_groups")
+    if not isinstance(groups, Mapping) or any(
+        isinstance(group, Mapping) and "Linear" in (group.get("targets") or ())
+        for group in groups.values()
+    ):
+        return None
+    name = next(name for n in range(len(groups) + 1) if (name := f"group_{n}") not in groups)
+    return {**block, "config_groups": {**groups, name: fp8_group_config(size)}}
 
 
 def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
@@ -214,11 +246,13 @@ def _states_float(block: Mapping[str, Any]) -> bool:
     return any(isinstance(w, Mapping) and w.get("type") == "float" for w in weights)
 
 
-def _fitting(checkpoint: Checkpoint, modules: Iterable[str], axis: int) -> list[int]:
+def _fitting(
+    checkpoint: Checkpoint, modules: Iterable[str], parameter: str, axis: int
+) -> list[int]:
     """Block sizes along an axis that every module's weight and scale agree on."""
     sizes = list(_SIZES)
     for module in modules:
-        scale = checkpoint.get(f"{module}.weight_scale_inv")
+        scale = checkpoint.get(f"{module}.{parameter}")
         if scale is None or len(scale.type.shape) != 2:
             return []
         length, blocks = checkpoint[f"{module}.weight"].type.shape[axis], scale.type.shape[axis]

@@ -29,7 +29,7 @@ from qconvert.repair.blocks import (
     Mended,
     as_json,
     hf_quant_config,
-    with_linear_fp8,
+    with_fp8_linears,
     with_mixed_precision,
     without_stale_blocks,
 )
@@ -44,7 +44,7 @@ CONFIG = "config.json"
 _MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
     without_stale_blocks,
     with_mixed_precision,
-    with_linear_fp8,
+    with_fp8_linears,
     true_ignore_list,
 )
 # An index and a receipt have a line a tensor: those of 95,000 tensors have some 60 MB.

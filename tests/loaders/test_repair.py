@@ -89,8 +89,8 @@ BROKEN: dict[str, tuple[str, bool, tuple[str, ...], Callable[[dict[str, Any]], N
     "glm modelopt, an empty list": ("glm4_moe", False, MODELOPT, _block(_empty)),
     "experts are listed": ("qwen3_moe", False, RTN, _with("re:.*mlp.experts.*")),
     "an expression that cannot be read": ("qwen3_moe", False, RTN, _with("re:*.gate")),
-    "linear_fp8_config is gone": (
-        "qwen3_moe", True, RTN, _block(lambda block: block.pop("linear_fp8_config")),
+    "the group of FP8 linears is gone": (
+        "qwen3_moe", True, RTN, _block(lambda block: block["config_groups"].pop("group_1")),
     ),
     "modelopt beside FP8 as it was written": ("qwen3_moe", True, MODELOPT, _block(_old_hybrid)),
     "glm modelopt beside FP8 as it was": ("glm4_moe", True, MODELOPT, _block(_old_hybrid)),

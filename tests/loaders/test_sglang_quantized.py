@@ -40,6 +40,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "w4a16 Linear": ("w4a16", "--rtn", "--targets", "Linear"),
     "w4a16 keep": ("w4a16", "--rtn", "--shared-experts", "keep"),
     "w4a16 asymmetric": ("w4a16", "--rtn", "--asymmetric"),
+    "gptq": ("w4a16", "--rtn", "--packing", "gptq"),
+    "gptq Linear": ("w4a16", "--rtn", "--packing", "gptq-v2", "--targets", "Linear"),
     "kt": ("kt", "--cpu", "int4", "--numa", "1", "--gpu", "w4a16"),
     "nvfp4 ct": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 ct keep": ("nvfp4", "--dialect", "compressed-tensors", "--shared-experts", "keep"),
@@ -109,6 +111,7 @@ _SAMPLE = [
     Cell("qwen3_moe", "w4a16 g32"),
     Cell("qwen3_next", "w4a16"),
     Cell("qwen3_next", "w4a16 Linear"),
+    Cell("qwen3_next", "gptq Linear"),
     Cell("qwen3_next", "nvfp4 modelopt"),
     Cell("qwen3_next", "nvfp4 modelopt", fp8=True),
     Cell("qwen3_5_moe", "w4a16 channel", fp8=True),
@@ -122,7 +125,11 @@ _SAMPLE = [
     Cell("glm4_moe", "kt"),
     Cell("glm4_moe", "nvfp4 modelopt"),
     Cell("glm4_moe", "nvfp4 ct Linear"),
+    Cell("glm4_moe", "gptq"),
+    Cell("glm4_moe", "w4a16", fp8=True),
     Cell("deepseek_v3", "w8a16"),
+    Cell("deepseek_v3", "gptq Linear"),
+    Cell("qwen3_moe", "gptq Linear", fp8=True),
     Cell("deepseek_v3", "nvfp4 modelopt inputs", fp8=True),
     Cell("deepseek_v3", "w4a16", fp8=True, experts=256),
     Cell("glm4_moe", "nvfp4 ct", fp8=True),
@@ -248,6 +255,10 @@ def _foretold(cell: Cell, out: Made) -> str:
     if "Linear" in cell.form and cell.form.startswith("nvfp4 modelopt") and cell.fp8:
         assert "modelopt's dialect has no place" in out.refusal
         return "refused: modelopt has no place for FP8 beside other linears"
+    stays = cell.form == "gptq" or cell.draft
+    if cell.form.startswith("gptq") and cell.fp8 and stays:
+        assert "is FP8, and GPTQ's form has no place for it" in out.refusal
+        return "refused: GPTQ's form has no place for FP8"
     assert out.refusal == ""
     return ""
 

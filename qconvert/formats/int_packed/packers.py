@@ -94,7 +94,7 @@ class PackQuantized:
 @dataclass(frozen=True, slots=True)
 class PackGptq:
     """GPTQ's form: qweight I32 [K / word, N], qzeros I32 [groups, N / word], scales [groups, N] and
-    g_idx I32 [K], always; `version` 1 or 2 says how zero points are stored.
+    g_idx I32 [K]; `version` 1 or 2 says how zero points are stored.
 
     Raises PlanError for asymmetric codes in version 1: a zero point of 0 cannot be stored, and
     readers differ on what is stored instead.
@@ -142,21 +142,38 @@ class PackGptq:
     def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
         import numpy as np
 
-        qweight, qzeros, scales, g_idx = outs
+        qweight, qzeros, scales, *g_idx = outs
         words = array(qweight.data, np.uint32, qweight.type.shape)
         for start, stop in _tiles(codes.codes):
             words[:, start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits).T
         zeros = array(qzeros.data, np.uint32, qzeros.type.shape)
         zeros[...] = _zero_words(codes, self.scheme, 1 if self.version == 1 else 0)
         _put(codes.scale.T, scales)
-        _put_g_idx(codes, self.scheme, g_idx)
+        for index in g_idx:
+            _put_g_idx(codes, self.scheme, index)
 
 
-def packer(packing: Packing, scheme: IntScheme) -> Packer:
-    """The packer of a form by its name. Raises PlanError where it cannot hold the scheme."""
+@dataclass(frozen=True, slots=True)
+class PackGptqWithoutIndex(PackGptq):
+    """GPTQ's form without g_idx, for draft layers: loaders read it only where the config says desc_act,
+    and vLLM 0.33's draft classes (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`) fail with an
+    expert's."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return ("qweight", "qzeros", "scales")
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        return PackGptq.infer(self, weight)[:3]
+
+
+def packer(packing: Packing, scheme: IntScheme, *, draft: bool = False) -> Packer:
+    """The packer of a form by its name, for a draft layer or another. Raises PlanError where it cannot
+    hold the scheme."""
     if packing == "compressed-tensors":
         return PackQuantized(scheme)
-    return PackGptq(scheme, 1 if packing == "gptq" else 2)
+    kind = PackGptqWithoutIndex if draft and scheme.actorder != "group" else PackGptq
+    return kind(scheme, 1 if packing == "gptq" else 2)
 
 
 def along_rows(codes: Int8s, bits: int) -> UInt32s:

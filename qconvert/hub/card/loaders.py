@@ -20,8 +20,6 @@ from qconvert.runtimes.pipeline import VARIABLE
 from qconvert.runtimes.serving import Loading
 from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared
 
-# Families whose published FP8 checkpoints have no bf16 linear beside the experts.
-_ALL_LINEARS_FP8 = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 TRANSFORMERS, KTRANSFORMERS = "transformers", "ktransformers"
 
 Loads = Mapping[str, Loading]
@@ -56,24 +54,23 @@ def _takers_by_rule(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> l
         found = [name for name in found if name in order]
     if manifest.get("experts") and _has_zero_points(quantization_of(config)):
         found = [name for name in found if name != "sglang"]  # no experts so (0.5.23)
-    if _vllm_refuses(str(manifest.get("family")), quantization_of(config)):
+    if _vllm_refuses(quantization_of(config)):
         found = [name for name in found if name != "vllm"]
     if not _transformers_reads(quantization_of(config)):
         found = [name for name in found if name != TRANSFORMERS]
     return found
 
 
-def _vllm_refuses(family: str, block: Mapping[str, Any] | None) -> bool:
-    """Experts beside block FP8 in forms that vLLM 0.33 has no parameters for: it takes no
-    `linear_fp8_config` in classes whose linears are all FP8, and in MIXED_PRECISION other names and
-    shapes of scales."""
+def _vllm_refuses(block: Mapping[str, Any] | None) -> bool:
+    """Experts beside block FP8 in forms that vLLM 0.33 has no parameters for: it does not read
+    `linear_fp8_config`, and in MIXED_PRECISION it takes other names and shapes of scales."""
     if block is None:
         return False
     layers = block.get("quantized_layers")
     named = layers.values() if isinstance(layers, Mapping) else ()
     if any(isinstance(one, Mapping) and one.get("quant_algo") == "FP8_PB_WO" for one in named):
         return True
-    return "linear_fp8_config" in block and family in _ALL_LINEARS_FP8
+    return "linear_fp8_config" in block
 
 
 def library(
