@@ -37,7 +37,7 @@ def decompressed(folder: Path) -> Tensors:
     found: Tensors = {}
     for name, value in stored.items():
         module, _, parameter = name.rpartition(".")
-        if f"{module}.weight_packed" not in stored:
+        if f"{module}.weight_packed" not in stored or parameter == "bias":
             found[name] = value
         elif parameter == "weight_packed":
             parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")

@@ -105,7 +105,10 @@ def test_heavy_libraries_are_imported_where_used() -> None:
 
 
 def test_model_libraries_stay_in_their_packages() -> None:
-    allowed = ("calibrate/", "samples/tokenizer.py", "validators/model/logits.py")
+    allowed = (
+        "calibrate/", "samples/tokenizer.py", "validators/model/logits.py",
+        "layouts/derived/transformers_class.py",  # a process of its own
+    )  # fmt: skip
     wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in _EVERYWHERE.items()}
     assert {n: found for n, found in wrong.items() if found and not n.startswith(allowed)} == {}
 

@@ -324,6 +324,7 @@ _READERS = {
     "checkpoint/safetensors.py": "descriptors",
     "cli/demo_checkpoint.py": "writes the demo's sample",
     "recipe/recipe.py": "recipes of our package",
+    "layouts/derived/find.py": "data of our package, our own cache, tables of transformers",
     "hub/readme.py": "writes a card",
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/trees.py": "descriptors",
@@ -354,6 +355,7 @@ _PARSERS = {
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
     "validators/amx/kt_forward.py", "hub/retries.py",  # our own job; answers of the Hub
+    "layouts/derived/transformers_class.py",  # what find.py asks it
 }  # fmt: skip
 _ROOT = Path(qconvert.__file__).parent
 

@@ -103,6 +103,13 @@ class Family:
     templates that mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are
     the roles of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert
     stacks of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
+
+    `expert_templates` are the modules of routed experts that the class reads, in either form, where
+    they are known. `class_name` is the class of transformers that a derived family was read from.
+    `experts_unread` says why its routed experts cannot be told apart into gate, up and down;
+    `not_on_cpus` why kt-kernel's CPU kernels, down(silu(gate) * up), do not compute what they do;
+    `undescribed` why there is no description at all, in a generic family. "" where there is no such
+    reason.
     """
 
     name: str
@@ -113,6 +120,11 @@ class Family:
     tied: tuple[str, str] | None = None
     mtp: tuple[str, ...] = ()
     stacked_transposed: bool = False
+    class_name: str = ""
+    experts_unread: str = ""
+    not_on_cpus: str = ""
+    undescribed: str = ""
+    expert_templates: Mapping[Kind, str] = field(default_factory=dict)
 
     @cached_property
     def _by_module(self) -> dict[str, tuple[Role, ...]]:
@@ -354,8 +366,8 @@ def families() -> list[Family]:
     return found
 
 
-def generic(names: Iterable[str]) -> Family:
-    """A family for an undescribed model_type: a role per module template, named after it, of
+def generic(names: Iterable[str], why: str = "") -> Family:
+    """A family for an undescribed model_type, and why: a role per module template, named after it, of
     unknown kind, so that none of it is quantized.
 
     It knows no layer groups, so it cannot tell a missing layer from one that never existed; `inspect`
@@ -368,7 +380,7 @@ def generic(names: Iterable[str]) -> Family:
         Role(module, module, _guessed(module), "*" if "{L}" in module else "", optional=True)
         for module in modules
     )
-    return Family("generic", (), generic_dims, roles)
+    return Family("generic", (), generic_dims, roles, undescribed=why)
 
 
 def _guessed(module: str) -> Kind:
@@ -438,18 +450,16 @@ def generic_dims(config: Config) -> Dims:
 
 def family_for(config: Config, names: Iterable[str]) -> Family:
     """The family that answers to the config's model_type (root first, then text_config) and to the
-    names, else a generic one made from the names."""
+    names, else one derived from the class that transformers has for it, else a generic one made from the
+    names."""
     names = list(names)
     family = _answering(config)
-    return family if family is not None and family.describes(names) else generic(names)
-
-
-def undescribed(config: Config) -> str:
-    """Why a model has no family but a generic one."""
-    kind, family = config.get("model_type"), _answering(config)
-    if family is None:
-        return f"model_type {kind!r} is not known"
-    return f"the tensor names of this {kind!r} differ from those of family {family.name}"
+    if family is not None and family.describes(names):
+        return family
+    # The tier above: families are data there, and this module asks for them by name alone.
+    find = importlib.import_module("qconvert.layouts.derived.find")
+    derived: Family | str = find.derive(config, names)
+    return derived if isinstance(derived, Family) else generic(names, derived)
 
 
 def _answering(config: Config) -> Family | None:

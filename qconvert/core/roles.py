@@ -30,6 +30,7 @@ class Kind(Enum):
     KEY = auto()
     VALUE = auto()
     OUTPUT = auto()
+    QKV = auto()  # the three in one matrix, one after another
     # Multi-head latent attention: into the low ranks, and out of them.
     QUERY_DOWN = auto()  # q_a_proj
     QUERY_UP = auto()  # q_b_proj
@@ -52,6 +53,7 @@ class Kind(Enum):
     GATE = auto()
     UP = auto()
     DOWN = auto()
+    GATE_UP = auto()  # both in one matrix, the gate first
     # The experts that every token passes through, and their gate, [1, hidden].
     SHARED_GATE = auto()
     SHARED_UP = auto()
@@ -68,6 +70,7 @@ class Kind(Enum):
     STACKED_DOWN = auto()
     EXPERT_UNKNOWN = auto()  # part of routed experts, not described
 
+    LINEAR = auto()  # a linear layer of another purpose
     DRAFT_JOIN = auto()  # of draft (MTP) layers: two hidden states to one, [hidden, 2 hidden]
     VISION = auto()  # a matrix of a vision tower or of its projector
 
@@ -122,7 +125,8 @@ _BY_COLUMNS = frozenset(
 )  # fmt: skip
 _BY_ROWS = frozenset(
     (
-        Kind.EMBEDDING, Kind.HEAD, Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.QUERY_UP, Kind.KV_UP,
+        Kind.EMBEDDING, Kind.HEAD, Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.QKV,
+        Kind.GATE_UP, Kind.QUERY_UP, Kind.KV_UP,
         Kind.GDN_QKVZ, Kind.GDN_QKV, Kind.GDN_Z, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.GATE,
         Kind.UP, Kind.SHARED_GATE, Kind.SHARED_UP, Kind.EXPERT_GATE, Kind.EXPERT_UP,
         Kind.STACKED_GATE_UP,
@@ -130,7 +134,8 @@ _BY_ROWS = frozenset(
 )  # fmt: skip
 _QUANTIZABLE = frozenset(
     (
-        Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUTPUT, Kind.QUERY_UP, Kind.GDN_QKVZ, Kind.GDN_QKV,
+        Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.QKV, Kind.GATE_UP, Kind.OUTPUT,
+        Kind.QUERY_UP, Kind.GDN_QKVZ, Kind.GDN_QKV,
         Kind.GDN_Z, Kind.GDN_OUTPUT, Kind.GATE, Kind.UP, Kind.DOWN, Kind.SHARED_GATE, Kind.SHARED_UP,
         Kind.SHARED_DOWN, *_APART, *_STACKED,
     )
@@ -140,7 +145,7 @@ _QUANTIZABLE = frozenset(
 # kv_a_proj_with_mqa before it.
 _LINEAR = _QUANTIZABLE | {
     Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.KV_UP, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.INDEXER,
-    Kind.VISION,
+    Kind.VISION, Kind.LINEAR,
 }  # fmt: skip
 _NEVER_QUANTIZED = frozenset(
     (

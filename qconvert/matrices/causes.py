@@ -6,7 +6,6 @@ what made it.
 
 from __future__ import annotations
 
-from qconvert.checkpoint.family import undescribed
 from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
 from qconvert.plan.plan import Plan
@@ -46,9 +45,14 @@ def check_experts(plan: Plan, instead: str) -> None:
             f"this model has no experts: the config of {model_name(plan)} counts none, and no tensor "
             f"is named for one; {instead}"
         )
+    if plan.family.experts_unread:
+        raise PlanError(
+            f"{model_name(plan)}: {plan.family.experts_unread}, so they are neither quantized nor "
+            f"stacked; {instead}"
+        )
     if plan.family.name == "generic":
         raise PlanError(
-            f"{undescribed(plan.config)}: it has experts, and no file in layouts/ says how they are "
+            f"{plan.family.undescribed}: it has experts, and no file in layouts/ says how they are "
             f"stored; {_UNKNOWN}"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from qconvert.checkpoint.family import Place, undescribed
+from qconvert.checkpoint.family import Place
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
@@ -158,7 +158,7 @@ def check_described(plan: Plan) -> None:
     tensors are cannot be told from their names."""
     if plan.family.name == "generic":
         raise PlanError(
-            f"{undescribed(plan.config)}: no file in layouts/ says which of its tensors are linear "
+            f"{plan.family.undescribed}: no file in layouts/ says which of its tensors are linear "
             "layers that runtimes load quantized, and qconvert quantizes no others (an embedding or a "
             "router in their place would load and generate garbage); copy, dequant, diff and validate "
             "work; see CONTRIBUTING.md, a model family"

@@ -177,6 +177,11 @@ def _check_activation(plan: Plan) -> None:
             "gpt-oss experts have biases and a clamped activation; kt-kernel's AMX kernels compute "
             "SiLU without biases only, so the result would load without error and generate garbage"
         )
+    if plan.family.not_on_cpus:
+        raise PlanError(
+            f"{kind}: {plan.family.not_on_cpus}; kt-kernel's AMX kernels compute down(silu(gate) * up) "
+            "only, so the result would load without error and generate garbage"
+        )
     act = text.get("hidden_act", "silu")
     if act not in ("silu", "swish") or text.get("swiglu_limit"):
         what = f"hidden_act {act!r}" if act not in ("silu", "swish") else "a swiglu_limit"

@@ -67,10 +67,14 @@ class Unstack:
                 _check_orientation(name, output, role_index, both=both)
             base, names = experts_module(name), _names(role_index)
             suffix = place.parameter or "weight"
+            templates = _templates(role_index, Kind.EXPERT_GATE, "a matrix an expert")
             for expert in range(role_index.dims.num_experts):
                 matrix = output.index(expert)
                 for projection, rows in _halves(plan, name, matrix, suffix, both=both):
-                    tensors[f"{base}.{expert}.{names[projection]}.{suffix}"] = rows
+                    module = f"{base}.{expert}.{names[projection]}"
+                    if templates:
+                        module = _module(templates[projection], place.layer, expert)
+                    tensors[f"{module}.{suffix}"] = rows
         if not matched and not self.optional:
             raise PlanError(
                 "expected a 3-D expert stack, found none; the experts are already matrices"
@@ -89,7 +93,7 @@ class Stack:
     def __call__(self, plan: Plan) -> Plan:
         role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
-        groups: dict[tuple[str, str], dict[tuple[Kind, int], Output]] = {}
+        groups: dict[tuple[str, str, int | None], dict[tuple[Kind, int], Output]] = {}
         matched = 0
         for name, output in plan.tensors.items():
             place = role_index.places.get(name)
@@ -98,19 +102,21 @@ class Stack:
                 continue
             _refuse_packed(name, place.parameter)
             matched += 1
-            at = experts_module(name) or "", place.parameter
+            at = experts_module(name) or "", place.parameter, place.layer
             groups.setdefault(at, {})[place.role.kind, place.expert] = output
         if not matched:
             raise PlanError("expected expert matrices, found none; the experts are already stacked")
         names = _names(role_index)
         gate, up, down = _APART
-        for (base, parameter), found in groups.items():
+        templates = _templates(role_index, Kind.STACKED_DOWN, "stacks")
+        for (base, parameter, layer), found in groups.items():
             if parameter != "weight":
-                _check_scale_join(plan, base, groups.get((base, "weight"), {}))
+                _check_scale_join(plan, base, groups.get((base, "weight", layer), {}))
             suffix = "" if parameter == "weight" else parameter.removeprefix("weight")
             for kind, parts in ((_STACKED[0], (gate, up)), (_STACKED[1], (down,))):
                 made = _stacked(base, parameter, found, role_index, parts)
-                tensors[f"{base}.{names[kind]}{suffix}"] = made
+                module = _module(templates[kind], layer) if templates else f"{base}.{names[kind]}"
+                tensors[f"{module}{suffix}"] = made
         expected = _expected(role_index, _APART)
         return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
 
@@ -125,6 +131,22 @@ def _role_index(plan: Plan) -> RoleIndex:
             "stacked or unstacked; keep the experts as they are"
         )
     return found
+
+
+def _templates(role_index: RoleIndex, kind: Kind, form: str) -> Mapping[Kind, str]:
+    """The class's names of experts; nothing where they are not known. Raises PlanError if the class does
+    not read them so."""
+    family = role_index.family
+    if family.expert_templates and kind not in family.expert_templates:
+        raise PlanError(
+            f"{family.class_name} of transformers does not read its experts as {form}; keep them as "
+            "they are"
+        )
+    return family.expert_templates
+
+
+def _module(template: str, layer: int | None, expert: int | None = None) -> str:
+    return template.replace("{L}", str(layer)).replace("{E}", str(expert))
 
 
 def _refuse_packed(name: str, parameter: str) -> None:

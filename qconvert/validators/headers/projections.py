@@ -18,6 +18,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.checkpoint.family import Role
 from qconvert.core.errors import PlanError
 from qconvert.core.names import split_parameter
+from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
@@ -126,7 +127,8 @@ def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Ite
     for (form, _, _), sides in forms.items():
         if len(sides) == 2:
             rarer, usual = sorted(sides, key=lambda side: len(sides[side]))
-            alike = checkpoint.family.name != "generic" or (
+            stated = checkpoint.family.name != "generic" and not checkpoint.family.class_name
+            alike = stated or (
                 _beside(checkpoint, form, sides[rarer][0])
                 == _beside(checkpoint, form, sides[usual][0])
             )
@@ -155,6 +157,8 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         member = member_of(role.module)
         if member is None or member.forms not in (EXPERTS, LINEAR_ATTENTION):
             continue
+        if role.kind is Kind.EXPERT_UNKNOWN:  # of another form than these two
+            continue
         layers = sets.setdefault((member.forms, role.layers), {})
         layers.setdefault(member.side, {})[member.name] = role
     for (forms, group), sides in sets.items():
@@ -175,7 +179,9 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
         if not layers_of or any(there[side] == forms.members(side) for side in sides):
             continue
         side = max(sides, key=lambda side: len(there[side]))
-        lacking = sorted(forms.members(side) - there[side])
+        lacking = sorted((forms.members(side) - there[side]) & sides[side].keys())
+        if not lacking:  # a derived family has no roles for what is not there
+            continue
         where = sides[side][lacking[0]].module.removeprefix("@").replace("{L}", str(layers_of[0]))
         message = f"{forms.what}: {', '.join(lacking)} in none of {count(len(layers_of), 'layer')}"
         have = ", ".join(sorted(there[side]))

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
-from qconvert.checkpoint.family import undescribed
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
@@ -155,13 +154,13 @@ def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
     if not unread and not unknown:
         return
     if unread and unknown:
-        raise NotChecked(f"{unread}, {undescribed(checkpoint.config)}")
+        raise NotChecked(f"{unread}, {checkpoint.family.undescribed}")
     if unread:
         yield Proved("no required tensor is missing")
         yield Skipped(f"whether scales are paired, and config and tensors agree ({unread})")
     else:
         yield Proved("scales are paired, quantization blocks and tensors agree")
-        yield Skipped(f"whether a required tensor is missing ({undescribed(checkpoint.config)})")
+        yield Skipped(f"whether a required tensor is missing ({checkpoint.family.undescribed})")
 
 
 def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
+from qconvert.core.roles import Kind as RoleKind
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.nvfp4 import is_part
@@ -48,6 +49,8 @@ def routed_experts(checkpoint: Checkpoint) -> Routed:
     for (role, layer, expert, parameter), matrix in matrices(checkpoint).items():
         if ".experts." not in matrix.tensor or _is_beside(checkpoint, matrix.tensor):
             continue
+        if checkpoint.role_index.kind(matrix.tensor) is RoleKind.BUFFER:
+            continue  # a router's bias that lies among them
         kind = _ROLES.get(role.removeprefix("mtp."))
         if kind is None or layer is None or expert is None or parameter != "weight":
             raise PlanError(f"{matrix.tensor!r}: {_why_not(matrix)}")

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import undescribed
 from qconvert.core.errors import PlanError
 from qconvert.core.names import parse, split_parameter
 from qconvert.validation.runner import NotChecked
@@ -27,7 +26,7 @@ def known_family(checkpoint: Checkpoint) -> None:
     """Raises NotChecked for a model that no family describes: only what every model has in common
     was checked."""
     if checkpoint.family.name == "generic":
-        raise NotChecked(undescribed(checkpoint.config))
+        raise NotChecked(checkpoint.family.undescribed)
 
 
 def unread_quantization(checkpoint: Checkpoint) -> str:

@@ -1,0 +1,193 @@
+"""A family from the description of a class: its roles, and which layers must have them.
+
+A description is what `transformers_class.py` answers, as JSON. That of a class with its default sizes
+says what a module is, but not which layers of another config have it, so layers are counted in the
+checkpoint: modules of one block (`self_attn`, the experts and their router) must be in the same layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qconvert.checkpoint.family import (
+    Config,
+    Dims,
+    Family,
+    Role,
+    first_int,
+    generic_dims,
+    text_config,
+)
+from qconvert.core.names import parse, split_parameter
+from qconvert.core.roles import SHARED, Kind
+
+_OF_EXPERTS = (*SHARED, Kind.ROUTER, Kind.SHARED_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of a class: its kind; a number that it shares with modules in the same layers; whether it
+    belongs to a vision or audio tower, or to what joins one to the language model."""
+
+    kind: Kind
+    layers: int
+    tower: bool
+
+    @classmethod
+    def read(cls, text: str) -> Module:
+        """From `QUERY 0` or `tower NORM 2`, as descriptions spell it."""
+        *tower, kind, layers = text.split()
+        return cls(Kind[kind], int(layers), bool(tower))
+
+
+@dataclass(frozen=True)
+class Description:
+    """A class of transformers. `modules` are its modules by name template; `keys` are the config's keys
+    of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
+    experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are). `layers` of
+    each module, where the class was built for the very config, else empty."""
+
+    name: str
+    class_name: str
+    modules: Mapping[str, Module]
+    keys: Mapping[str, str]
+    stacked_transposed: bool
+    experts_unread: str
+    not_on_cpus: str
+    layers: Mapping[str, tuple[int, ...]]
+
+
+def parsed(answer: Mapping[str, Any]) -> Description:
+    """The description that the process of `transformers_class` or a file of `classes/` holds."""
+    return Description(
+        str(answer["model_type"]),
+        str(answer["class"]),
+        {name: Module.read(text) for name, text in answer["modules"].items()},
+        dict(answer["keys"]),
+        bool(answer["stacked_transposed"]),
+        str(answer["experts_unread"]),
+        str(answer["not_on_cpus"]),
+        {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
+    )
+
+
+def family_of(description: Description, names: Iterable[str]) -> Family:
+    """The family of a checkpoint with these names: its roles are those of the modules that it has. A
+    class is saved under other names than it has itself, and a checkpoint holds one form."""
+    names = list(names)
+    roles = tuple(
+        Role(_role(name, module), name, module.kind, _group(name, module), optional=True)
+        for name, module in description.modules.items()
+        if "{I}" not in name  # two modules of one layer would be one
+    )
+    family = Family(description.name, (), generic_dims, roles)
+    there = {role.module for name in names for role in family.candidates(name)[0]}
+    family = replace(
+        family,
+        roles=tuple(role for role in roles if role.module in there),
+        tied=("lm_head", "embed_tokens"),
+        stacked_transposed=description.stacked_transposed,
+        experts_unread=description.experts_unread,
+        not_on_cpus=description.not_on_cpus,
+        class_name=description.class_name,
+        expert_templates={
+            module.kind: name
+            for name, module in description.modules.items()
+            if module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
+        },
+    )
+    layers = _stated(family, description) if description.layers else _found(family, names)
+    return replace(family, dims=_dims(description, layers))
+
+
+# Names of roles that stand for themselves wherever a family is asked: of stages, ties, experts.
+_NAMED = {
+    Kind.HEAD: "lm_head", Kind.EMBEDDING: "embed_tokens",
+    Kind.EXPERT_GATE: "experts.gate_proj", Kind.EXPERT_UP: "experts.up_proj",
+    Kind.EXPERT_DOWN: "experts.down_proj", Kind.STACKED_DOWN: "stacked_experts.down_proj",
+    Kind.STACKED_GATE_UP: "stacked_experts.gate_up_proj",
+}  # fmt: skip
+
+
+def _role(name: str, module: Module) -> str:
+    if module.tower:
+        return f"vision.{name}"
+    if (
+        module.kind is Kind.NORM
+        and "{L}" not in name
+        and name.endswith((".norm", "norm", "norm_f"))
+    ):
+        return "norm"
+    return _NAMED.get(module.kind, name)
+
+
+def _group(name: str, module: Module) -> str:
+    """The layers that must have a module: those of its block. "" if it has no layer number."""
+    if "{L}" not in name:
+        return ""
+    if module.kind.routed or module.kind in _OF_EXPERTS:
+        return "moe"
+    parent, _, _ = name.rpartition(".")
+    return f"{parent if '{L}' in parent else name} {module.layers}"
+
+
+def _stated(family: Family, description: Description) -> Mapping[str, tuple[int, ...]]:
+    """The layers of each group by the class itself."""
+    found: dict[str, set[int]] = {}
+    for role in family.roles:
+        found.setdefault(role.layers, set()).update(description.layers.get(role.module, ()))
+    return {group: tuple(sorted(layers)) for group, layers in found.items() if group}
+
+
+def _found(family: Family, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+    """The layers of each group that a checkpoint has any module of."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        roles, layer, _, _ = family.candidates(name)
+        if roles and layer is not None:
+            found.setdefault(roles[0].layers, set()).add(layer)
+    return {group: tuple(sorted(layers)) for group, layers in found.items()}
+
+
+def _dims(
+    description: Description, groups: Mapping[str, tuple[int, ...]]
+) -> Callable[[Config], Dims]:
+    # Configs that list the kinds of their layers need not count them.
+    layers = max((n for found in groups.values() for n in found), default=-1) + 1
+
+    def dims(config: Config) -> Dims:
+        found, text, keys = generic_dims(config), text_config(config), description.keys
+        experts = first_int(text, keys["num_experts"]) if "num_experts" in keys else 0
+        width = first_int(text, keys.get("moe_intermediate_size", "")) if experts else 0
+        return replace(
+            found,
+            num_layers=found.num_layers or layers,
+            num_experts=experts or found.num_experts,
+            moe_intermediate_size=width or found.moe_intermediate_size,
+            groups={**groups, "moe": groups.get("moe", ())},
+        )
+
+    return dims
+
+
+def described(description: Description, template: str) -> bool:
+    module, _ = split_parameter(template)
+    bare = template.removesuffix("_scale_inv").removesuffix("_scale")
+    return any(name in description.modules for name in (module, template, bare))
+
+
+def unresolved(description: Description, names: Iterable[str], layers: int) -> list[str]:
+    """A name of each module template that the description lacks, drafts left out: their layers are
+    numbered on from the model's, or lie in a block of their own."""
+    found: dict[str, str] = {}
+    for name in names:
+        template, layer, _ = parse(name)
+        if template.startswith(("mtp.", "model.mtp.")) or (
+            layer is not None and layer >= layers > 0
+        ):
+            continue
+        if not described(description, template):
+            found.setdefault(template, name)
+    return list(found.values())

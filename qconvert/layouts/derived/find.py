@@ -1,0 +1,153 @@
+"""The derived family of a checkpoint: from the package's own data, from an earlier answer on this
+machine, or from the class itself, built in a process of its own where transformers is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from qconvert.checkpoint.family import Config, Family, generic_dims
+from qconvert.core.json_text import parse_object
+from qconvert.core.names import parse, split_parameter
+from qconvert.layouts.derived.description import (
+    Description,
+    described,
+    family_of,
+    parsed,
+    unresolved,
+)
+
+_SECONDS = 600  # imports and the meta device take 5 to 10 on two cores
+_FORM = 2  # of the answers; those of another form are asked for anew
+_FOREIGN = "its tensors have no name that its class in transformers has"
+_MODULE = "qconvert.layouts.derived.transformers_class"
+EXTRA = "pip install 'qconvert[families]'"
+
+
+def derive(config: Config, names: Iterable[str]) -> Family | str:
+    """The family of a model that no file of `layouts/` describes, or why there is none."""
+    names = list(names)
+    shipped = _shipped(str(config.get("model_type", "")))
+    layers = generic_dims(config).num_layers
+    if shipped is not None and not unresolved(shipped, names, layers):
+        return family_of(shipped, names)
+    answer = _asked(config, names) if shipped is None or _akin(shipped, names) else _FOREIGN
+    if isinstance(answer, Description):
+        found = answer
+    elif shipped is None or not _any(shipped, names):
+        return answer
+    else:
+        found = shipped
+    return family_of(found, names)
+
+
+def _akin(description: Description, names: Iterable[str]) -> bool:
+    """Whether any module is called as one of the class: a folder of kernels' tiles holds none, and a
+    class takes seconds to build."""
+    known = {module.rpartition(".")[2] for module in description.modules}
+    return any(split_parameter(name)[0].rpartition(".")[2] in known for name in names)
+
+
+def _any(description: Description, names: Iterable[str]) -> bool:
+    """Whether any module of a layer is described: names of another order of things are not its own."""
+    templates = {parse(name).template for name in names}
+    return any("{L}" in template and described(description, template) for template in templates)
+
+
+@lru_cache(maxsize=8)
+def _shipped(model_type: str) -> Description | None:
+    if not model_type.replace("_", "").isalnum():
+        return None
+    file = resources.files("qconvert.layouts.derived").joinpath("classes", f"{model_type}.json")
+    return parsed(parse_object(file.read_bytes(), file)) if file.is_file() else None
+
+
+def _asked(config: Config, names: list[str]) -> Description | str:
+    """What the class in the installed transformers says of these names, or why nothing."""
+    kind = config.get("model_type")
+    unknown = f"model_type {kind!r} is not known"
+    try:
+        version = metadata.version("transformers")
+        metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return f"{unknown}, and its class cannot be read without transformers ({EXTRA})"
+    if not _has_class(str(kind)):
+        return unknown
+    request = {"config": dict(config), "names": representatives(names)}
+    text = json.dumps(request, sort_keys=True)
+    digest = hashlib.sha256(f"{_FORM} {version} {text}".encode()).hexdigest()
+    file = _cache() / f"{digest}.json"
+    answer: Mapping[str, Any]
+    if file.is_file():
+        answer = parse_object(file.read_bytes(), file)
+    else:
+        answer = _run(text)
+        _keep(file, answer)
+    if "cannot" in answer:
+        return f"transformers {version} cannot build model_type {kind!r} ({answer['cannot']})"
+    return parsed(answer)
+
+
+@lru_cache(maxsize=8)
+def _has_class(model_type: str) -> bool:
+    """Whether the installed transformers names the model_type in its tables, read as text: importing
+    them takes seconds, and most models that are not known are not known there either."""
+    found = importlib.util.find_spec("transformers")
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        for file in Path(folder, "models", "auto").glob("*.py"):
+            if f'("{model_type}", ' in file.read_text():
+                return True
+    return False
+
+
+def representatives(names: Iterable[str]) -> list[str]:
+    """A weight's name for each module template: encodings add parameters that a class has not
+    (weight_scale_inv, weight_packed), and most names differ in numbers alone."""
+    found: dict[str, str] = {}
+    for name in names:
+        template, _, _ = parse(name)
+        module, parameter = split_parameter(template)
+        if not parameter:
+            for suffix in ("_scale_inv", "_scale"):
+                module = module.removesuffix(suffix)
+        own, _ = split_parameter(name)
+        bare = own.removesuffix("_scale_inv").removesuffix("_scale") if not parameter else own
+        found.setdefault(module, f"{bare}.weight" if parameter else bare)
+    return sorted(found.values())
+
+
+def _run(request: str) -> Mapping[str, Any]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", _MODULE], input=request, capture_output=True, text=True,
+        timeout=_SECONDS, env=environment, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"cannot": f"exit status {done.returncode}: {last}"}
+    return parse_object(done.stdout, "the class's description")
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "qconvert" / "families"
+
+
+def _keep(file: Path, answer: Mapping[str, Any]) -> None:
+    """For the next time. A folder that cannot be written only costs that time."""
+    own = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(answer))
+        own.replace(file)
+    except OSError:
+        own.unlink(missing_ok=True)

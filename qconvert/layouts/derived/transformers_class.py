@@ -1,0 +1,364 @@
+"""Read what a model's tensors are from its class in transformers, on the meta device.
+
+    python -m qconvert.layouts.derived.transformers_class < REQUEST > ANSWER
+
+A process of its own: it imports torch and transformers, which nothing else here does. It builds the
+class that a config names, without weights and without remote code, asks transformers' own conversion
+(`get_model_conversion_mapping`, `rename_source_key`; transformers 5.17, core_model_loading.py) which
+parameter a published name becomes, and describes each published name by the module that owns it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qconvert.core.names import experts_module, parse, split_parameter
+from qconvert.core.roles import Kind
+from qconvert.layouts.derived.kinds import Parameter, kind_of
+
+# Keys of configs that count routed experts and say how wide one is, the usual ones first.
+_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_WIDTH_KEYS = (
+    "moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size",
+    "intermediate_size", "ffn_hidden_size", "expert_dim",
+)  # fmt: skip
+_NOT_THREE = "its experts are not stored as gate, up and down projections"
+_UNNAMED = "its experts are stored under another name than `experts`"
+_SILU = ("SiLU", "SiLUActivation", "silu")
+
+
+class CannotBuild(Exception):
+    """transformers has no class for the config, or cannot build it."""
+
+
+def build(values: Mapping[str, Any]) -> Any:
+    """The class that a config's `architectures` names, else the widest automatic one that takes it, on
+    the meta device. Raises CannotBuild."""
+    import torch
+    import transformers
+
+    hf: Any = transformers
+    given = {k: v for k, v in values.items() if k not in ("transformers_version", "auto_map")}
+    given.pop("quantization_config", None)
+    try:
+        config = hf.AutoConfig.for_model(**given)
+        with torch.device("meta"):
+            return class_of(hf, config)._from_config(config, dtype=torch.bfloat16)
+    except Exception as error:
+        # Whatever a class raises for a config that it was not made for: the caller says it.
+        raise CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def class_of(hf: Any, config: Any) -> Any:
+    for name in config.architectures or ():
+        known = getattr(hf, name, None)
+        if known is not None and known.config_class is type(config):
+            return known
+    autos = [hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    if hasattr(config, "vision_config"):
+        autos.reverse()
+    autos.append(hf.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    for mapping in autos:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise CannotBuild(f"no class generates text from {type(config).__name__}")
+
+
+@dataclass(frozen=True)
+class Class:
+    """A built class: its parameters, and how transformers loads published tensors into them."""
+
+    model: Any
+    parameters: Mapping[str, Parameter]
+    state: Mapping[str, Any]
+    renamings: Sequence[Any]
+    converters: Sequence[Any]
+    sizes: Mapping[str, int]
+    experts: Any | None
+
+    def read(self, name: str) -> tuple[str, Any | None, int]:
+        """The parameter that a published tensor becomes, the converter that makes it, and which of the
+        converter's sources it is; a name that the class has no place for becomes itself."""
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self.model.base_model_prefix
+        found, pattern = rename_source_key(
+            name, list(self.renamings), list(self.converters), prefix, dict(self.state)
+        )
+        if pattern is None:
+            return found, None, 0
+        for converter in self.converters:
+            if pattern in converter.source_patterns:
+                return found, converter, converter.source_patterns.index(pattern)
+        raise AssertionError(f"no converter has {pattern!r}")
+
+    def published(self) -> list[str]:
+        """The names that transformers saves, and those of the class itself."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return sorted({*revert_weight_conversion(self.model, dict(self.state)), *self.state})
+
+
+def read_class(model: Any) -> Class:
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    modules = dict(model.named_modules())
+    text = model.config.get_text_config()
+    experts = next((m for name, m in modules.items() if _holds_experts(name, m)), None)
+    sizes = _sizes(text, experts, modules)
+    try:
+        head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise CannotBuild(f"{type(model).__name__} does not name its embeddings") from error
+    decoder = _language(model, modules)
+    parameters = {}
+    for name, tensor in state.items():
+        module_name, _, _ = name.rpartition(".")
+        module = modules[module_name]
+        chain = [type(m).__name__ for m in _owners(modules, module_name)]
+        parameters[name] = Parameter(
+            name, tuple(tensor.shape), tuple(chain),
+            linear=isinstance(module, torch.nn.Linear) or _is_matrix_of_groups(module),
+            convolution=isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)),
+            embedding=isinstance(module, torch.nn.Embedding),
+            is_input=module is inputs, is_head=head is not None and module is head,
+            language=name.startswith(decoder) or module is head or module is inputs,
+            num_experts=sizes.get("num_experts", 0),
+        )  # fmt: skip
+    conversion = get_model_conversion_mapping(model)
+    return Class(
+        model, parameters, state,
+        [one for one in conversion if isinstance(one, WeightRenaming)],
+        [one for one in conversion if isinstance(one, WeightConverter)],
+        sizes, experts,
+    )  # fmt: skip
+
+
+def _is_matrix_of_groups(module: Any) -> bool:
+    """DeepSeek-V4's grouped output projection is a linear by another class."""
+    return type(module).__name__.endswith("GroupedLinear")
+
+
+def _holds_experts(name: str, module: Any) -> bool:
+    """Stacks of experts: parameters of three dimensions. Most are marked by transformers' decorator
+    (`use_experts_implementation`), which states how they are stored."""
+    if _is_marked(module):
+        return True
+    down = dict(module.named_parameters(recurse=False)).get("down_proj")
+    return name.endswith(".experts") and down is not None and down.ndim == 3
+
+
+def _is_marked(module: Any) -> bool:
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+
+
+def _owners(modules: Mapping[str, Any], name: str) -> list[Any]:
+    """The modules that hold a module, itself last; lists of modules are left out."""
+    parts = name.split(".")
+    chain = [modules[".".join(parts[:n])] for n in range(1, len(parts) + 1)]
+    return [m for m in chain if type(m).__name__ != "ModuleList"] or [modules[""]]
+
+
+def _language(model: Any, modules: Mapping[str, Any]) -> str:
+    """The name of the language model in the class, with a dot; "" if the class is nothing else."""
+    decoder = model.get_decoder()
+    found = next((name for name, module in modules.items() if module is decoder), "")
+    towers = [
+        name for name, m in modules.items()
+        if name and m is not decoder and hasattr(m, "config") and hasattr(m, "post_init")
+        and not name.startswith(f"{found}.") and not f"{found}.".startswith(f"{name}.")
+    ]  # fmt: skip
+    return f"{found}." if towers and found else ""
+
+
+def _sizes(text: Any, experts: Any | None, modules: Mapping[str, Any]) -> dict[str, int]:
+    """hidden_size, num_layers and, where there are experts, their number and width."""
+    width, layers = (getattr(text, key, None) for key in ("hidden_size", "num_hidden_layers"))
+    if not isinstance(width, int) or not isinstance(layers, int):
+        raise CannotBuild(f"{type(text).__name__} states no hidden_size or no num_hidden_layers")
+    found = {"hidden_size": width, "num_layers": layers}
+    if experts is not None:
+        down = getattr(experts, "down_proj", None)
+        if down is not None:
+            found["num_experts"] = int(down.shape[0])
+            width = down.shape[1 if getattr(experts, "is_transposed", False) else 2]
+            found["moe_intermediate_size"] = int(width)
+        return found
+    counts = [
+        len(m) for name, m in modules.items()
+        if name.endswith(".experts") and type(m).__name__ == "ModuleList" and len(m)
+    ]  # fmt: skip
+    if counts:
+        found["num_experts"] = max(counts)
+    return found
+
+
+def kind(found: Class, name: str) -> Kind | None:
+    """What a published tensor is; None for one that the class has no place for."""
+    target, converter, source = found.read(name)
+    parameter = found.parameters.get(target)
+    if parameter is None:
+        return None
+    if converter is None:
+        return kind_of(parameter)
+    names = [type(op).__name__ for op in converter.operations]
+    stacked = kind_of(parameter)
+    if "MergeModulelist" in names:
+        if set(names) - {"MergeModulelist", "Concatenate", "Transpose"}:
+            return Kind.EXPERT_UNKNOWN
+        sources = len(converter.source_patterns)
+        if stacked is Kind.STACKED_GATE_UP and sources == 2:
+            return (Kind.EXPERT_GATE, Kind.EXPERT_UP)[source]
+        if stacked is Kind.STACKED_DOWN and sources == 1:
+            return Kind.EXPERT_DOWN
+        return Kind.EXPERT_UNKNOWN if stacked.routed else Kind.UNKNOWN
+    if stacked.routed:
+        return stacked if names == ["Transpose"] else Kind.EXPERT_UNKNOWN
+    if names == ["Concatenate"]:  # several published matrices, one below the other in the class
+        module, _ = split_parameter(name)
+        return kind_of(replace(parameter, name=module))
+    if names == ["Chunk"] and len(converter.target_patterns) > 1:
+        both = {"gate_proj", "up_proj"}
+        parts = {
+            pattern.removesuffix(".weight").split(".")[-1] for pattern in converter.target_patterns
+        }
+        if parts == both and len(converter.target_patterns) == 2:
+            return Kind.GATE_UP
+        return Kind.QKV if parts == {"q_proj", "k_proj", "v_proj"} else Kind.LINEAR
+    return Kind.LINEAR if parameter.linear and stacked is not Kind.VISION else stacked
+
+
+def why_not_read(found: Class) -> str:
+    """Why routed experts cannot be told apart into gate, up and down, "" if they can."""
+    experts = found.experts
+    if experts is None:
+        return ""
+    if not _is_marked(experts):
+        return f"{type(experts).__name__} does not say how its stacks are ordered"
+    if not experts.has_gate:
+        return "its experts have no gate projection"
+    if not experts.is_concatenated:
+        return "its experts interleave the rows of gate and up"
+    if experts.has_bias:
+        return "its experts have biases"
+    return ""
+
+
+def why_not_on_cpus(found: Class) -> str:
+    """Why kt-kernel's CPU kernels, which compute down(silu(gate) * up), do not compute this model's
+    experts, "" if they do."""
+    import inspect
+
+    from transformers.integrations import moe
+
+    experts = found.experts
+    if experts is None or why_not_read(found):
+        return why_not_read(found)
+    if type(experts)._apply_gate is not moe._default_apply_gate:
+        return f"{type(experts).__name__} combines gate and up in a way of its own"
+    function = getattr(experts, "act_fn", None)
+    act = getattr(function, "__name__", type(function).__name__)
+    if act not in _SILU:
+        return f"its experts use {act}, not SiLU"
+    # A limit on values is a line of `forward` that no attribute tells.
+    text = inspect.getsource(type(experts))
+    return "its experts clamp values" if "clamp" in text else ""
+
+
+def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    """The description of a config's class as JSON can hold it: a module template, its kind and its
+    layers for each of `names` (for what the class publishes, if None). Raises CannotBuild."""
+    import transformers
+
+    model = build(values)
+    found = read_class(model)
+    roles: dict[str, tuple[Kind, bool, set[int]]] = {}
+    unread: set[str] = set()
+    unread_experts = why_not_read(found)
+    # Weights first: their kind is their module's, whose bias is not asked.
+    asked = sorted(found.published() if names is None else names, key=lambda n: n.endswith(".bias"))
+    targets: dict[str, set[int]] = {}
+    for name in found.parameters:
+        template, layer, _ = parse(name)
+        targets.setdefault(template, set()).update(() if layer is None else (layer,))
+    for name in asked:
+        template, layer, _ = parse(name)
+        module, _ = split_parameter(template)
+        if module in roles and name.endswith(".bias"):
+            continue  # its weight says what it is
+        one = kind(found, name)
+        if one is None:
+            unread.add(module)
+            continue
+        unnamed = one.routed and experts_module(module) is None
+        if one.routed and (unread_experts or unnamed):
+            one, unread_experts = Kind.EXPERT_UNKNOWN, unread_experts or _UNNAMED
+        read = found.read(name)[0]
+        layers = targets.get(parse(read).template, set()) if layer is not None else set()
+        tower = not found.parameters[read].language
+        roles.setdefault(module, (one, tower, set()))[2].update(layers)
+    if not unread_experts and any(one is Kind.EXPERT_UNKNOWN for one, _, _ in roles.values()):
+        unread_experts = _NOT_THREE
+    sets: list[set[int]] = [set()]
+    stated = model.config.get_text_config().to_dict()
+    experts = found.experts
+    return {
+        "class": type(model).__name__,
+        "model_type": model.config.model_type,
+        "transformers": transformers.__version__,
+        "sizes": dict(found.sizes),
+        "keys": {
+            size: key
+            for size, keys in (
+                ("num_experts", _EXPERT_KEYS),
+                ("moe_intermediate_size", _WIDTH_KEYS),
+            )
+            for key in [next((k for k in keys if stated.get(k) == found.sizes.get(size)), None)]
+            if size in found.sizes and key is not None
+        },
+        "stacked_transposed": bool(getattr(experts, "is_transposed", False)),
+        "experts_unread": unread_experts,
+        "not_on_cpus": unread_experts or why_not_on_cpus(found),
+        "modules": {
+            module: f"{'tower ' if tower else ''}{one.name} {_number(layers, sets)}"
+            for module, (one, tower, layers) in sorted(roles.items())
+        },
+        "layers": {
+            module: sorted(found) for module, (_, _, found) in sorted(roles.items()) if found
+        },
+        "unread": sorted(unread - roles.keys()),
+    }
+
+
+def _number(layers: set[int], sets: list[set[int]]) -> int:
+    """Which of the sets it is; a new one is added."""
+    if layers not in sets:
+        sets.append(layers)
+    return sets.index(layers)
+
+
+def main() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    hf: Any = transformers
+    hf.logging.set_verbosity_error()
+    request = json.load(sys.stdin)
+    try:
+        answer = described(request["config"], request.get("names"))
+    except CannotBuild as reason:
+        answer = {"cannot": str(reason)}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

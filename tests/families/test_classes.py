@@ -1,0 +1,80 @@
+"""The descriptions that the package carries are what transformers' classes say. Written anew with
+`QCONVERT_UPDATE_CLASSES=1 pytest tests/families/test_classes.py`; all of them, not one in 25, are
+compared with QCONVERT_ALL=1."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families.classes import config, model_types
+from qconvert.layouts.derived.transformers_class import CannotBuild, described
+
+FOLDER = Path(str(resources.files("qconvert.layouts.derived"))) / "classes"
+ALL = bool(os.environ.get("QCONVERT_ALL"))
+UPDATE = os.environ.get("QCONVERT_UPDATE_CLASSES") == "1"
+# Stated once, in this file: how they came to be is no part of what a class is.
+_NOT_KEPT = ("layers", "sizes", "unread")
+
+# Classes that the defaults of their config cannot build, or that are no language models with a size for
+# all layers; a checkpoint of one is described from its own config.
+NOT_BUILT = frozenset(
+    [
+        "aya_vision",
+        "blt",
+        "chameleon",
+        "cohere_compass",
+        "cohere_compass_text",
+        "dbrx",
+        "deepseek_ocr2",
+        "diffusion_gemma",
+        "emu3",
+        "evolla",
+        "fast_vlm",
+        "gemma3n",
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+        "granite4_vision",
+        "hunyuan_vl",
+        "idefics3",
+        "musicgen",
+        "musicgen_melody",
+        "perception_lm",
+        "pi0",
+        "pp_formulanet",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "reformer",
+        "smolvlm",
+        "vision-encoder-decoder",
+    ]
+)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    kept = {key: value for key, value in answer.items() if key not in _NOT_KEPT}
+    return json.dumps(kept, indent=1, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("model_type", model_types()[:: 1 if UPDATE or ALL else 25])
+def test_description(model_type: str) -> None:
+    file = FOLDER / f"{model_type}.json"
+    if model_type in NOT_BUILT:
+        assert not file.exists()
+        with pytest.raises(CannotBuild):
+            described(config(model_type), None)
+        return
+    text = text_of(described(config(model_type), None))
+    if UPDATE:
+        file.write_text(text)
+    assert file.read_text() == text
+
+
+def test_no_file_is_left_over() -> None:
+    stated = {file.stem for file in FOLDER.iterdir()}
+    assert stated == set(model_types()) - NOT_BUILT

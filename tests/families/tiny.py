@@ -1,0 +1,108 @@
+"""Tiny checkpoints of any class of transformers, with real weights, as save_pretrained writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LAYERS = 4
+# Keys of configs and the small sizes that go together: heads of 64, blocks of 128 columns.
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8,
+    "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "moe_intermediate_size": 256, "expert_ffn_hidden_size": 256,
+    "shared_expert_intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "index_n_heads": 4, "index_head_dim": 64, "index_topk": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 32, "max_position_embeddings": 512, "sliding_window": 64, "depth": 2,
+    "out_hidden_size": 256, "num_position_embeddings": 64, "decoder_sparse_step": 1,
+    "n_shared_experts": 1, "ffn_hidden_size": 512, "rotary_dim": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "n_embd": 256, "n_layer": LAYERS, "n_head": 4,
+    "d_model": 256, "num_layers": LAYERS,
+}  # fmt: skip
+# What single families need beside them.
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1},
+    "deepseek_v3": {"head_dim": 32},
+    "deepseek_v32": {"head_dim": 32},
+    "dots1": {"intermediate_size": 512},
+    "glm5_next": {"num_key_value_heads": 4},
+    "gpt_oss": {"intermediate_size": 256},
+    "granitemoe": {"intermediate_size": 256},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "intermediate_size": 256,
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 16,
+        "use_mamba_kernels": False, "intermediate_size": 256,
+    },
+    "laguna": {"num_attention_heads_per_layer": [4] * LAYERS},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1,
+    },
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+    "minimax_m2": {"intermediate_size": 256},
+    "mixtral": {"intermediate_size": 256},
+    "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
+    "phimoe": {"intermediate_size": 256},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+def config_of(model_type: str, given: Mapping[str, Any]) -> Any:
+    """The config of a model_type, made small. `given` are settings that its defaults lack."""
+    import transformers
+
+    hf: Any = transformers
+    values = hf.AutoConfig.for_model(model_type, **given).to_dict()
+    small = _small(values)
+    small.update(OWN.get(model_type, {}))
+    small.pop("model_type")
+    return hf.AutoConfig.for_model(model_type, **small)
+
+
+def _small(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            found[key] = _small(value)
+        elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+            kinds = list(dict.fromkeys(value))  # every kind of layer that there is
+            found[key] = [kinds[i % len(kinds)] for i in range(LAYERS)]
+        elif key in ("moe_layers", "no_rope_layers", "transformers_version"):
+            continue
+        elif key in SIZES and value is not None and not isinstance(value, (bool, list)):
+            found[key] = SIZES[key]
+        else:
+            found[key] = value
+    return found
+
+
+def saved(model_type: str, folder: Path, given: Mapping[str, Any]) -> Path:
+    """A checkpoint in `folder`, its weights heavy-tailed."""
+    import torch
+    import transformers
+
+    from qconvert.layouts.derived.transformers_class import class_of
+
+    config, hf = config_of(model_type, given), _any(transformers)
+    torch.manual_seed(0)
+    model = class_of(hf, config)._from_config(config, dtype=torch.bfloat16)
+    tails = torch.distributions.StudentT(4.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(tails.sample(parameter.shape) * 0.04)
+            elif not torch.isfinite(parameter).all():
+                parameter.fill_(0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _any(value: Any) -> Any:
+    return value

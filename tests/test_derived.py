@@ -1,0 +1,178 @@
+"""Families that are read from transformers' classes: the package's own descriptions, and the process
+that describes another config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Model, run_cli, tensor
+
+from qconvert.checkpoint.family import Family, family_for, role_index
+from qconvert.core.roles import Kind
+from qconvert.layouts.derived import find
+from qconvert.layouts.derived.description import family_of, parsed
+from qconvert.layouts.derived.find import derive, representatives
+from qconvert.layouts.derived.kinds import Parameter, kind_of
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def mixtral_names(layers: int = 2) -> Iterator[str]:
+    yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        yield from (f"{at}.self_attn.{one}_proj.weight" for one in "qkvo")
+        yield from (f"{at}.input_layernorm.weight", f"{at}.post_attention_layernorm.weight")
+        yield f"{at}.block_sparse_moe.gate.weight"
+        for expert in range(2):
+            yield from (f"{at}.block_sparse_moe.experts.{expert}.w{n}.weight" for n in (1, 2, 3))
+
+
+def test_a_class_of_the_package_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_run", None)
+    family = family_for(MIXTRAL, mixtral_names())
+    index = role_index(family, MIXTRAL, mixtral_names())
+    assert (family.name, index.unknown, index.absent()) == ("mixtral", (), [])
+    at = "model.layers.1.block_sparse_moe"
+    # w2 is down (transformers 5.17, conversion_mapping.py, "mixtral").
+    kinds = [index.kind(f"{at}.experts.1.w{n}.weight") for n in (1, 2, 3)]
+    assert kinds == [Kind.EXPERT_GATE, Kind.EXPERT_DOWN, Kind.EXPERT_UP]
+    assert index.kind(f"{at}.gate.weight") is Kind.ROUTER
+    assert index.dims.num_experts == 2
+    assert index.dims.moe_intermediate_size == 96
+    assert index.dims.groups["moe"] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        "model.layers.1.block_sparse_moe.experts.1.w3.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+    ],
+)
+def test_what_a_block_lacks_is_missed(lacking: str) -> None:
+    names = [name for name in mixtral_names() if name != lacking]
+    family = family_for(MIXTRAL, names)
+    assert role_index(family, MIXTRAL, names).absent() == [lacking]
+
+
+def test_suffixes_of_encodings_are_no_part_of_a_name() -> None:
+    names = [
+        "model.layers.0.mlp.up_proj.weight_packed", "model.layers.3.mlp.up_proj.weight_scale",
+        "model.layers.0.mlp.experts.gate_up_proj_scale_inv", "model.layers.0.linear_attn.A_log",
+        "model.layers.1.mlp.down_proj.weight_scale_inv",
+    ]  # fmt: skip
+    assert representatives(names) == [
+        "model.layers.0.linear_attn.A_log", "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight",
+    ]  # fmt: skip
+
+
+def test_a_model_that_no_one_knows_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_run", None)
+    assert derive({"model_type": "new_moe"}, mixtral_names()) == "model_type 'new_moe' is not known"
+    for foreign in ("../../mixtral", "", 'x", '):
+        found = derive({"model_type": foreign}, mixtral_names())
+        assert found == f"model_type {foreign!r} is not known"
+
+
+def test_names_of_no_class_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of CPU kernels' tiles keeps the config of its model."""
+    monkeypatch.setattr(find, "_run", None)
+    found = derive(
+        MIXTRAL, ["blk.0.ffn_up_exps.0.numa.0.weight", "blk.0.ffn_up_exps.0.numa.0.scale"]
+    )
+    assert found == "its tensors have no name that its class in transformers has"
+
+
+def test_other_names_are_asked_of_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the answer is kept. Qwen2 with a class of its own for layers is not built here; its names
+    without the prefix of the language model, which transformers adds, are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = MIXTRAL | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    names = [name.removeprefix("model.") for name in mixtral_names()]
+    family = derive(config, names)
+    assert isinstance(family, Family)
+    index = role_index(family, config, names)
+    assert (index.unknown, index.absent()) == ((), [])
+    assert index.kind("layers.1.block_sparse_moe.experts.0.w3.weight") is Kind.EXPERT_UP
+    (kept,) = (tmp_path / "qconvert" / "families").iterdir()
+    assert json.loads(kept.read_bytes())["class"] == "MixtralForCausalLM"
+    monkeypatch.setattr(find, "_run", None)
+    assert isinstance(derive(config, names), Family)
+
+
+def test_a_class_that_cannot_be_built_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(find, "_run", lambda request: {"cannot": "ValueError: no heads"})
+    found = derive({"model_type": "dbrx"}, mixtral_names())
+    assert isinstance(found, str)
+    assert found.endswith("cannot build model_type 'dbrx' (ValueError: no heads)")
+
+
+def test_experts_that_are_not_told_apart_are_refused_with_the_cause(tmp_path: Path) -> None:
+    at = "model.layers.0"
+    stacks = {
+        f"{at}.mlp.experts.gate_up_proj": tensor("BF16", 2, 64, 192),
+        f"{at}.mlp.experts.down_proj": tensor("BF16", 2, 96, 64),
+        f"{at}.input_layernorm.weight": tensor("BF16", 64),
+    }
+    config = MIXTRAL | {"model_type": "gpt_oss", "num_hidden_layers": 1}
+    source = Model(config, stacks).write(tmp_path / "source", 1)
+    refused = run_cli("w4a16", source, tmp_path / "out", "--rtn")
+    assert refused.code == 1
+    assert "its experts interleave the rows of gate and up" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("parameter", "kind"),
+    [
+        (Parameter("m.layers.0.attn.q_proj.weight", (8, 8), ("M", "LlamaAttention", "Linear"), True),
+         Kind.QUERY),
+        (Parameter("m.layers.0.mix.q_proj.weight", (8, 8), ("M", "KimiLinearAttention", "Linear"), True),
+         Kind.LINEAR),
+        (Parameter("m.layers.0.mlp.w2.weight", (8, 8), ("M", "FeedForwardMLP", "Linear"), True),
+         Kind.DOWN),
+        (Parameter("m.layers.0.mlp.w2.weight", (8, 8), ("M", "Other", "Linear"), True), Kind.LINEAR),
+        (Parameter("m.wte.weight", (8, 8), ("M", "Embedding"), embedding=True), Kind.POSITION),
+        (Parameter("m.c_attn.weight", (8, 24), ("M", "Conv1D")), Kind.UNKNOWN),
+        (Parameter("m.blocks.0.qkv.weight", (8, 8), ("M", "Attention", "Linear"), True, language=False),
+         Kind.VISION),
+        (Parameter("m.mlp.experts.up_bias", (4, 8), ("M", "X"), num_experts=4), Kind.EXPERT_UNKNOWN),
+    ],
+    ids=lambda value: value.name if isinstance(value, Parameter) else "",
+)  # fmt: skip
+def test_the_owner_says_what_a_parameter_is(parameter: Parameter, kind: Kind) -> None:
+    assert kind_of(parameter) is kind
+
+
+def test_two_modules_of_one_layer_are_no_role() -> None:
+    """longcat_flash has two attentions a layer: as one role, one of them would be lost."""
+    family = family_of(
+        parsed(
+            {
+                "model_type": "x", "class": "X", "keys": {}, "stacked_transposed": False,
+                "experts_unread": "", "not_on_cpus": "",
+                "modules": {"m.layers.{L}.attn.{I}.q_proj": "QUERY 1", "m.layers.{L}.norm": "NORM 1"},
+            }
+        ),
+        ["m.layers.0.attn.0.q_proj.weight", "m.layers.0.attn.1.q_proj.weight", "m.layers.0.norm.weight"],
+    )  # fmt: skip
+    assert [role.module for role in family.roles] == ["m.layers.{L}.norm"]
+
+
+def test_hand_written_families_come_first() -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2, "hidden_size": 8}
+    family = family_for(config, ["model.layers.0.input_layernorm.weight"])
+    assert (family.name, family.class_name) == ("qwen3_moe", "")
