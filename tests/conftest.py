@@ -5,7 +5,10 @@ Properties have no deadline: how long an example takes says more of the machine 
 from __future__ import annotations
 
 import gc
+import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("qconvert", deadline=None)
@@ -15,3 +18,11 @@ settings.load_profile("qconvert")
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache() -> Iterator[None]:
+    """Descriptions of classes are kept, and not among the user's own."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        yield

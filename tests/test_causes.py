@@ -25,7 +25,7 @@ def unknown() -> Model:
     return model
 
 
-_NO_EXPERTS = "this model has no experts: the config of model_type 'llama' counts none"
+_NO_EXPERTS = "this model has no experts: the config of model_type 'qwen3' counts none"
 _UNKNOWN = "model_type 'foo_moe' is not known: it has experts, and no file in layouts/ says how"
 _NO_GDN = "this model has no linear-attention layers"
 _EXPERTS = {
@@ -50,7 +50,7 @@ def refusal(source: Path, tmp_path: Path, line: str) -> str:
 
 @pytest.mark.parametrize("line", _EXPERTS.values(), ids=_EXPERTS)
 def test_a_dense_model_has_no_experts(line: str, tmp_path: Path) -> None:
-    said = refusal(dense("llama").write(tmp_path / "s"), tmp_path, line)
+    said = refusal(dense("qwen3").write(tmp_path / "s"), tmp_path, line)
     assert _NO_EXPERTS in said
     assert "cannot be told" not in said
 
@@ -86,7 +86,7 @@ def mxfp4() -> Model:
     ("model", "line", "says"),
     [
         (
-            lambda: dense("llama"),
+            lambda: dense("qwen3"),
             "dequant S O",
             "all tensors are BF16, so there is nothing to dequantize",
         ),

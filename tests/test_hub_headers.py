@@ -180,12 +180,12 @@ def test_a_file_too_large_to_fetch_is_named(
 def test_a_revision(hub: LoopbackHub, folder: Path) -> None:
     repo = hub.repos[REPO]
     old = repo.refs["main"]
-    config = json.loads((folder / "config.json").read_bytes()) | {"model_type": "qwen3"}
+    config = json.loads((folder / "config.json").read_bytes()) | {"model_type": "new_moe"}
     new = dict(repo.tree()) | {"config.json": hub.blob("config.json", json.dumps(config).encode())}
     repo.commit("feature/x", new, "another class")
     repo.commit("refs/pr/3", new, "the same")
     for revision in ("feature/x", "refs/pr/3", repo.refs["feature/x"]):
-        assert run_cli("inspect", f"{REPO}@{revision}").out.startswith("qwen3 (family generic)")
+        assert run_cli("inspect", f"{REPO}@{revision}").out.startswith("new_moe (family generic)")
     assert run_cli("inspect", f"{REPO}@{old}").out.startswith("qwen3_moe: ")
     gone = run_cli("inspect", f"{REPO}@gone")
     assert gone.code == 1

@@ -156,8 +156,7 @@ def routed(kind: str) -> Model:
 
 
 UNKNOWN: list[tuple[str, Callable[[str], Model]]] = [
-    ("llama", llama), ("qwen3", llama), ("gemma3_text", llama), ("phi3", llama), ("gpt2", gpt2),
-    ("siglip_vision_model", gpt2), ("olmoe", routed),
+    ("new_dense", llama), ("new_gpt", gpt2), ("new_tower", gpt2), ("new_moe", routed),
 ]  # fmt: skip
 every_unknown = pytest.mark.parametrize(("kind", "make"), UNKNOWN, ids=[k for k, _ in UNKNOWN])
 
@@ -182,6 +181,28 @@ def test_nothing_of_an_unknown_family_is_quantized(
     assert (done.code, out.exists()) == (1, False)
     assert f"model_type '{kind}' is not known" in done.err
     assert "copy, dequant, diff and validate work" in done.err
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_linears_of_a_class_are_quantized_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    """As transformers' class says what they are: embeddings and the head are matrices, too."""
+    source, out = llama(kind).write(tmp_path / "source", 1), tmp_path / "out"
+    done = run_cli("w4a16", source, out, "--rtn", "--target", "Linear", "--jobs", "1")
+    assert done.code == 0, done.err
+    packed = {name for name in Checkpoint.open(out) if name.endswith(".weight_packed")}
+    linears = {name for name in Checkpoint.open(source) if name.endswith("_proj.weight")}
+    assert len(linears) == 7
+    assert packed == {f"{name}_packed" for name in linears}
+
+
+def test_a_class_without_linears_is_refused(tmp_path: Path) -> None:
+    """GPT-2 stores its matrices [inputs, outputs], in a class that no runtime quantizes."""
+    model = gpt2("gpt2")
+    model.tensors = {f"transformer.{name}": one for name, one in model.tensors.items()}
+    source = model.write(tmp_path / "source", 1)
+    refused = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--target", "Linear")
+    assert refused.code == 1
+    assert "matches no weight that can be quantized" in refused.err
 
 
 def test_a_dense_model_has_no_experts_to_quantize(tmp_path: Path) -> None:

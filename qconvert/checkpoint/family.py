@@ -109,7 +109,8 @@ class Family:
     `experts_unread` says why its routed experts cannot be told apart into gate, up and down;
     `not_on_cpus` why kt-kernel's CPU kernels, down(silu(gate) * up), do not compute what they do;
     `undescribed` why there is no description at all, in a generic family. "" where there is no such
-    reason.
+    reason. `layers_counted`: which layers have a block is read from the names, so that one which
+    lacks it as a whole is not missed.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Family:
     experts_unread: str = ""
     not_on_cpus: str = ""
     undescribed: str = ""
+    layers_counted: bool = False
     expert_templates: Mapping[Kind, str] = field(default_factory=dict)
 
     @cached_property

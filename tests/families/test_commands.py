@@ -228,7 +228,7 @@ def test_every_command(family: str, tmp_path: Path) -> None:
     before = None if family in NOT_RUN else logits(source)
     for name, (command, *options) in COMMANDS.items():
         out = tmp_path / name
-        words = (
+        words: list[str | Path] = (
             [command, *options[:1], source, out]
             if command == "experts"
             else [command, source, out, *options]

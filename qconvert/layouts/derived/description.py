@@ -92,6 +92,7 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         experts_unread=description.experts_unread,
         not_on_cpus=description.not_on_cpus,
         class_name=description.class_name,
+        layers_counted=not description.layers,
         expert_templates={
             module.kind: name
             for name, module in description.modules.items()

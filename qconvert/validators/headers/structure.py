@@ -151,6 +151,15 @@ class Structure:
 def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
     """What was shown of a model whose family or quantization is unknown."""
     unread, unknown = unread_quantization(checkpoint), checkpoint.family.name == "generic"
+    if not unread and checkpoint.family.layers_counted:
+        yield Proved(
+            "scales are paired, config and tensors agree, no tensor of a layer's block is missing"
+        )
+        yield Skipped(
+            "whether a block of a layer is missing (which layers have one is counted in the checkpoint: "
+            f"{checkpoint.family.class_name} is known by its usual sizes alone)"
+        )
+        return
     if not unread and not unknown:
         return
     if unread and unknown:
