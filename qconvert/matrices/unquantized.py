@@ -15,7 +15,11 @@ from qconvert.core.roles import SHARED
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
-_VISION = r"re:.*visual\..*"
+_VISION = "visual"
+# sglang 0.5.23's class of Qwen3-VL-MoE (`models/qwen3_vl.py`) renames what a list names, and then asks
+# for other names: only a pattern that begins with anything is found.
+_RENAMING = ("qwen3_vl_moe",)
+_ANY_ATTENTION = r"re:.*\.self_attn\..*"
 # Families whose classes in sglang 0.5.23 have no packed_modules_mapping, or a part of one: a fused
 # module is looked up under its own name alone (`models/glm4_moe.py`, `models/deepseek_v2.py`).
 _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
@@ -76,10 +80,12 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
     layers too, are packed."""
     role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
-    found, vision, kept = [], False, False
+    found, kept = [], False
+    towers: dict[str, None] = {}
     for name, output in others.items():
         place = role_index.places.get(name)
-        vision = vision or (place is not None and place.role.name.startswith("vision."))
+        if place is not None and place.role.name.startswith("vision."):
+            towers[tower_of(name)] = None
         if role_index.kind(name).routed and not experts:
             kept = True
             continue
@@ -92,9 +98,13 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
         output.type.dtype in WEIGHT_DTYPES and plan.family.is_mtp(name, dims)
         for name, output in others.items()
     )
-    if plan.family.name in _UNMAPPED:
+    if plan.family.name in _UNMAPPED or plan.family.class_name:
         found = with_fused_names(found)
         found += [f"{m[: -len(_Q_A)]}{_VLLM_QKV_A}" for m in drafts if m.endswith(_Q_A)]
+    attention = {name for name, output in plan.tensors.items()
+                 if ".self_attn." in name and len(output.type.shape) == 2}  # fmt: skip
+    if renames_lists(plan) and attention <= others.keys():
+        found.append(_ANY_ATTENTION)
     if drafts and in_fp8:
         numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
         found += [f"model.decoder.{_below_layer(module)}" for module in numbered]
@@ -103,11 +113,21 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
         found.append(_draft_linears([*paths, *packed]))
     if _drafts_first_layer(plan, found):
         found.append(_DRAFT_ATTENTION)
-    if vision:
-        found.append(_VISION)
+    found += [rf"re:.*{escape(tower)}\..*" for tower in towers]
     if kept:
         found += all_experts(paths)
     return found
+
+
+def tower_of(name: str) -> str:
+    """What a vision or audio tower is called in its tensor's name: runtimes put it elsewhere."""
+    parts = name.split(".")
+    return _VISION if _VISION in parts else next(part for part in parts if part != "model")
+
+
+def renames_lists(plan: Plan) -> bool:
+    """Whether sglang's class of the model does not find the names that a config lists."""
+    return plan.family.name in _RENAMING
 
 
 def _below_layer(module: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
-from qconvert.matrices.unquantized import Named, draft_as_first_layer, ignored
+from qconvert.matrices.unquantized import Named, draft_as_first_layer, ignored, renames_lists
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
@@ -85,6 +85,8 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
         found[_DRAFT_HEAD] = None
     if packed_drafts:
         found[_DRAFT_ATTENTION] = None
+    if renames_lists(plan) and not any(".self_attn." in module for module in quantized):
+        found["*.self_attn.*"] = None
     return list(found)
 
 
