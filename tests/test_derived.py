@@ -176,3 +176,25 @@ def test_hand_written_families_come_first() -> None:
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2, "hidden_size": 8}
     family = family_for(config, ["model.layers.0.input_layernorm.weight"])
     assert (family.name, family.class_name) == ("qwen3_moe", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+        ({"text_config": {"num_experts": 10**6}}, "num_experts 1000000"),
+        ({"layer_types": ["full_attention"] * 5000}, "5000 entries of layer_types"),
+    ],
+    ids=["layers", "experts", "a list"],
+)
+def test_a_class_of_no_models_size_is_not_built(
+    setting: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "_run", None)
+    found = derive({"model_type": "dbrx"} | setting, mixtral_names())
+    assert found == f"model_type 'dbrx' is not known, and its class is not built with {said}"
+
+
+def test_a_class_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_SECONDS", 0.01)
+    assert find._run("{}") == {"cannot": "it was not built within 0.01 s"}

@@ -98,7 +98,7 @@ def considered(
         plan = run_passes(Plan.identity(checkpoint), candidate.passes)
         ready = prepare(plan, Options())
         if candidate.passes:
-            judgement.judged([ready], checkpoint)
+            judgement.judged([ready], checkpoint, serving=False)
     except QConvertError as error:
         return Choice(candidate, refused=str(error))
     folder = judgement.planned_checkpoint(ready) if candidate.passes else checkpoint

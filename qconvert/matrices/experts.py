@@ -221,7 +221,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             f"{name!r}: expected [{dims.num_experts} experts, rows, columns], found "
             f"{plan.tensors[name].type}"
         )
-    transposed = plan.family.stacked_transposed
+    transposed = _is_transposed(plan)
     base, apart = experts_module(name), plan.family.expert_names()
     for expert in range(dims.num_experts):
         stored, names = read_of_stack(plan, name, expert, transposed=transposed)
@@ -236,6 +236,20 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
         for part, weight in parts:
             module = f"{base}.{expert}.{apart.get(KINDS[part], part)}"
             yield Projection(layer, expert, part, draft, module, weight), names
+
+
+def _is_transposed(plan: Plan) -> bool:
+    """Whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is published
+    so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a square matrix
+    (H = I, or H = 2I) only those of the other stack."""
+    if not plan.family.stacked_transposed:
+        return False
+    hidden = plan.role_index.dims.hidden_size
+    for name, place in plan.role_index.places.items():
+        shape = plan.tensors[name].type.shape if name in plan.tensors else ()
+        if place.role.kind in _STACKED and len(shape) == 3 and shape[1] != shape[2]:
+            return shape[1 if place.role.kind is Kind.STACKED_GATE_UP else 2] == hidden
+    return True
 
 
 def _check_shape(plan: Plan, projection: Projection, name: str) -> None:

@@ -72,9 +72,10 @@ class PlannedCheckpoint(Checkpoint):
         return role_index(self.family, self.config, self.sources)
 
 
-def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
-    """A verdict on each folder that is planned from `source`. Raises PlanError, naming the rule, for the
-    first that would have an error which the source does not have."""
+def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = True) -> list[Verdict]:
+    """A verdict on each folder that is planned from `source`, with what runtimes say of it unless not
+    `serving`. Raises PlanError, naming the rule, for the first that would have an error which the source
+    does not have."""
     folders = [planned_checkpoint(ready) for ready in parts]
     known: frozenset[_Key] | None = None
     verdicts = []
@@ -91,7 +92,9 @@ def judged(parts: Sequence[Prepared], source: Checkpoint) -> list[Verdict]:
         errors = [finding for finding in added if finding.severity == "error"]
         if errors:
             raise PlanError(_refusal(errors))
-        verdicts.append(Verdict(tuple(added), tuple(carried), _loads(ready, here)))
+        verdicts.append(
+            Verdict(tuple(added), tuple(carried), _loads(ready, here) if serving else ())
+        )
     return verdicts
 
 

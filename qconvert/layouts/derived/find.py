@@ -26,7 +26,9 @@ from qconvert.layouts.derived.description import (
     unresolved,
 )
 
-_SECONDS = 600  # imports and the meta device take 5 to 10 on two cores
+_SECONDS = 120  # imports and the meta device take 5 to 10 on two cores
+# A class is built layer by layer, and its experts one by one in a few: no model has more.
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
 _FORM = 2  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
@@ -82,6 +84,8 @@ def _asked(config: Config, names: list[str]) -> Description | str:
         return f"{unknown}, and its class cannot be read without transformers ({EXTRA})"
     if not _has_class(str(kind)):
         return unknown
+    if (excess := _excess(config)) is not None:
+        return f"{unknown}, and its class is not built with {excess}"
     request = {"config": dict(config), "names": representatives(names)}
     text = json.dumps(request, sort_keys=True)
     digest = hashlib.sha256(f"{_FORM} {version} {text}".encode()).hexdigest()
@@ -125,12 +129,31 @@ def representatives(names: Iterable[str]) -> list[str]:
     return sorted(found.values())
 
 
+def _excess(config: Mapping[str, Any]) -> str | None:
+    """A setting that would make a class of a size that no model has."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found = _excess(value)
+            if found is not None:
+                return found
+        most = _MOST_LAYERS if "layer" in key or key == "depth" else _MOST_EXPERTS
+        counts = "layer" in key or key == "depth" or "expert" in key
+        if counts and isinstance(value, int) and value > most and "size" not in key:
+            return f"{key} {value}"
+        if isinstance(value, list) and len(value) > _MOST_EXPERTS:
+            return f"{len(value)} entries of {key}"
+    return None
+
+
 def _run(request: str) -> Mapping[str, Any]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", _MODULE], input=request, capture_output=True, text=True,
-        timeout=_SECONDS, env=environment, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(_MOST_BYTES)], input=request, capture_output=True,
+            text=True, timeout=_SECONDS, env=environment, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"cannot": f"it was not built within {_SECONDS} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"cannot": f"exit status {done.returncode}: {last}"}

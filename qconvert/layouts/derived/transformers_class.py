@@ -1,17 +1,19 @@
 """Read what a model's tensors are from its class in transformers, on the meta device.
 
-    python -m qconvert.layouts.derived.transformers_class < REQUEST > ANSWER
+    python -m qconvert.layouts.derived.transformers_class BYTES < REQUEST > ANSWER
 
-A process of its own: it imports torch and transformers, which nothing else here does. It builds the
-class that a config names, without weights and without remote code, asks transformers' own conversion
-(`get_model_conversion_mapping`, `rename_source_key`; transformers 5.17, core_model_loading.py) which
-parameter a published name becomes, and describes each published name by the module that owns it.
+A process of its own, of at most BYTES of address space: it imports torch and transformers, which
+nothing else here does. It builds the class that a config names, without weights and without remote code,
+asks transformers' own conversion (`get_model_conversion_mapping`, `rename_source_key`; transformers 5.17,
+core_model_loading.py) which parameter a published name becomes, and describes each published name by the
+module that owns it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -348,6 +350,8 @@ def _number(layers: set[int], sets: list[set[int]]) -> int:
 
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # The config is anybody's: what it asks for must not take the machine's memory.
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
     import transformers
 
     hf: Any = transformers

@@ -184,7 +184,7 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
     if len(kind.shape) != 3 or kind.shape[0] != dims.num_experts:
         raise Unread(f"expected a stack of {dims.num_experts} experts, found {kind}")
     base, _, projection = place.role.name.replace(_STACKED, _EXPERTS).rpartition(".")
-    transposed = _is_turned(checkpoint, kind.shape, both=projection == "gate_up_proj")
+    transposed = _is_turned(checkpoint)
     for expert, form in enumerate(forms.of_stack(name, transposed=transposed)):
         half = form.rows // 2
         parts: dict[str, Runs] = {projection: ()}
@@ -196,13 +196,19 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
             yield replace(made, role=_label(role), expert=expert)
 
 
-def _is_turned(checkpoint: Checkpoint, shape: tuple[int, ...], *, both: bool) -> bool:
-    """Whether a stack holds columns before rows. Families that publish it so are also saved the other
-    way round, and only shapes tell."""
+def _is_turned(checkpoint: Checkpoint) -> bool:
+    """Whether stacks hold columns before rows. Families that publish it so are also saved the other way
+    round, and only shapes tell, of a square matrix only those of the other stack."""
+    if not checkpoint.family.stacked_transposed:
+        return False
     hidden = checkpoint.role_index.dims.hidden_size
     # gate_up is [E, H, 2I] if transposed and else [E, 2I, H]; down is [E, I, H] and [E, H, I].
-    of_hidden = shape[1] if both else shape[2]
-    return checkpoint.family.stacked_transposed and of_hidden == hidden
+    axes = {f"{_STACKED}gate_up_proj": 1, f"{_STACKED}down_proj": 2}
+    for name, place in checkpoint.role_index.places.items():
+        axis, shape = axes.get(place.role.name.removeprefix("mtp.")), checkpoint[name].type.shape
+        if axis is not None and len(shape) == 3 and shape[1] != shape[2]:
+            return shape[axis] == hidden
+    return True
 
 
 def _of_gdn(
