@@ -3,10 +3,10 @@
     python -m qconvert.layouts.derived.transformers_class BYTES < REQUEST > ANSWER
 
 A process of its own, of at most BYTES of address space: it imports torch and transformers, which
-nothing else here does. It builds the class that a config names, without weights and without remote code,
-asks transformers' own conversion (`get_model_conversion_mapping`, `rename_source_key`; transformers
-5.17, core_model_loading.py) which parameter a published name becomes, and describes each published name by the
-module that owns it.
+nothing else here does. It builds the class that a config names, without weights and without remote
+code, asks transformers' own conversion (`get_model_conversion_mapping`, `rename_source_key`;
+transformers 5.17, core_model_loading.py) which parameter a published name becomes, and describes each
+published name by the module that owns it.
 """
 
 from __future__ import annotations
