@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parent.parent
-_DATA = (".py", ".yaml", ".css", ".js", ".typed")
+_DATA = (".py", ".json", ".yaml", ".css", ".js", ".typed")
 
 
 def _tracked() -> list[str]:

@@ -58,7 +58,8 @@ def _written(model: Callable[[], Model], shards: int = 2) -> Make:
         made = model()
         made.side_files.setdefault("tokenizer.json", b'{"version": "1.0"}\n')
         made.side_files["README.md"] = _README
-        made.config.setdefault("vocab_size", 8)
+        rows = [t.shape[0] for n, t in made.tensors.items() if n.endswith("embed_tokens.weight")]
+        made.config.setdefault("vocab_size", rows[0] if rows else 8)
         made.write(folder, shards)
 
     return make

@@ -35,7 +35,7 @@ def _jsonl() -> Iterator[Mutation]:
         )
 
     lines: dict[str, bytes] = {
-        "empty": b"", "blank": b"\n\n\n", "no JSON": b"{\n", "list": b"[1, 2]\n", "null": b"null\n",
+        "blank": b"\n\n\n", "no JSON": b"{\n", "list": b"[1, 2]\n", "null": b"null\n",
         "number": b"5\n", "no key": b'{"words": "a"}\n', "nul bytes": bytes(1000) + b"\n",
         "invalid UTF-8": b'{"text": "\xff\xfe"}\n',
         "UTF-16": '{"input_ids": [1]}\n'.encode("utf-16"),
