@@ -18,7 +18,7 @@ from qconvert.layouts.derived.transformers_class import CannotBuild, described
 FOLDER = Path(str(resources.files("qconvert.layouts.derived"))) / "classes"
 ALL = bool(os.environ.get("QCONVERT_ALL"))
 UPDATE = os.environ.get("QCONVERT_UPDATE_CLASSES") == "1"
-# Stated once, in this file: how they came to be is no part of what a class is.
+# Of the default sizes alone, or names that the class saves and does not read.
 _NOT_KEPT = ("layers", "sizes", "unread")
 
 # Classes that the defaults of their config cannot build, or that are no language models with a size for

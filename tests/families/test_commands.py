@@ -1,6 +1,7 @@
 """Every family that a user may bring, tiny, through every command: what is only moved loads in
-transformers with the same logits, what is quantized is near its source and loads decompressed, and what
-cannot be done is refused with the cause that `REFUSED` states.
+transformers with the same logits, W4A16 is near its source and loads decompressed, and what cannot be
+done is refused with the cause that `REFUSED` states. Of NVFP4 and AMX the command's own judgement is all
+that is asked here, of stages their number.
 
 `QCONVERT_ALL=1 pytest -m peer tests/families/test_commands.py` runs all families, else one in twelve.
 """

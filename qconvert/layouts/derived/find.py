@@ -32,7 +32,7 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
 _FORM = 2  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
-EXTRA = "pip install 'qconvert[families]'"
+_INSTALL = "pip install torch transformers"
 
 
 def derive(config: Config, names: Iterable[str]) -> Family | str:
@@ -81,7 +81,7 @@ def _asked(config: Config, names: list[str]) -> Description | str:
         version = metadata.version("transformers")
         metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return f"{unknown}, and its class cannot be read without transformers ({EXTRA})"
+        return f"{unknown}, and its class cannot be read without transformers ({_INSTALL})"
     if not _has_class(str(kind)):
         return unknown
     if (excess := _excess(config)) is not None:
@@ -146,7 +146,11 @@ def _excess(config: Mapping[str, Any]) -> str | None:
 
 
 def _run(request: str) -> Mapping[str, Any]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # No GPU is asked for: its driver maps more addresses than the process may have.
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, "-m", _MODULE, str(_MOST_BYTES)], input=request, capture_output=True,

@@ -51,6 +51,8 @@ def build(values: Mapping[str, Any]) -> Any:
         config = hf.AutoConfig.for_model(**given)
         with torch.device("meta"):
             return class_of(hf, config)._from_config(config, dtype=torch.bfloat16)
+    except CannotBuild:
+        raise
     except Exception as error:
         # Whatever a class raises for a config that it was not made for: the caller says it.
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
