@@ -338,12 +338,42 @@ MUTANTS = (
     ),
     Mutant(
         "blocks of the linears beside packed experts", "w4a16 of fp8",
-        "formats.int_packed.config", "fp8_group_config",
+        "formats.fp8.config", "fp8_group_config",
         '"block_structure": list(block)', '"block_structure": [2 * block[0], block[1]]',
     ),
     Mutant(
         "routers packed", "w4a16 of linears", "matrices.linears", "quantizable",
         "not kind.quantizable", 'not (kind.quantizable or kind.name == "ROUTER")',
+    ),
+    # --- FP8
+    Mutant(
+        "E4M3 rounded down", "fp8", "formats.fp8.encode", "to_e4m3",
+        "np.uint16((1 << (_DROPPED - 1)) - 1)", "np.uint16(0)",
+    ),
+    Mutant(
+        "E4M3 below 2^-6 cut", "fp8 rows", "formats.fp8.encode", "_small_codes",
+        "np.rint(", "np.floor(",
+    ),
+    Mutant(
+        "exponents rounded after codes", "fp8", "formats.fp8.encode", "EncodeFp8.run",
+        "np.copyto(into, scale)", "np.copyto(into, scale * 2)",
+    ),
+    Mutant(
+        "FP8 scales of another block", "fp8", "formats.fp8.encode", "EncodeFp8.run",
+        "np.copyto(into, scale)", "np.copyto(into, np.roll(scale, 1))",
+    ),
+    Mutant(
+        "FP8 scales twice as large", "fp8 rows", "formats.fp8.encode", "LARGEST",
+        "448.0", "224.0",
+    ),
+    Mutant(
+        "FP8 without a sign", "fp8", "formats.fp8.encode", "to_e4m3",
+        "np.uint16(0x80), out=odd", "np.uint16(0), out=odd",
+    ),
+    Mutant(
+        "FP8's list without what stays", "fp8", "passes.fp8", "ToFp8._config",
+        "left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))",
+        "left = ['lm_head']",
     ),
     # --- NVFP4
     Mutant(

@@ -39,7 +39,8 @@ _BAD: dict[str, list[str]] = {
     "pp": ["", "two", "0", "-1", "1,", "1,0", "1.5", "1,-1", "9" * 5000],
     "method": _CHOICES, "rounding": _CHOICES, "mtp": _CHOICES, "gpu": _CHOICES, "bits": _CHOICES,
     "group": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
-    "dialect": _CHOICES, "targets_nvfp4": _CHOICES, "level": _CHOICES, "form": _CHOICES,
+    "dialect": _CHOICES, "targets_of_two": _CHOICES, "block": _COUNTS, "level": _CHOICES,
+    "form": _CHOICES,
     "experts": _CHOICES, "few": _CHOICES, "shared_experts": _CHOICES,
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
@@ -87,8 +88,8 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             continue
         if key in _FREE:
             continue
-        if words == ("nvfp4",) and key == "targets":
-            key = "targets_nvfp4"
+        if words in (("nvfp4",), ("fp8",)) and key == "targets":
+            key = "targets_of_two"
         values = _BAD[key]
         if words == ("validate",) and key == "out":
             values = _SOURCES
@@ -143,6 +144,8 @@ def test_a_bad_value_is_a_usage_error(
         "run dequant-fp8 s o --synthetic --data x.txt",
         "plan dequant-fp8 s --synthetic --column text",
         "nvfp4 s o --dialect modelopt --weight-only --stats d",
+        "fp8 s o --channel --block 128",
+        "fp8 s o --channel --ue8m0",
         "nvfp4 s o --dialect modelopt --targets all --stats d",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu w4a16",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu-out g",
@@ -302,6 +305,7 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
     [
         ("w4a16: {calibrate: {synthetic: true, few: rtn, undersampled: all}}", "are one option"),
         ("w4a16: {calibrate: {synthetic: true, undersampled: some}}", "'calibrate.undersampled'"),
+        ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [1]}", "'targets'"),
         ("nvfp4: {targets: []}", "'targets'"),

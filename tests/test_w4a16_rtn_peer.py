@@ -70,6 +70,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def by_scheme(source: Path, out: Path, scheme: Any) -> Path:
+    from llmcompressor.entrypoints.model_free import model_free_ptq
+
+    model_free_ptq(source, out, scheme=scheme, ignore=LEFT, device="cpu")
+    return out
+
+
 def theirs(source: Path, out: Path, weights: dict[str, Any], targets: list[str]) -> Path:
     from compressed_tensors.quantization import QuantizationConfig
     from llmcompressor.entrypoints.model_free import model_free_ptq
@@ -110,6 +117,30 @@ def test_rounding_is_llm_compressors(
     for field in ("num_bits", "type", "symmetric", "strategy", "group_size"):
         assert getattr(mine, field) == getattr(other, field)
     assert mine.actorder is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("FP8_BLOCK", ["--compressed-tensors"]), ("FP8_DYNAMIC", ["--channel"])],
+)
+def test_fp8_is_llm_compressors(
+    scheme: str, options: list[str], source: Path, tmp_path: Path
+) -> None:
+    done = run_cli("fp8", source, tmp_path / "ours", *options, "--jobs", "1")
+    assert done.code == 0, done.err
+    ours = read_tensors(tmp_path / "ours")
+    expected = read_tensors(by_scheme(source, tmp_path / "theirs", scheme))
+    assert ours.keys() == expected.keys()
+    assert len([name for name in ours if name.endswith(".weight_scale")]) == 32
+    assert [name for name in ours if ours[name] != expected[name]] == []
+    mine, other = (parsed(tmp_path / of).config_groups for of in ("ours", "theirs"))
+    ((ours_group,), (theirs_group,)) = mine.values(), other.values()
+    for side in ("weights", "input_activations"):
+        for field in ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic"):
+            assert getattr(getattr(ours_group, side), field) == getattr(
+                getattr(theirs_group, side), field
+            )
+    assert ours_group.weights.block_structure == theirs_group.weights.block_structure
 
 
 def read_by_us(folder: Path, module: str) -> bytes:

@@ -15,6 +15,7 @@ from qconvert import __version__
 from qconvert.cli.advise import advise
 from qconvert.cli.check import diff, inspect, validate
 from qconvert.cli.convert import dequant, plan, run
+from qconvert.cli.fp8 import fp8
 from qconvert.cli.house import clean, demo, recipes
 from qconvert.cli.kt import amx, kt
 from qconvert.cli.layout import experts, fuse, unfuse
@@ -60,6 +61,7 @@ _CONVERSIONS = (
     kt,
     w4a16,
     nvfp4,
+    fp8,
     split,
     join,
     prepare,

@@ -20,7 +20,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.roles import SHARED, Kind
-from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
@@ -53,16 +53,9 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
-from qconvert.passes.replace_weights import (
-    Linear,
-    Selection,
-    replace_weights,
-    select_linears,
-    shared_experts,
-)
-from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
+from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.plan.plan import LogEntry, Plan
-from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +180,14 @@ class ToNvfp4:
 
     def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
         """The same with shared experts, where they are to be quantized with the routed ones."""
-        drafts = self._takes_drafts(plan)
-        shared = shared_experts(plan, chosen.linears, drafts=drafts)
-        if not shared:
-            check_any_shared(chosen, self.shared_experts)
-        if not shared or not _projections(chosen) or self.shared_experts == "keep":
+        if self.stats is not None and self.shared_experts is None:
             return chosen
-        if self.shared_experts is None:
-            block, _ = self._block(plan, chosen, inputs=False)
-            # Targets that name shared experts never take those of draft layers.
-            lost = chosen.names_shared and drafts and would_fuse(plan.config, block)
-            if self.stats is not None or not (lost or loses_shared(plan.config, block)):
-                return chosen
-        return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
+        drafts = self._takes_drafts(plan)
+
+        def block_of(selection: Selection) -> dict[str, Any]:
+            return self._block(plan, selection, inputs=False)[0]
+
+        return with_shared(plan, chosen, self.shared_experts, block_of, drafts=drafts)
 
     def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
         if self.stats is None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
-from qconvert.passes.replace_weights import Selection
+from qconvert.passes.replace_weights import Selection, shared_experts
 from qconvert.plan.plan import Plan
-from qconvert.runtimes.shared_experts import NO_FUSION, loses_shared, needs_plain_linears
+from qconvert.runtimes.shared_experts import (
+    NO_FUSION,
+    loses_shared,
+    needs_plain_linears,
+    would_fuse,
+)
 
 SharedExperts = Literal["quantize", "keep"]
 # Families whose draft classes in vLLM 0.33 fuse projections without a packed_modules_mapping
@@ -22,6 +28,32 @@ def check_any_shared(chosen: Selection, asked: SharedExperts | None) -> None:
     """Raises PlanError where shared experts are to be quantized, and there are none."""
     if asked == "quantize" and not chosen.names_shared:
         raise PlanError("shared_experts is quantize, and the model has none: leave it out")
+
+
+def with_shared(
+    plan: Plan,
+    chosen: Selection,
+    asked: SharedExperts | None,
+    block_of: Callable[[Selection], Mapping[str, Any]],
+    *,
+    drafts: bool,
+) -> Selection:
+    """The same with shared experts (of draft layers too, if `drafts`), if they are to be quantized with
+    the routed ones: where that is `asked`, or (None) where sglang would otherwise fuse them and not read
+    them. `block_of` gives the config's block of a selection."""
+    shared = shared_experts(plan, chosen.linears, drafts=drafts)
+    if not shared:
+        check_any_shared(chosen, asked)
+    routed = chosen.experts.projections if chosen.experts is not None else ()
+    if not shared or not routed or asked == "keep":
+        return chosen
+    if asked is None:
+        block = block_of(chosen)
+        # Targets that name shared experts never take those of draft layers.
+        lost = chosen.names_shared and drafts and would_fuse(plan.config, block)
+        if not (lost or loses_shared(plan.config, block)):
+            return chosen
+    return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
 
 
 def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> list[str]:

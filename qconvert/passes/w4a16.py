@@ -20,8 +20,8 @@ from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
 from qconvert.core.roles import SHARED, Kind
+from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.config import (
-    fp8_group_config,
     gptq_config,
     group_config,
     left_pattern,

@@ -19,6 +19,7 @@ EXPERTS, LINEAR = "experts", "Linear"
 REFERENCE, _PEER = "reference", "peer"
 UNDERSAMPLED, _FEW = "undersampled", "few"
 _ALL = "all"
+_TWO_TARGETS = ("nvfp4", "fp8")
 
 
 def fields_of(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +31,8 @@ def fields_of(name: str, words: Mapping[str, Any]) -> dict[str, Any]:
         found["rounding"] = _PEER
     if name == "w4a16" and isinstance(found.get("targets"), list | tuple):
         found["targets"] = tuple(EXPERT_PATTERN if t == EXPERTS else t for t in found["targets"])
-    if name == "nvfp4" and "targets" in found:
-        found["targets"] = _of_nvfp4(found["targets"])
+    if name in _TWO_TARGETS and "targets" in found:
+        found["targets"] = _of_two(name, found["targets"])
     if isinstance(found.get("calibrate"), Mapping):
         found["calibrate"] = _of_calibration(found["calibrate"])
     return found
@@ -44,7 +45,7 @@ def words_of(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         found["rounding"] = REFERENCE
     if name == "w4a16" and "targets" in found:
         found["targets"] = [EXPERTS if t == EXPERT_PATTERN else t for t in found["targets"]]
-    if name == "nvfp4" and "targets" in found:
+    if name in _TWO_TARGETS and "targets" in found:
         found["targets"] = [LINEAR if found["targets"] == _ALL else found["targets"]]
     calibrate = found.get("calibrate")
     if isinstance(calibrate, Mapping):
@@ -64,16 +65,16 @@ def rounding_word(value: object) -> object:
     return REFERENCE if value == _PEER else value
 
 
-def _of_nvfp4(targets: Any) -> Any:
-    """`experts` or `all`: the pass takes no other modules by name."""
+def _of_two(name: str, targets: Any) -> Any:
+    """`experts` or `all`: these passes take no other modules by name."""
     listed = tuple(targets) if isinstance(targets, list | tuple) else (targets,)
     if not listed or not all(isinstance(target, str) for target in listed):
         return targets
     for target in listed:
         if target not in (EXPERTS, LINEAR, _ALL):
             raise UsageError(
-                f"targets: nvfp4 quantizes {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by name "
-                "are supported by w4a16"
+                f"targets: {name} quantizes {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by "
+                "name are supported by w4a16"
             )
     return EXPERTS if set(listed) == {EXPERTS} else _ALL
 

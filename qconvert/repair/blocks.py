@@ -16,7 +16,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantConfig
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key, split_parameter
-from qconvert.formats.int_packed.config import fp8_group_config
+from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.nvfp4.config import mixed_config
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names

@@ -29,23 +29,6 @@ def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def fp8_group_config(block: tuple[int, int]) -> dict[str, Any]:
-    """An entry for linears in block FP8 beside packed ones, `Linear` being the class of all of them."""
-    return {
-        "targets": ["Linear"],
-        "format": "float-quantized",
-        "weights": {
-            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block",
-            "block_structure": list(block), "dynamic": False,
-        },
-        "input_activations": {
-            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group",
-            "group_size": block[1], "dynamic": True,
-        },
-        "output_activations": None,
-    }  # fmt: skip
-
-
 def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
     """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang 0.5.23 and vLLM 0.33 read
     it). `dynamic` are patterns of modules that stay unquantized: GPTQModel's `-:`."""

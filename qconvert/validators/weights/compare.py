@@ -41,6 +41,8 @@ How = Literal["equal", "rounded", "nearest", "calibrated"]
 _STRETCHES = 8  # of a long matrix, at level sample
 _FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
 _FP8_SLACK = 1 + 2.0**-7
+# compressed-tensors divides in bf16: the quotient is rounded once more before it is rounded to a code.
+_BF16_HALF = 2.0**-8
 # A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
 _FP8_RMS = 2.0**-4
 
@@ -235,6 +237,11 @@ class Compare:
                 )
                 half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
                 allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
+                if (
+                    self.mine.form.grid is not None
+                    and self.mine.form.grid.scale.type.dtype == "BF16"
+                ):
+                    allowed += _BF16_HALF * np.abs(expected)
                 fits = np.abs(expected - found) <= allowed
             if fits.all():
                 return None

@@ -92,7 +92,9 @@ class GdnOrder:
                 except Unread as why:
                     unread.append(str(why))
                     continue
-                if task is not None and parts:
+                if task is not None and _rounded_anew(checkpoint, task[1], parts):
+                    unread.append(f"{task[1][0].tensor}: its rows are rounded anew, see `weights`")
+                elif task is not None and parts:
                     tasks.append(Order(*task, parts, _cuts(source)))
             if tasks:
                 layers.append(tasks)
@@ -119,6 +121,16 @@ def said(checkpoint: Checkpoint, *, fused: bool) -> tuple[int | None, str]:
     if checkpoint.family.name == "qwen3_next":
         return gdn_groups(checkpoint), "Qwen3-Next is"
     return 1, "sglang, which alone takes them fused from a Qwen3.5 repo, takes"
+
+
+def _rounded_anew(
+    checkpoint: Checkpoint, stored: tuple[Matrix, ...], parts: tuple[Matrix, ...]
+) -> bool:
+    """Whether no row can be found again: these were rounded to FP8 from the source's numbers."""
+    steps = (checkpoint.manifest or {}).get("passes", [])
+    coded = any(matrix.format == "fp8" for matrix in stored)
+    plain = any(matrix.format != "fp8" for matrix in parts)
+    return coded and (plain or "fp8" in {step.get("name") for step in steps})
 
 
 def _modules(checkpoint: Checkpoint) -> dict[int, dict[str, str]]:

@@ -187,8 +187,9 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     if mine.format == NVFP4:
         made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
         return "nearest" if made or yours.format != NVFP4 else "equal"
-    requantized = packed and "w4a16" in {step.get("name") for step in manifest.get("passes", [])}
-    if requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
+    steps = {step.get("name") for step in manifest.get("passes", [])}
+    requantized = ("w4a16" if packed else "fp8") in steps
+    if packed and requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
         return "calibrated"
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
     return "equal" if mine.format == yours.format and same else "nearest"

@@ -1,0 +1,77 @@
+"""fp8: weights in FP8, as GPU runtimes load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Unpack
+
+import click
+
+from qconvert.cli.convert import CONVERSION, RunOptions, convert
+from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+
+
+@click.command()
+@SOURCE
+@OUT
+@click.option(
+    "--compressed-tensors", "packed", is_flag=True,
+    help="Write compressed-tensors' names, scales and config, not those that DeepSeek and Qwen publish "
+    "(implied by --channel).",
+)  # fmt: skip
+@click.option(
+    "--block", type=click.IntRange(min=1), default=None, show_default="128",
+    help="Rows and columns that share a scale.",
+)  # fmt: skip
+@click.option("--channel", is_flag=True, help="Store a scale for each row instead.")
+@click.option(
+    "--ue8m0", is_flag=True,
+    help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: ue8m0).",
+)  # fmt: skip
+@TARGETS
+@SHARED_EXPERTS
+@TP
+@CONVERSION
+def fp8(
+    source: str,
+    out: Path,
+    packed: bool,
+    block: int | None,
+    channel: bool,
+    ue8m0: bool,
+    targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
+
+    Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
+    the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
+    weights in BF16, byte for byte. Embeddings, head, norms, routers and the linears of MTP layers are
+    unchanged. Activations are scaled by the runtime. --targets takes `experts` and `Linear` (the
+    default) only.
+
+    \b
+    Examples:
+      qconvert fp8 Qwen/Qwen3-235B-A22B out --dry-run
+      qconvert fp8 DeepSeek-V3-bf16 out --ue8m0
+      qconvert fp8 Qwen/Qwen3-32B out --channel
+      qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
+    """
+    from qconvert.passes.fp8 import BLOCK, ToFp8
+    from qconvert.recipe.recipe import Recipe
+    from qconvert.recipe.words import LINEAR, fields_of
+
+    if channel and block is not None:
+        raise click.UsageError("--channel stores a scale a row: omit --block")
+    with from_options():
+        step = ToFp8(
+            dialect="compressed-tensors" if packed or channel else "fp8",
+            block=None if channel else block or BLOCK,
+            exponents=ue8m0,
+            **fields_of("fp8", {"targets": targets or (LINEAR,)}),
+            shared_experts=shared_experts,
+            tp=tp,
+        )
+    convert(Recipe("fp8", (step,), options["max_shard_size"]), source, out, options)

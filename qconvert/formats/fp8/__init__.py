@@ -1,0 +1,1 @@
+"""FP8 with scales of blocks or rows, in both dialects."""

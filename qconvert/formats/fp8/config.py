@@ -1,0 +1,55 @@
+"""The config blocks of FP8, in the forms that runtimes parse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def fp8_config(block: tuple[int, int], left: Iterable[str], *, exponents: bool) -> dict[str, Any]:
+    """The block that DeepSeek and Qwen publish (sglang 0.5.23, vLLM 0.33: `layers/quantization/fp8.py`).
+    `left` are the modules that stay unquantized; `exponents`: scales are powers of two."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        **({"scale_fmt": "ue8m0"} if exponents else {}),
+        "modules_to_not_convert": list(left),
+    }
+
+
+def compressed_config(
+    block: tuple[int, int] | None, targets: Iterable[str], left: Iterable[str]
+) -> dict[str, Any]:
+    """compressed-tensors' block (0.19), scales by block, or (None) by row."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": fp8_group_config(block, targets)},
+        "ignore": list(left),
+    }
+
+
+def fp8_group_config(
+    block: tuple[int, int] | None, targets: Iterable[str] = ("Linear",)
+) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`: FP8_BLOCK,
+    FP8_DYNAMIC); by default for all linears, `Linear` being their class."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    if block is None:
+        weights: dict[str, Any] = {**number, "strategy": "channel", "dynamic": False}
+        inputs: dict[str, Any] = {**number, "strategy": "token", "dynamic": True}
+    else:
+        weights = {
+            **number, "strategy": "block", "block_structure": list(block), "dynamic": False,
+        }  # fmt: skip
+        inputs = {**number, "strategy": "group", "group_size": block[1], "dynamic": True}
+    return {
+        "targets": list(targets),
+        "format": "float-quantized",
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }

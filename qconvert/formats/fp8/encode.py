@@ -1,0 +1,239 @@
+"""FP8: E4M3 codes with a scale for each block of rows and columns, or for each row.
+
+    dialect              fp8                                compressed-tensors
+    scale                F32, amax / 448                    BF16, bf16(amax / 448)
+    with exponents       the power of two from there on     (none)
+    code                 e4m3(w / scale)                    e4m3(bf16(w / scale))
+    scale of zeros       1                                  2^-7, bf16's epsilon
+
+Codes are rounded with the scale that is stored, to nearest, ties to even, and held to 448. The first
+column is what DeepSeek-V3 publishes (`inference/kernel.py`: scales multiply, under the name
+`weight_scale_inv`), and with exponents DeepSeek-V3.1 (`scale_fmt: ue8m0`): rounding a scale after its
+codes would multiply weights by up to 2. The second is llm-compressor 0.14 on bf16 weights
+(compressed-tensors 0.19, `quantization/utils/helpers.py` `calculate_qparams`,
+`quantization/lifecycle/forward_helpers.py` `_quantize`), which rounds every result to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.rowwise import row_parts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+Dialect = Literal["fp8", "compressed-tensors"]
+LARGEST = 448.0
+_BF16_INFINITY = 0x7F80
+_BF16_EPS = 2.0**-7  # what a scale of zero becomes in compressed-tensors
+_LEAST_SCALE = 2.0**-126  # kernels may take smaller numbers for zero
+_LARGEST_CODE = 0x7E
+# The upper half of a float32: 8 bits of exponent and 7 of mantissa. E4M3 keeps the upper 3 of those, and
+# its exponent is less by 127 - 7 = 120.
+_DROPPED = 4
+_BIAS = 120 << 3
+_LEAST_NORMAL = (127 - 6) << 7  # 2^-6: below it, E4M3's codes are multiples of 2^-9
+_TILE_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeFp8:
+    """BF16 [N, K] -> codes F8_E4M3 [N, K] and scales: [ceil(N / b0), ceil(K / b1)] for a `block` (b0,
+    b1), else [N, 1]; F32 in dialect fp8, BF16 in compressed-tensors'. Scales multiply. `exponents`: they
+    are powers of two.
+
+    Raises PlanError where the argument is no BF16 matrix or the dialect has no such scales, RowError for
+    NaN and infinity.
+    """
+
+    dialect: Dialect
+    block: tuple[int, int] | None
+    exponents: bool = False
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (weight,) = args
+        if weight.dtype != "BF16" or len(weight.shape) != 2:
+            raise PlanError(f"expected a BF16 matrix to quantize to FP8, found {weight}")
+        if self.exponents and self.dialect != "fp8":
+            raise PlanError("scales that are exponents are of dialect fp8")
+        rows, columns = weight.shape
+        grid = (rows, 1)
+        if self.block is not None:
+            grid = ceil_div(rows, self.block[0]), ceil_div(columns, self.block[1])
+        dtype = "F32" if self.dialect == "fp8" else "BF16"
+        return TensorType("F8_E4M3", weight.shape), TensorType(dtype, grid)
+
+    def row_step(self, *args: TensorType) -> int:
+        return 1 if self.block is None else self.block[0]
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        (weight,) = args
+        codes, scale = self.infer(weight)
+        step = self.row_step(weight)
+        first, height = start // step, ceil_div(stop, step) - start // step
+        return Part(
+            args=((start * weight.row_nbytes, weight.with_rows(stop - start)),),
+            outs=(
+                (start * codes.row_nbytes, codes.with_rows(stop - start)),
+                (first * scale.row_nbytes, scale.with_rows(height)),
+            ),
+        )
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        (weight,) = args
+        return row_parts(self, weight.shape[0], 3 * weight.shape[1] + 1, limit, weight)
+
+    def scratch(self, *args: TensorType) -> int:
+        """A tile as float32, and two copies of half that width."""
+        height, width = self._tile(*args[0].shape)
+        return 2 * aligned(4 * height * width)
+
+    def _tile(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns worked on at a time: whole blocks or rows, of a size that stays in a core's
+        own cache if it can."""
+        if self.block is None:
+            return max(1, min(rows, _TILE_ELEMENTS // max(1, columns))), columns
+        height, wide = min(rows, self.block[0]), self.block[1]
+        return height, min(columns, max(1, _TILE_ELEMENTS // (max(1, height) * wide)) * wide)
+
+    def loss(self, *args: TensorType) -> str | None:
+        what = "a row" if self.block is None else f"a block of {self.block[0]}x{self.block[1]}"
+        kind = "power-of-two scale" if self.exponents else "scale"
+        return f"rounds to fp8 with a {kind} for {what} (relative error at most 2^-4, mean 2.6 %)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        rows, columns = ins[0].type.shape
+        weight = array(ins[0].data, np.uint16, (rows, columns))
+        codes = array(outs[0].data, np.uint8, (rows, columns))
+        scale_dtype: type[np.uint16 | np.float32]
+        scale_dtype = np.float32 if self.dialect == "fp8" else np.uint16
+        stored = array(outs[1].data, scale_dtype, outs[1].type.shape)
+        height, width = self._tile(rows, columns)
+        half = len(scratch) // 2
+        for top in range(0, rows, max(1, height)):
+            for left in range(0, columns, max(1, width)):
+                part = weight[top : top + height, left : left + width]
+                bits = array(scratch[: 4 * part.size], np.int32, part.shape)
+                spare = array(scratch[half : half + 4 * part.size], np.int32, part.shape)
+                largest = self._largest(part, spare, top)
+                scale = self._scales(largest)
+                step = self.row_step()
+                at = top // step, 0 if self.block is None else left // self.block[1]
+                into = stored[at[0] : at[0] + scale.shape[0], at[1] : at[1] + scale.shape[1]]
+                if self.dialect == "fp8":
+                    np.copyto(into, scale)
+                else:
+                    np.copyto(into, scale.view(np.uint32) >> np.uint32(16), casting="unsafe")
+                np.copyto(bits, part)
+                np.multiply(bits, 1 << 16, out=bits)  # faster than numpy's shift
+                values = bits.view(np.float32)
+                if self.block is not None:
+                    scale = np.repeat(scale, self.block[1], axis=1)[:, : part.shape[1]]
+                np.divide(values, scale, out=values)
+                _upper_halves(bits, spare, whole=self.dialect == "fp8")
+                to_e4m3(bits, spare, codes[top : top + height, left : left + width])
+        return {}
+
+    def _largest(self, part: UInt16s, spare: Int32s, top: int) -> Int32s:
+        """The largest size under each scale, as the bits of a bf16: without their sign, bf16 numbers are
+        in the order of their bits, NaN last."""
+        import numpy as np
+
+        sizes = spare.reshape(-1).view(np.uint16)[: part.size].reshape(part.shape)
+        np.bitwise_and(part, np.uint16(0x7FFF), out=sizes)
+        if self.block is None:
+            found = sizes.max(axis=1, keepdims=True)
+        else:
+            begins = np.arange(0, part.shape[1], self.block[1])
+            found = np.maximum.reduceat(sizes.max(axis=0, keepdims=True), begins, axis=1)
+        if int(found.max(initial=0)) >= _BF16_INFINITY:
+            row = int(np.argmax(sizes.max(axis=1) >= _BF16_INFINITY))
+            raise RowError(top + row, "holds NaN or infinity; the checkpoint is broken")
+        found_bits: Int32s = found.astype(np.int32)
+        return found_bits
+
+    def _scales(self, largest: Int32s) -> Float32s:
+        import numpy as np
+
+        scale = (largest << 16).view(np.float32) / np.float32(LARGEST)
+        if self.dialect == "fp8":
+            np.maximum(scale, np.float32(_LEAST_SCALE), out=scale)
+            if self.exponents:
+                # The next power of two: none is closer to a quotient of these than its mantissa shows.
+                bits = scale.view(np.int32)
+                np.add(bits, (1 << 23) - 1, out=bits)
+                np.bitwise_and(bits, -(1 << 23), out=bits)
+            scale[largest == 0] = 1
+            return scale
+        bits = scale.view(np.int32)
+        round_to_bf16(bits, np.empty_like(bits))
+        np.left_shift(bits, 16, out=bits)
+        scale[scale == 0] = _BF16_EPS
+        return scale
+
+
+def _upper_halves(bits: Int32s, spare: Int32s, *, whole: bool) -> None:
+    """Float32 numbers such that their upper halves round to E4M3 as the numbers do: the last bit of the
+    half stands for what is dropped, or (not `whole`) the numbers are rounded to bf16 first. A quotient
+    of two bf16 is never halfway between two, so that half of what is dropped can be added."""
+    import numpy as np
+
+    if whole:
+        np.bitwise_and(bits, 0xFFFF, out=spare)
+        np.add(spare, 0xFFFF, out=spare)
+        np.bitwise_or(bits, spare, out=bits)
+    else:
+        np.add(bits, 0x8000, out=bits)
+
+
+def to_e4m3(bits: Int32s, spare: Int32s, codes: UInt8s) -> None:
+    """Upper halves of float32 bits -> E4M3 codes, to nearest, ties to even, at most 448."""
+    import numpy as np
+
+    upper = bits.view(np.uint16).reshape(*bits.shape, 2)[..., 1]
+    halves = spare.reshape(-1).view(np.uint16)
+    size = halves[: bits.size].reshape(bits.shape)
+    odd = halves[bits.size :].reshape(bits.shape)
+    np.bitwise_and(upper, np.uint16(0x7FFF), out=size)
+    small = np.flatnonzero(size < _LEAST_NORMAL)
+    few = _small_codes()[size.reshape(-1)[small]]
+    np.right_shift(size, np.uint16(_DROPPED), out=odd)
+    np.bitwise_and(odd, np.uint16(1), out=odd)
+    np.add(size, odd, out=size)
+    np.add(size, np.uint16((1 << (_DROPPED - 1)) - 1), out=size)
+    np.right_shift(size, np.uint16(_DROPPED), out=size)
+    np.subtract(size, np.uint16(_BIAS), out=size)  # of small ones it is wrong, and replaced
+    size.reshape(-1)[small] = few
+    np.minimum(size, np.uint16(_LARGEST_CODE), out=size)
+    np.right_shift(upper, np.uint16(8), out=odd)
+    np.bitwise_and(odd, np.uint16(0x80), out=odd)
+    np.bitwise_or(size, odd, out=size)
+    np.copyto(codes, size, casting="unsafe")
+
+
+@lru_cache(maxsize=1)
+def _small_codes() -> UInt16s:
+    """The code of each upper half below 2^-6: how many 2^-9 it is, to nearest, ties to even."""
+    import numpy as np
+
+    sizes = np.arange(_LEAST_NORMAL, dtype=np.uint32) << np.uint32(16)
+    codes: UInt16s = np.rint(sizes.view(np.float32) * np.float32(2.0**9)).astype(np.uint16)
+    return codes

@@ -1,0 +1,240 @@
+"""fp8: weights in FP8, in blocks or rows; by default those of all linear layers that runtimes load so.
+
+The config follows what runtimes do with it (read in sglang 0.5.23 and vLLM 0.33). Linears of draft (MTP)
+layers stay as they are but for those that are FP8 in another form; their experts are quantized with the
+model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from re import escape
+from typing import Any, ClassVar, Literal
+
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
+from qconvert.core.graph import Output, apply
+from qconvert.core.names import split_parameter
+from qconvert.core.roles import SHARED, Cut
+from qconvert.formats.fp8.config import compressed_config, fp8_config
+from qconvert.formats.fp8.encode import Dialect, EncodeFp8
+from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
+from qconvert.matrices.experts import Experts, check_described, routed_experts
+from qconvert.matrices.linears import check_sets
+from qconvert.matrices.stored import read_matrix
+from qconvert.matrices.unquantized import (
+    Named,
+    check_nothing_packed,
+    expert_targets,
+    ignored,
+    shared_paths,
+)
+from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.ops.rowwise import Recode
+from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
+from qconvert.plan.plan import Plan
+
+BLOCK = 128
+_SCALE = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToFp8:
+    """All linear layers that runtimes load in FP8, or with `targets: experts` the routed experts. One
+    scale for each square of `block` rows and columns, or (None) for each row, which dialect
+    compressed-tensors alone has. `exponents`: scales are powers of two (ue8m0), in dialect fp8 only.
+    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
+    quantized only where sglang would otherwise fuse them and not read them. `tp` is a tensor-parallel
+    size that the result must load at.
+
+    Raises PlanError where the dialect has no such scales, where layers in another quantized form would
+    stay, where a rank would cut a block, and as `routed_experts` does.
+    """
+
+    name: ClassVar[str] = "fp8"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    dialect: Dialect = "fp8"
+    block: int | None = BLOCK
+    exponents: bool = False
+    targets: Literal["experts", "all"] = "all"
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block is not None and self.block < 1:
+            raise PlanError(f"expected a block of 1 or more, found {self.block}")
+        if self.block is None and self.dialect == "fp8":
+            raise PlanError(
+                "quant_method fp8 has scales by block: take dialect compressed-tensors for a scale a row"
+            )
+        if self.exponents and self.dialect != "fp8":
+            raise PlanError("scales that are powers of two are supported in dialect fp8 only")
+        if self.tp is not None and self.tp < 1:
+            raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
+
+    @property
+    def encoder(self) -> EncodeFp8:
+        return EncodeFp8(self.dialect, self._block_size, self.exponents)
+
+    @property
+    def _block_size(self) -> tuple[int, int] | None:
+        return None if self.block is None else (self.block, self.block)
+
+    def __call__(self, plan: Plan) -> Plan:
+        chosen = self.chosen(plan)
+        others = chosen.others(plan)
+        check_nothing_packed(others)
+        self._check_left(plan, others)
+        made: dict[str, Output] = {}
+        for module, _, stored in chosen:
+            try:
+                results = apply(Recode(stored.decoder, (self.encoder,)), *stored.args)
+            except PlanError as error:
+                raise PlanError(f"{module}: {error}") from error
+            names = f"{module}.weight", f"{module}.{_SCALE[self.dialect]}"
+            made.update(zip(names, results, strict=True))
+        block = self._config(plan, chosen)
+        sizes = _loads_at(chosen, self._block_size)
+        notes = [
+            *shared_notes(plan, chosen, block),
+            f"loads at tensor parallel {', '.join(map(str, sizes)) or 'none of the usual sizes'}",
+        ]
+        return replace_weights(
+            plan,
+            chosen.entry(self.name, repr(self), notes),
+            {**others, **made},
+            dropped=chosen.dropped(plan),
+            block=block,
+            facts={"tp_sizes": sizes},
+        )
+
+    def chosen(self, plan: Plan) -> Selection:
+        """What the targets select of a plan."""
+        every = self.targets == "all"
+        if every:
+            check_described(plan)
+        experts = None
+        if not every or plan.role_index.dims.num_experts:
+            experts = routed_experts(plan)
+        linears: dict[str, Linear] = {}
+        if every:
+            keep = SHARED if self.shared_experts == "keep" else ()
+            linears, _, unwanted = select_linears(plan, experts, keep=keep)
+            check_sets({module: one.kind for module, one in linears.items()}, unwanted)
+            linears |= self._of_drafts(plan, experts)
+        if not linears and experts is None:
+            raise PlanError("no linear layer found that runtimes load in FP8")
+        found = with_shared(
+            plan,
+            Selection(experts, linears, ()),
+            self.shared_experts,
+            lambda selection: self._config(plan, selection),
+            drafts=experts is not None and any(p.draft for p in experts.projections),
+        )
+        self._check_new(plan, found)
+        _check_tp(found, self._block_size, self.tp)
+        return found
+
+    def _of_drafts(self, plan: Plan, experts: Experts | None) -> dict[str, Linear]:
+        """Linears of draft layers that are FP8: a config has place for one form of it."""
+        taken = experts.taken if experts is not None else frozenset()
+        found: dict[str, Linear] = {}
+        for name, output in plan.tensors.items():
+            module, parameter = split_parameter(name)
+            kind = plan.role_index.kind(name)
+            draft = plan.family.is_mtp(name, plan.role_index.dims)
+            coded = parameter == "weight" and output.type.dtype in WEIGHT_DTYPES
+            if draft and coded and kind.linear and name not in taken:
+                stored, names = read_matrix(plan, module)
+                found[module] = Linear(kind, stored, names)
+        return found
+
+    def _check_new(self, plan: Plan, chosen: Selection) -> None:
+        """Raises PlanError where every matrix has this form already."""
+        if self.dialect == "fp8" and all(
+            f"{module}.weight_scale_inv" in plan.tensors and self._is_same(plan, module)
+            for module, _, _ in chosen
+        ):
+            raise PlanError(
+                f"every matrix is FP8 in blocks of {self.block}x{self.block} already: use it as it is"
+            )
+
+    def _is_same(self, plan: Plan, module: str) -> bool:
+        """Whether an FP8 module's scales are as this pass would write them."""
+        scheme = fp8_scheme(plan.checkpoint, module)
+        formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
+        return scheme.block == self._block_size and ("ue8m0" in formats) == self.exponents
+
+    def _check_left(self, plan: Plan, others: Named) -> None:
+        """Raises PlanError for layers that stay in FP8 of another form: the config has place for one."""
+        for name, output in others.items():
+            if output.type.dtype not in WEIGHT_DTYPES:
+                continue
+            module, _ = split_parameter(name)
+            same = self.dialect == "fp8" and f"{module}.weight_scale_inv" in others
+            if not (same and self._is_same(plan, module)):
+                raise PlanError(
+                    f"{name!r} is FP8 in another form, and stays so, for which the config has no place: "
+                    "dequantize first (a recipe of `dequant` and `fp8` is one read)"
+                )
+
+    def _config(self, plan: Plan, chosen: Selection) -> dict[str, Any]:
+        """The config's block. In dialect fp8 every unquantized matrix is named, as in Qwen's folders:
+        transformers takes all other linears for FP8."""
+        others = chosen.others(plan)
+        if self.dialect == "fp8":
+            assert self._block_size is not None
+            left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
+            return fp8_config(self._block_size, left, exponents=self.exponents)
+        experts = chosen.experts is not None
+        targets = ["Linear"]
+        if not chosen.plain:
+            targets = expert_targets(plan.family.expert_paths) if experts else []
+            if chosen.shared:
+                targets += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
+        left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
+        return compressed_config(self._block_size, targets, left)
+
+
+def _cut(matrices: Iterable[Matrix], block: tuple[int, int] | None, tp: int) -> list[Matrix]:
+    """The matrices of which each of `tp` ranks would not get whole blocks."""
+    found = []
+    for matrix in matrices:
+        high, wide = block or (1, 1)
+        if matrix.cut is Cut.COLUMNS and matrix.columns % (tp * wide if tp > 1 else 1):
+            found.append(matrix)
+        if matrix.cut is Cut.ROWS and matrix.rows % (tp * high if tp > 1 else 1):
+            found.append(matrix)
+    return found
+
+
+def _matrices(chosen: Selection) -> list[Matrix]:
+    found = {
+        (kind, stored.rows, stored.columns): Matrix(module, stored.rows, stored.columns, kind.cut)
+        for module, kind, stored in chosen
+    }
+    return list(found.values())
+
+
+def _loads_at(chosen: Selection, block: tuple[int, int] | None) -> list[int]:
+    matrices = _matrices(chosen)
+    return [tp for tp in TP_SIZES if not _cut(matrices, block, tp)]
+
+
+def _check_tp(chosen: Selection, block: tuple[int, int] | None, tp: int | None) -> None:
+    """Raises PlanError where a rank would cut a block, naming the matrix."""
+    for matrix in _cut(_matrices(chosen), block, tp) if tp is not None else ():
+        sizes = _loads_at(chosen, block)
+        raise PlanError(
+            f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "
+            f"[{matrix.rows}, {matrix.columns}]; it loads at "
+            + (", ".join(map(str, sizes)) or "none of the usual sizes")
+        )
+
+
+PASSES = (ToFp8,)
