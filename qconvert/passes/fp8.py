@@ -7,7 +7,7 @@ model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from re import escape
 from typing import Any, ClassVar, Literal
@@ -17,11 +17,11 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
-from qconvert.core.roles import SHARED, Cut
+from qconvert.core.roles import SHARED, Cut, Kind
 from qconvert.formats.fp8.config import compressed_config, fp8_config
 from qconvert.formats.fp8.encode import Dialect, EncodeFp8
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
-from qconvert.matrices.experts import Experts, check_described, routed_experts
+from qconvert.matrices.experts import check_described, routed_experts
 from qconvert.matrices.linears import check_sets
 from qconvert.matrices.stored import read_matrix
 from qconvert.matrices.unquantized import (
@@ -39,6 +39,8 @@ from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_sha
 from qconvert.plan.plan import Plan
 
 BLOCK = 128
+# What DeepSeek-V3 and Qwen3-Next-FP8 publish in FP8, and runtimes take in no packed form.
+_PUBLISHED = (Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.GDN_QKVZ)
 _SCALE = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 
 
@@ -126,7 +128,9 @@ class ToFp8:
             keep = SHARED if self.shared_experts == "keep" else ()
             linears, _, unwanted = select_linears(plan, experts, keep=keep)
             check_sets({module: one.kind for module, one in linears.items()}, unwanted)
-            linears |= self._of_drafts(plan, experts)
+            kept = [m for m, kind in unwanted.items() if kind in keep]
+            taken = experts.taken if experts is not None else ()
+            linears |= self._more(plan, {*linears, *kept, *taken})
         if not linears and experts is None:
             raise PlanError("no linear layer found that runtimes load in FP8")
         found = with_shared(
@@ -140,16 +144,18 @@ class ToFp8:
         _check_tp(found, self._block_size, self.tp)
         return found
 
-    def _of_drafts(self, plan: Plan, experts: Experts | None) -> dict[str, Linear]:
-        """Linears of draft layers that are FP8: a config has place for one form of it."""
-        taken = experts.taken if experts is not None else frozenset()
+    def _more(self, plan: Plan, known: Container[str]) -> dict[str, Linear]:
+        """Linears that other formats leave and FP8 does not: those of `_PUBLISHED` kinds, and all that
+        are FP8 in the source, draft layers' too, since a config has place for one form of it."""
         found: dict[str, Linear] = {}
         for name, output in plan.tensors.items():
             module, parameter = split_parameter(name)
             kind = plan.role_index.kind(name)
+            coded = output.type.dtype in WEIGHT_DTYPES
             draft = plan.family.is_mtp(name, plan.role_index.dims)
-            coded = parameter == "weight" and output.type.dtype in WEIGHT_DTYPES
-            if draft and coded and kind.linear and name not in taken:
+            if name in known or module in known or parameter != "weight" or not kind.linear:
+                continue
+            if coded or (kind in _PUBLISHED and not draft):
                 stored, names = read_matrix(plan, module)
                 found[module] = Linear(kind, stored, names)
         return found

@@ -10,7 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar, Protocol
 
-from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.core.errors import PlanError
@@ -323,7 +323,10 @@ def _first_hole(spans: list[tuple[int, int]], size: int) -> int | None:
 
 
 def _check_scales(plan: Plan) -> None:
-    block = stated_block(plan.checkpoint.quantization_configs)
+    own = plan.checkpoint.quantization_configs
+    if plan.config != plan.checkpoint.config:
+        own = quantization_in(plan.config, None, plan.checkpoint.root)
+    block = stated_block(own)
     for name, output in plan.tensors.items():
         weights = weight_candidates(name)
         if weights and not any(weight in plan.tensors for weight in weights):

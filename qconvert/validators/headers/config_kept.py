@@ -231,7 +231,8 @@ def _may_be_untied(here: Checkpoint) -> bool:
 def _fp8(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
     """Tensors whose weights and scales have the source's types, so that they were only moved."""
     kinds = _fp8_types(here)
-    if not kinds or not kinds <= _fp8_types(source):
+    steps = {step.get("name") for step in (here.manifest or {}).get("passes", [])}
+    if not kinds or not kinds <= _fp8_types(source) or "fp8" in steps:
         return
     theirs = [config.block for config in source.quantization_configs if config.method == "fp8"]
     if not theirs:
