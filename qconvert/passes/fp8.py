@@ -1,8 +1,8 @@
 """fp8: weights in FP8, in blocks or rows; by default those of all linear layers that runtimes load so.
 
-The config follows what runtimes do with it (read in sglang 0.5.23 and vLLM 0.33). Linears of draft (MTP)
-layers stay as they are but for those that are FP8 in another form; their experts are quantized with the
-model's.
+The config follows what runtimes do with it (read in sglang 0.5.23 and vLLM 0.33). Draft (MTP) layers are
+quantized with the model's, as DeepSeek and Qwen publish them: sglang looks up those of Qwen3-Next under
+the name of the model's first layer.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class ToFp8:
         return found
 
     def _more(self, plan: Plan, known: Container[str]) -> dict[str, Linear]:
-        """Linears that other formats leave and FP8 does not: those of `_PUBLISHED` kinds, and all that
-        are FP8 in the source, draft layers' too, since a config has place for one form of it."""
+        """Linears that other formats leave and FP8 does not: those of `_PUBLISHED` kinds, those of draft
+        layers, and all that are FP8 in the source, since a config has place for one form of it."""
         found: dict[str, Linear] = {}
         for name, output in plan.tensors.items():
             module, parameter = split_parameter(name)
@@ -155,7 +155,7 @@ class ToFp8:
             draft = plan.family.is_mtp(name, plan.role_index.dims)
             if name in known or module in known or parameter != "weight" or not kind.linear:
                 continue
-            if coded or (kind in _PUBLISHED and not draft):
+            if coded or kind in _PUBLISHED or (draft and kind.quantizable):
                 stored, names = read_matrix(plan, module)
                 found[module] = Linear(kind, stored, names)
         return found
