@@ -48,8 +48,8 @@ def fp8(
 
     Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
     the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
-    weights in BF16, byte for byte. Embeddings, head, norms and routers are unchanged. Activations are scaled by the runtime. --targets takes `experts` and `Linear` (the
-    default) only.
+    weights in BF16, byte for byte. Embeddings, head, norms and routers are unchanged. Activations are
+    scaled by the runtime. --targets takes `experts` and `Linear` (the default) only.
 
     \b
     Examples:

@@ -72,12 +72,14 @@ def _any_of(texts: Iterable[str]) -> str:
     return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
-def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -> list[str]:
+def ignored(
+    plan: Plan, others: Named, *, experts: bool, shared: bool = False, drafts_too: bool = False
+) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
     name does no harm. Draft layers that are numbered on go by another name in sglang's draft model: one
     pattern, or their names where others of them are FP8. Runtimes name vision towers as they like;
     experts that stay are one pattern. `experts` and `shared`: the routed, and the shared ones of draft
-    layers too, are packed."""
+    layers too, are packed; `drafts_too`: other linears of draft layers are, too."""
     role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
     found, kept = [], False
@@ -105,7 +107,7 @@ def ignored(plan: Plan, others: Named, *, experts: bool, shared: bool = False) -
                  if ".self_attn." in name and len(output.type.shape) == 2}  # fmt: skip
     if renames_lists(plan) and attention <= others.keys():
         found.append(_ANY_ATTENTION)
-    if drafts and in_fp8:
+    if drafts and (in_fp8 or drafts_too):
         numbered = [module for module in drafts if not module.startswith(plan.family.mtp)]
         found += [f"model.decoder.{_below_layer(module)}" for module in numbered]
     elif drafts:

@@ -89,7 +89,7 @@ class ToFp8:
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)
-        others = chosen.others(plan)
+        others = self._others(plan, chosen)
         check_nothing_packed(others)
         self._check_left(plan, others)
         made: dict[str, Output] = {}
@@ -155,9 +155,27 @@ class ToFp8:
             draft = plan.family.is_mtp(name, plan.role_index.dims)
             if name in known or module in known or parameter != "weight" or not kind.linear:
                 continue
+            if self.dialect != "fp8" and kind is Kind.KV_UP:
+                continue
             if coded or kind in _PUBLISHED or (draft and kind.quantizable):
                 stored, names = read_matrix(plan, module)
                 found[module] = Linear(kind, stored, names)
+        return found
+
+    def _others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
+        """The tensors that stay. In compressed-tensors' dialect kv_b_proj does so in BF16: sglang splits it
+        after loading, and would round a scale a row to one for all (`models/deepseek_common`)."""
+        found = chosen.others(plan)
+        for name, output in list(found.items()):
+            module, parameter = split_parameter(name)
+            coded = output.type.dtype in WEIGHT_DTYPES and parameter == "weight"
+            split = coded and plan.role_index.kind(name) is Kind.KV_UP
+            if split and self.dialect != "fp8" and self.targets == "all":
+                stored, names = read_matrix(plan, module)
+                assert stored.decoder is not None
+                found |= {name: apply(stored.decoder, *stored.args)[0]}
+                for scale in names[1:]:
+                    del found[scale]
         return found
 
     def _check_new(self, plan: Plan, chosen: Selection) -> None:
@@ -192,7 +210,7 @@ class ToFp8:
     def _config(self, plan: Plan, chosen: Selection) -> dict[str, Any]:
         """The config's block. In dialect fp8 every unquantized matrix is named, as in Qwen's folders:
         transformers takes all other linears for FP8."""
-        others = chosen.others(plan)
+        others = self._others(plan, chosen)
         if self.dialect == "fp8":
             assert self._block_size is not None
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
@@ -203,7 +221,9 @@ class ToFp8:
             targets = expert_targets(plan.family.expert_paths) if experts else []
             if chosen.shared:
                 targets += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
-        left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
+        left = ignored(
+            plan, others, experts=experts, shared=bool(chosen.shared), drafts_too=bool(chosen.plain)
+        )
         return compressed_config(self._block_size, targets, left)
 
 

@@ -42,6 +42,10 @@ FORMS: dict[str, tuple[str, ...]] = {
     "w4a16 asymmetric": ("w4a16", "--rtn", "--asymmetric"),
     "gptq": ("w4a16", "--rtn", "--packing", "gptq"),
     "gptq Linear": ("w4a16", "--rtn", "--packing", "gptq-v2", "--targets", "Linear"),
+    "fp8": ("fp8",),
+    "fp8 exponents": ("fp8", "--ue8m0"),
+    "fp8 packed": ("fp8", "--compressed-tensors"),
+    "fp8 rows": ("fp8", "--channel"),
     "kt": ("kt", "--cpu", "int4", "--numa", "1", "--gpu", "w4a16"),
     "nvfp4 ct": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 ct keep": ("nvfp4", "--dialect", "compressed-tensors", "--shared-experts", "keep"),
@@ -133,6 +137,12 @@ _SAMPLE = [
     Cell("deepseek_v3", "nvfp4 modelopt inputs", fp8=True),
     Cell("deepseek_v3", "w4a16", fp8=True, experts=256),
     Cell("glm4_moe", "nvfp4 ct", fp8=True),
+    Cell("deepseek_v3", "fp8"),
+    Cell("deepseek_v3", "fp8 rows", fp8=True),
+    Cell("glm4_moe", "fp8 rows"),
+    Cell("qwen3_next", "fp8 exponents", fp8=True),
+    Cell("qwen3_next", "fp8 rows"),
+    Cell("qwen3_5_moe", "fp8 packed"),
 ]
 WHOLE_MATRIX = os.environ.get("QCONVERT_ALL") == "1"
 CELLS = _all_cells() if WHOLE_MATRIX else _SAMPLE
@@ -255,6 +265,9 @@ def _foretold(cell: Cell, out: Made) -> str:
     if "Linear" in cell.form and cell.form.startswith("nvfp4 modelopt") and cell.fp8:
         assert "modelopt's dialect has no place" in out.refusal
         return "refused: modelopt has no place for FP8 beside other linears"
+    if cell.form == "fp8" and cell.fp8:
+        assert "is FP8 in blocks of 128x128 already" in out.refusal
+        return "refused: it is FP8 in these blocks already"
     stays = cell.form == "gptq" or cell.draft
     if cell.form.startswith("gptq") and cell.fp8 and stays:
         assert "is FP8, and GPTQ's form has no place for it" in out.refusal

@@ -47,7 +47,6 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "fp8 experts": ("fp8", "--targets", "experts"),
     "fp8 packed": ("fp8", "--compressed-tensors"),
     "fp8 packed experts": ("fp8", "--compressed-tensors", "--targets", "experts"),
-    "fp8 rows": ("fp8", "--channel"),
     "nvfp4": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 linears": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "Linear"),
     "modelopt": ("nvfp4", "--dialect", "modelopt"),
