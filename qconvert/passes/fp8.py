@@ -163,8 +163,8 @@ class ToFp8:
         return found
 
     def _others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
-        """The tensors that stay. In compressed-tensors' dialect kv_b_proj does so in BF16: sglang splits it
-        after loading, and would round a scale a row to one for all (`models/deepseek_common`)."""
+        """The tensors that stay. In compressed-tensors' dialect kv_b_proj does so in BF16: sglang splits
+        it after loading, and would round scales of rows to one (`deepseek_weight_loader.py`)."""
         found = chosen.others(plan)
         for name, output in list(found.items()):
             module, parameter = split_parameter(name)
