@@ -61,7 +61,7 @@ _OF_TRAINING = frozenset(
     }
 )  # fmt: skip
 _TIED = "tie_word_embeddings"
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # Of a class, or of a multi-modal config's root, not of the text model.
 _OF_CLASS = frozenset(
     {
@@ -192,6 +192,7 @@ def _differences(
         for key, value in ours.items()
         if key not in wanted
         if value is not None
+        if value or key.rpartition(".")[2] not in _MTP_COUNTS
     ]
     if new:
         more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""
