@@ -20,11 +20,12 @@ from qconvert.checkpoint.grafted import Grafted
 from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
+from qconvert.core.graph import Output
 from qconvert.core.json_text import parse_object
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
-from qconvert.matrices.unquantized_nvfp4 import draft_patterns
+from qconvert.matrices.unquantized_nvfp4 import ignored_globs, ignored_names
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.plan import LogEntry, Plan
@@ -234,15 +235,15 @@ def _new(entries: list[str], wanted: Iterable[str]) -> list[str]:
 def _patterns(plan: Plan, plain: list[str]) -> list[str]:
     """For compressed-tensors: a pattern for each prefix of the draft if nothing of it is quantized,
     else names."""
-    if _is_mixed(plan):
-        return _names(plan, plain)
-    return [f"re:{pattern}.*" for pattern in draft_patterns(plan)]
+    coded = any(_is_quantized(name, plan) for name in _inside(plan))
+    return _names(plan, plain) if coded else ignored_names(plan, _inside(plan), drafts=False)
 
 
-def _is_mixed(plan: Plan) -> bool:
+def _inside(plan: Plan) -> dict[str, Output]:
+    """The draft's tensors."""
     both = plan.checkpoint
     assert isinstance(both, Grafted)
-    return any(_is_quantized(name, plan) for name in both.names)
+    return {name: plan.tensors[name] for name in sorted(both.names)}
 
 
 def _names(plan: Plan, plain: list[str]) -> list[str]:
@@ -264,10 +265,9 @@ def _names(plan: Plan, plain: list[str]) -> list[str]:
 def _with_globs(plan: Plan, entries: list[str], plain: list[str]) -> list[str]:
     if all(any(fnmatchcase(module, entry) for entry in entries) for module in plain):
         return entries
-    if _is_mixed(plan):
-        return [*entries, *_new(entries, _names(plan, plain))]
-    prefixes = (pattern.replace("\\", "") for pattern in draft_patterns(plan))
-    return [*entries, *_new(entries, (f"{prefix}*" for prefix in prefixes))]
+    inside = _inside(plan)
+    coded = {split_parameter(name)[0] for name in inside if _is_quantized(name, plan)}
+    return [*entries, *_new(entries, ignored_globs(plan, inside, coded))]
 
 
 PASSES = (ExtractDraft,)
