@@ -383,16 +383,17 @@ def plan_graft(
     out: str | Path | None = None,
     **options: Unpack[PlanOptions],
 ) -> Planned:
-    """As `plan`, for the model of `source` with the draft (MTP) layers of another folder: of the original
-    model, or of what the pass `extract_draft` made.
+    """As `plan`, for the model of `source` with the draft (MTP) layers of another folder: of the
+    original model, or of what the pass `extract_draft` made.
 
+        >>> from qconvert.passes.drop import Drop
         >>> bare = api.run(Drop(what="mtp"), sample, folder / "bare", jobs=1)
         >>> planned = api.plan_graft(bare.folder, sample, folder / "grafted")
         >>> planned.tensors - bare.tensors
-        15
+        48
 
-    Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings do not
-    fit."""
+    Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings
+    do not fit."""
     checkpoint = _grafted(source, draft, options)
     folder = None if out is None else Path(out)
     if folder is not None and options.get("for_run"):
@@ -404,14 +405,13 @@ def plan_graft(
     wrong = [
         finding
         for finding in carried
-        if finding.severity == "error"
-        and made.family.is_mtp(finding.where, made.role_index.dims)
+        if finding.severity == "error" and made.family.is_mtp(finding.where, made.role_index.dims)
     ]
     if wrong:
         first = wrong[0]
         raise PlanError(
-            f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and draft "
-            "from one release"
+            f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
+            "draft from one release"
         )
     return planned
 
@@ -599,7 +599,9 @@ def validate(
         elif partner is not None:
             raise UsageError("--pair goes with a folder of experts, not with stages")
         elif draft is not None:
-            raise UsageError("--draft goes with one folder, not with stages: check the result of join")
+            raise UsageError(
+                "--draft goes with one folder, not with stages: check the result of join"
+            )
         else:
             report = validate_set(
                 here, source, request=request, progress=_told(events), follow_links=follow_links

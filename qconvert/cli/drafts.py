@@ -67,7 +67,9 @@ def drop(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
     from qconvert.passes.drop import Drop
     from qconvert.recipe.recipe import Recipe
 
-    convert(Recipe("mtp-drop", (Drop(what="mtp"),), options["max_shard_size"]), source, out, options)
+    convert(
+        Recipe("mtp-drop", (Drop(what="mtp"),), options["max_shard_size"]), source, out, options
+    )
 
 
 @mtp.command()

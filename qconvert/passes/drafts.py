@@ -85,9 +85,9 @@ class ExtractDraft:
 
 @dataclass(frozen=True, slots=True)
 class GraftDraft:
-    """The draft that `checkpoint.grafted` put beside the model becomes a part of it: its encoding must be
-    the model's, and what of it is not quantized is listed as such. No recipe has this pass: it needs two
-    folders.
+    """The draft that `checkpoint.grafted` put beside the model becomes a part of it: its encoding must
+    be the model's, and what of it is not quantized is listed as such. No recipe has this pass: it needs
+    two folders.
 
     Raises PlanError for a draft of another encoding, and for a quantized model whose method has no list
     that is known here.

@@ -40,7 +40,7 @@ class TextOnly:
 
     Raises PlanError for a model without text_config, where transformers has no class for the text model
     alone, for a tensor that is of no tower and that the class does not have, and for stacks of experts
-    that the class takes the other way round: `unstack` them first.
+    that the class takes the other way round.
     """
 
     name: ClassVar[str] = "text_only"
@@ -105,8 +105,9 @@ def _check_stacks(plan: Plan, found: Description) -> None:
     for name, output in plan.tensors.items():
         if plan.role_index.kind(name).routed and len(output.type.shape) == 3:
             raise PlanError(
-                f"{name!r}: {found.class_name} takes stacks of experts the other way round; a recipe of "
-                "`unstack` and `text_only` makes one matrix per expert"
+                f"{name!r}: {found.class_name} takes stacks of experts the other way round, and "
+                "these are no byte ranges of one another; keep the multi-modal class, or take a release "
+                "with one matrix per expert"
             )
 
 

@@ -145,7 +145,9 @@ def draft_alone(
     if runtime != "sglang":
         raise NotSimulated(f"a draft under {runtime}")
     if setting.pp > 1 or not (found := sglang.of_draft(config, tensors)):
-        raise NotSimulated("a draft in pipeline stages" if setting.pp > 1 else "a draft of its class")
+        raise NotSimulated(
+            "a draft in pipeline stages" if setting.pp > 1 else "a draft of its class"
+        )
     return served(config, found, setting, every=every, draft=True)
 
 
@@ -289,7 +291,13 @@ def _loading(
                 answer = draft_alone(config, tensors, setting, every=False, runtime=runtime)
             else:
                 answer = served(
-                    config, tensors, setting, groups=groups, stage=number, every=False, runtime=runtime
+                    config,
+                    tensors,
+                    setting,
+                    groups=groups,
+                    stage=number,
+                    every=False,
+                    runtime=runtime,
                 )
                 beside = drafted(
                     config, tensors, answer, groups=groups, every=False, runtime=runtime

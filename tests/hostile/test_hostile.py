@@ -79,8 +79,16 @@ def test_all(part: int, stage: Stage) -> None:
 
 
 def _commands() -> set[str]:
-    found = set(cli.commands) - {"experts", "recipes", "prepare", "gptq4"}
-    return found | {"experts stack", "experts unstack", "recipes show", "prepare"}
+    found = set(cli.commands) - {"experts", "mtp", "recipes", "prepare", "gptq4"}
+    return found | {
+        "experts stack",
+        "experts unstack",
+        "mtp drop",
+        "mtp extract",
+        "mtp graft",
+        "recipes show",
+        "prepare",
+    }
 
 
 @pytest.mark.parametrize("count", [BOUNDED, CHECKED])

@@ -64,8 +64,8 @@ class Stage:
 
 
 def stage_of(checkpoint: Checkpoint) -> Stage | None:
-    """None for a folder that is not a stage; a draft's is as the last of two, behind all layers. Raises PlanError if the manifest's `stage` is broken or
-    contradicts itself."""
+    """None for a folder that is not a stage; a draft's is as the last of two, behind all layers. Raises
+    PlanError if the manifest's `stage` is broken or contradicts itself."""
     if DRAFT in (checkpoint.manifest or {}):
         layers = checkpoint.role_index.dims.num_layers
         return Stage(1, (layers, 0), range(layers, layers), {})
