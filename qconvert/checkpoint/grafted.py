@@ -49,12 +49,12 @@ def grafted(model: Checkpoint, draft: Checkpoint) -> Grafted:
             f"{draft.root}: no tensor is known as one of a draft (MTP) layer ({draft.model_line}); give "
             "the original model, or what `qconvert mtp extract` made of it"
         )
+    _check_alike(model, draft)
     own = next((name for name in model if family.is_mtp(name, dims)), None)
     if own is not None:
         raise CheckpointError(
             f"{model.root}: {own!r} is of a draft already; drop that one first (qconvert mtp drop)"
         )
-    _check_alike(model, draft)
     used = sorted({draft[name].shard for name in names})
     place = {number: len(model.shards) + at for at, number in enumerate(used)}
     sources = {
