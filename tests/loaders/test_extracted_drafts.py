@@ -30,7 +30,10 @@ def made(*words: str | Path) -> Path:
 def alike(draft: Loaded, inside: Loaded) -> None:
     """Whether two loads wrote the same, but what the class takes from its model."""
     assert draft.error is None, draft.error
-    assert set(draft.unwritten) <= BORROWED, draft.unwritten
+    # Kernels of packed experts have parameters that no checkpoint fills, in the model's folder neither.
+    left = set(draft.unwritten) - BORROWED
+    assert left == set(inside.unwritten) - BORROWED
+    assert draft.quantization not in (None, "fp8") or not left
     if draft.quantization == inside.quantization:  # a plain draft's folder states none
         assert draft.schemes == inside.schemes
     assert draft.architecture == inside.architecture
