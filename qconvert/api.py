@@ -32,6 +32,7 @@ from qconvert.advise.advice import advise as _advise
 from qconvert.advise.machine import Machine
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.core.errors import (
     CheckpointError,
@@ -47,6 +48,7 @@ from qconvert.core.sizes import parse_size
 from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
+from qconvert.passes.drafts import GraftDraft
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.stages import split_plan, weights_of
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -115,6 +117,7 @@ __all__ = (
     "open_checkpoint",
     "plan",
     "plan_after",
+    "plan_graft",
     "plan_pair",
     "plan_stages",
     "refusal",
@@ -374,6 +377,45 @@ def plan_pair(
     return Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
 
 
+def plan_graft(
+    source: str | Path | Checkpoint,
+    draft: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    **options: Unpack[PlanOptions],
+) -> Planned:
+    """As `plan`, for the model of `source` with the draft (MTP) layers of another folder: of the
+    original model, or of what the pass `extract_draft` made.
+
+        >>> from qconvert.passes.drop import Drop
+        >>> bare = api.run(Drop(what="mtp"), sample, folder / "bare", jobs=1)
+        >>> planned = api.plan_graft(bare.folder, sample, folder / "grafted")
+        >>> planned.tensors - bare.tensors
+        48
+
+    Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings
+    do not fit."""
+    checkpoint = _grafted(source, draft, options)
+    folder = None if out is None else Path(out)
+    if folder is not None and options.get("for_run"):
+        check_apart(folder, checkpoint)
+    made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
+    running, card = _running(Recipe("graft", ()), options), options.get("base_model")
+    planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
+    carried = planned.folders[0].verdict.carried
+    wrong = [
+        finding
+        for finding in carried
+        if finding.severity == "error" and made.family.is_mtp(finding.where, made.role_index.dims)
+    ]
+    if wrong:
+        first = wrong[0]
+        raise PlanError(
+            f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
+            "draft from one release"
+        )
+    return planned
+
+
 def plan_stages(
     recipe: Steps,
     source: str | Path | Checkpoint,
@@ -492,6 +534,7 @@ def validate(
     *,
     level: Level = "headers",
     pair: str | Path | None = None,
+    draft: str | Path | None = None,
     kernels: bool = False,
     logits: int = 0,
     attribute: bool = False,
@@ -509,7 +552,8 @@ def validate(
     """Check a converted folder, the folder of all its pipeline stages, or a repo on the Hub.
 
     `against` is the source that it was made from. `level` headers reads no weights, sample some of each
-    kind, full every byte. `pair` is the GPU side of a folder of CPU experts. `kernels` compares
+    kind, full every byte. `pair` is the GPU side of a folder of CPU experts, `draft` the folder of the
+    draft that was grafted to the source. `kernels` compares
     qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
     attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
     (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
@@ -532,6 +576,8 @@ def validate(
 
     if against is None and (logits or attribute):
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
+    if draft is not None and against is None:
+        raise UsageError("--draft was grafted to a source: give --against SRC")
     if runtime is None and (tp, pp, ep) != (1, None, 1):
         raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     stages = (1,) if pp is None else parse_partition(str(pp))
@@ -546,11 +592,16 @@ def validate(
         here = Path(place.folder)
         if not stage_folders(here):
             report = validate_folder(
-                here, source, request=request, pair=partner, progress=_told(events),
+                here, source, request=request, pair=partner,
+                draft=None if draft is None else str(draft), progress=_told(events),
                 follow_links=follow_links,
             )  # fmt: skip
         elif partner is not None:
             raise UsageError("--pair goes with a folder of experts, not with stages")
+        elif draft is not None:
+            raise UsageError(
+                "--draft goes with one folder, not with stages: check the result of join"
+            )
         else:
             report = validate_set(
                 here, source, request=request, progress=_told(events), follow_links=follow_links
@@ -694,6 +745,12 @@ def _checkpoint(source: str | Path | Checkpoint, *, follow_links: bool) -> Check
     if isinstance(source, Checkpoint):
         return source
     return open_source(source, follow_links=follow_links)
+
+
+def _grafted(
+    source: str | Path | Checkpoint, draft: str | Path | Checkpoint, options: PlanOptions
+) -> Grafted:
+    return grafted(_source(source, options), _source(draft, options))
 
 
 def _size(given: int | str | None) -> int | None:

@@ -29,8 +29,8 @@ NAMES = (
     "Planned", "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Repair",
     "Report", "Result", "RunError", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
     "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint", "plan",
-    "plan_after", "plan_pair", "plan_stages", "refusal", "repair", "run", "upload", "validate",
-    "validate_kernels",
+    "plan_after", "plan_graft", "plan_pair", "plan_stages", "refusal", "repair", "run", "upload",
+    "validate", "validate_kernels",
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 # --- The same as the command line ----------------------------------------------------------------

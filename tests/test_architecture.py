@@ -128,6 +128,8 @@ _FOR_VALIDATORS = {
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",
     "qconvert.core.yaml_lines",
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
+    # Names that a manifest and config.json have: facts, no code that makes a folder.
+    "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.
     "qconvert.core.sizes", "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
     "qconvert.runtimes.loading.offering", "qconvert.runtimes.loading.refusal",

@@ -25,7 +25,7 @@ from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import is_inside, open_inside, read_inside, resolved
-from qconvert.core.manifest_keys import parse_manifest
+from qconvert.core.manifest_keys import DRAFT, parse_manifest
 from qconvert.core.names import parse
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.shown import count
@@ -256,8 +256,9 @@ class Checkpoint(Mapping[str, Source]):
     def absent(self) -> list[str]:
         """Names of tensors that the family requires and this folder lacks. A pipeline stage's folder
         must only hold what that stage needs: its layers; embeddings in the first stage; the final norm,
-        the head and MTP layers in the last. A folder of experts for CPU kernels need hold none of them,
-        because a family describes none of its tensors."""
+        the head and MTP layers in the last. A draft's folder must hold its layers and what it shares. A
+        folder of experts for CPU kernels need hold none of them, because a family describes none of its
+        tensors."""
         if "amx" in (self.manifest or {}):
             return []
         # A layer whose experts were prepared for TensorRT-LLM's kernels stores them under other names.
@@ -268,6 +269,11 @@ class Checkpoint(Mapping[str, Source]):
             for name in self.role_index.absent()
             if not (".experts." in name and parse(name).layer in prepared)
         ]
+        draft = (self.manifest or {}).get(DRAFT)
+        if draft is not None:
+            dims = self.role_index.dims
+            shared = [name for name in draft["shared"] if name not in self]
+            return [*shared, *(name for name in found if self.family.is_mtp(name, dims))]
         stage = (self.manifest or {}).get("stage")
         if stage is None:
             return found

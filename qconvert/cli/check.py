@@ -14,6 +14,7 @@ import click
 from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
+    DRAFT,
     FOLLOW_LINKS,
     JSON,
     MOST,
@@ -154,6 +155,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @click.command()
 @click.argument("out", type=SourceName(), required=False)
 @AGAINST
+@DRAFT
 @level("headers")
 @click.option(
     "--pair",
@@ -225,6 +227,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 def validate(
     out: str | None,
     against: str | None,
+    draft: str | None,
     level: Literal["headers", "sample", "full"],
     pair: str | None,
     kernels: bool,
@@ -256,6 +259,7 @@ def validate(
       qconvert validate ORG/NAME@main
       qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
+      qconvert validate with-draft --against Qwen3.5-w4a16 --draft Qwen3.5-draft --level full
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate GLM-4.5-w4a16 --for vllm==0.33.0 --tp 8 --pp 2
@@ -271,9 +275,11 @@ def validate(
         raise click.UsageError(
             "--logits and --attribute compare with the source: give --against SRC"
         )
+    if against is None and draft is not None:
+        raise click.UsageError("--draft was grafted to a source: give --against SRC")
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    about = (consumer, against, pair, logits, attribute, layers)
+    about = (consumer, against, draft, pair, logits, attribute, layers)
     if out is None and (any(about) or level != "headers"):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
@@ -283,7 +289,8 @@ def validate(
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
-            out, against, level=level, pair=pair, kernels=kernels, logits=logits or 0,
+            out, against, level=level, pair=pair, draft=draft, kernels=kernels,
+            logits=logits or 0,
             attribute=attribute, layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
             jobs=jobs, memory=memory, follow_links=follow_links, events=bar,
             notice=lambda text: say(text, err=True),

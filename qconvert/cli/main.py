@@ -15,6 +15,7 @@ from qconvert import __version__
 from qconvert.cli.advise import advise
 from qconvert.cli.check import diff, inspect, validate
 from qconvert.cli.convert import dequant, plan, run
+from qconvert.cli.drafts import mtp, text
 from qconvert.cli.fp8 import fp8
 from qconvert.cli.house import clean, demo, recipes
 from qconvert.cli.kt import amx, kt
@@ -57,6 +58,8 @@ _CONVERSIONS = (
     fuse,
     unfuse,
     experts,
+    mtp,
+    text,
     amx,
     kt,
     w4a16,

@@ -288,6 +288,10 @@ AGAINST = click.option(
     "--against", type=SourceName(), metavar="SRC",
     help="The source that the folder was made from, to compare it with.",
 )  # fmt: skip
+DRAFT = click.option(
+    "--draft", type=SourceName(), metavar="DRAFT",
+    help="The folder of the draft that was grafted to SRC. [with --against]",
+)  # fmt: skip
 SOURCE_GROUPS = click.option(
     "--source-groups", type=click.IntRange(1, MOST), metavar="N",
     help="Groups in which the rows of the source's fused projections are ordered.",

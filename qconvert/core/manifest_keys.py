@@ -15,8 +15,11 @@ from qconvert.core.shown import shortened
 Check = Callable[[Any], bool]
 
 # Facts of an earlier conversion that hold for everything made from its result, until a pass changes
-# them: the order of fused projections cannot be told from the tensors.
-LASTING_FACTS = ("gdn_groups",)
+# them: the order of fused projections cannot be told from the tensors, nor that a folder is to hold
+# draft layers alone.
+LASTING_FACTS = ("gdn_groups", "draft")
+# The fact of a folder that holds draft layers without their model.
+DRAFT = "draft"
 
 
 def parse_manifest(data: bytes, where: object) -> dict[str, Any]:
@@ -132,6 +135,7 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     "gdn_groups": (_is_count, "a count"),
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
+    DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),
     "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
     "calibration": (_is_object, "an object"),
     "trtllm_gen": (_is_object, "an object"),

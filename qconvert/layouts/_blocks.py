@@ -252,7 +252,9 @@ def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int 
     vision = vision_config(config)
     layers = range(counted(text, "num_hidden_layers"))
     num_experts = first_int(text, "num_experts", "num_local_experts")
-    mtp_layers = counted(text, "mtp_num_hidden_layers", "num_nextn_predict_layers") or mtp_layers
+    counts = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    if any(text.get(key) is not None for key in counts):
+        mtp_layers = counted(text, *counts)
     interval = first_int(text, "full_attention_interval") or full_attention_interval
     types = list_of(text, "layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers

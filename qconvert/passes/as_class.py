@@ -22,7 +22,7 @@ from qconvert.plan.plan import LogEntry, Plan
 _LANGUAGE, _PLAIN, _VISION = "model.language_model.", "model.", "model.visual."
 VISION_RULE = "as_class: qwen3_next has no vision tower"
 # Of a multi-modal rope: a text-only class uses one position for all sections.
-_MROPE = ("mrope_section", "mrope_interleaved")
+MROPE = ("mrope_section", "mrope_interleaved")
 # Only in Qwen3-Next's config; Qwen3.5 states none of them.
 _NEXT_ONLY = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 # In a multi-modal config's root, meaningless without its vision tower.
@@ -31,7 +31,7 @@ _ROOT_ONLY = (
     "vision_end_token_id", "architectures", "model_type",
 )  # fmt: skip
 # Processor files describe images; a text-only folder that has them makes runtimes look for a tower.
-_VISION_FILES = (
+VISION_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
@@ -80,7 +80,7 @@ class AsClass:
         drafts = any(plan.family.is_mtp(name, dims) for name in plan.tensors)
         if drafts and self.to == "qwen3_5_text":  # Qwen3-Next has one and does not state it
             config.setdefault("mtp_num_hidden_layers", dims.mtp_layers)
-        gone = [f for f in plan.side_files if f in _VISION_FILES]
+        gone = [f for f in plan.side_files if f in VISION_FILES]
         return plan.logged(
             LogEntry(self.name, repr(self), len(tensors), None),
             tensors=tensors,
@@ -110,7 +110,7 @@ def _to_next(config: Mapping[str, Any]) -> dict[str, Any]:
     merged["num_experts"] = 0 if dense else merged["num_experts"]
     rope = merged.get("rope_parameters")
     if isinstance(rope, Mapping):
-        merged["rope_parameters"] = {k: v for k, v in rope.items() if k not in _MROPE}
+        merged["rope_parameters"] = {k: v for k, v in rope.items() if k not in MROPE}
     return renamed_modules(merged, _LANGUAGE, _PLAIN)
 
 

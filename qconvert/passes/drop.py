@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
+from qconvert.checkpoint.grafted import MTP_COUNTS
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
+from qconvert.core.manifest_keys import DRAFT
 from qconvert.plan.plan import LogEntry, Plan
-
-# Config keys that count draft layers; left as they were, a runtime would look for the weights.
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,8 @@ class Drop:
                 return fnmatchcase(name, self.match)
             return family.is_mtp(name, dims)
 
+        if self.what == "mtp" and DRAFT in plan.facts:
+            raise PlanError("the folder holds a draft alone, so nothing would be left of a model")
         rule = f"drop: {self.why}" if self.match is not None else "drop: what=mtp"
         gone = [name for name in plan.tensors if goes(name)]
         if not gone:
@@ -56,7 +57,11 @@ class Drop:
             dropped.update(dict.fromkeys(_sources(name, plan.tensors[name]), rule))
         removed = set(gone)
         kept = {name: output for name, output in plan.tensors.items() if name not in removed}
-        config = _without_mtp(plan.config) if self.what == "mtp" else plan.config
+        config = plan.config
+        if self.what == "mtp":
+            config = _without_mtp(config)
+            if family.dims(config).mtp_layers:  # the class assumes a draft that is not stated
+                config = {**config, "mtp_num_hidden_layers": 0}
         entry = LogEntry(self.name, repr(self), len(gone), None)
         return plan.logged(entry, tensors=kept, dropped=dropped, config=config)
 
@@ -73,7 +78,7 @@ def _sources(name: str, output: Output) -> list[str]:
 def _without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if key in _MTP_COUNTS:
+        if key in MTP_COUNTS:  # left as they were, a runtime would look for the weights
             kept[key] = 0
         elif key == "text_config" and isinstance(value, Mapping):
             kept[key] = _without_mtp(value)

@@ -17,7 +17,6 @@ from qconvert.checkpoint.ignore import complete_ignore_lists, renamed_modules
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
-from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import PARAMETERS
 from qconvert.core.row_order import RowOrder
 from qconvert.matrices.causes import check_linear_attention
@@ -32,7 +31,7 @@ _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
 EQUAL_RULE = "fuse: equal to the per-tensor scale kept for all parts"
 _FUSED, _SPLIT = (_QKVZ, _BA), (_QKV, _Z, _B, _A)
-(FACT,) = LASTING_FACTS  # 0 split, 1 contiguous, as many as key heads: interleaved
+FACT = "gdn_groups"  # 0 split, 1 contiguous, as many as key heads: interleaved
 
 
 @dataclass(frozen=True, slots=True)

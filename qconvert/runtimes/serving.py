@@ -132,6 +132,25 @@ def drafted(
     )
 
 
+def draft_alone(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting,
+    *,
+    every: bool = True,
+    runtime: str = "sglang",
+) -> Answer:
+    """The same for a folder that holds a draft and not its model. Raises NotSimulated, also under vLLM,
+    for which drafts are not simulated, and for a class without a draft."""
+    if runtime != "sglang":
+        raise NotSimulated(f"a draft under {runtime}")
+    if setting.pp > 1 or not (found := sglang.of_draft(config, tensors)):
+        raise NotSimulated(
+            "a draft in pipeline stages" if setting.pp > 1 else "a draft of its class"
+        )
+    return served(config, found, setting, every=every, draft=True)
+
+
 def _served(
     simulate: Callable[..., Simulated],
     config: Mapping[str, Any],
@@ -199,6 +218,7 @@ def loads(
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
+    alone = facts.get("draft") is not None
     place = None
     if stage is not None:
         place = _place(stage)
@@ -207,11 +227,11 @@ def loads(
     order = groups if type(groups) is int else None
     # Sorted, so that what is said first does not depend on where the headers come from.
     named = dict(sorted(tensors.items()))
-    digest = _digest(config, named, order, place)
+    digest = _digest(config, named, order, place, alone=alone)
     if digest not in _SAID:
         if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
-        said = [_loading(name, config, named, order, place) for name in SIMULATED]
+        said = [_loading(name, config, named, order, place, alone=alone) for name in SIMULATED]
         _SAID[digest] = tuple(one for one in said if one is not None)
     return {one.runtime: one for one in _SAID[digest]}
 
@@ -227,11 +247,13 @@ def _digest(
     tensors: Mapping[str, TensorType],
     groups: int | None,
     place: tuple[int, tuple[int, ...]] | None,
+    *,
+    alone: bool,
 ) -> bytes:
     found = blake2b(json.dumps(config, sort_keys=True).encode())
     for name, kind in tensors.items():
         found.update(f"{name} {kind.dtype} {kind.shape}\n".encode())
-    found.update(f"{groups} {place}".encode())
+    found.update(f"{groups} {place} {alone}".encode())
     return found.digest()
 
 
@@ -252,6 +274,8 @@ def _loading(
     tensors: Mapping[str, TensorType],
     groups: int | None,
     stage: tuple[int, tuple[int, ...]] | None,
+    *,
+    alone: bool,
 ) -> Loading | None:
     """What one runtime says."""
     number, partition = stage or (None, None)
@@ -261,11 +285,23 @@ def _loading(
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
+        beside = None
         try:
-            answer = served(
-                config, tensors, setting, groups=groups, stage=number, every=False, runtime=runtime
-            )
-            beside = drafted(config, tensors, answer, groups=groups, every=False, runtime=runtime)
+            if alone:
+                answer = draft_alone(config, tensors, setting, every=False, runtime=runtime)
+            else:
+                answer = served(
+                    config,
+                    tensors,
+                    setting,
+                    groups=groups,
+                    stage=number,
+                    every=False,
+                    runtime=runtime,
+                )
+                beside = drafted(
+                    config, tensors, answer, groups=groups, every=False, runtime=runtime
+                )
         except NotSimulated:
             return None
         if answer.whole or answer.mended_by:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.checkpoint.family import discover
+from qconvert.checkpoint.grafted import grafted
 from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.errors import CheckpointError
@@ -195,12 +196,13 @@ def validate_folder(
     *,
     request: Request = Request(),
     pair: str | None = None,
+    draft: str | None = None,
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Report:
     """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
-    be opened is a finding (QC001); a source, or the GPU side `pair`, that cannot be opened is the
-    caller's error and raises CheckpointError."""
+    be opened is a finding (QC001); a source, the GPU side `pair`, or the folder `draft` of a draft that
+    was grafted to the source, that cannot be opened is the caller's error and raises CheckpointError."""
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
@@ -213,6 +215,8 @@ def validate_folder(
         )  # fmt: skip
     opened = partial(open_source, follow_links=follow_links)
     source = opened(against) if against is not None else None
+    if source is not None and draft is not None:
+        source = grafted(source, opened(draft))
     partner = opened(pair) if pair is not None else None
     if against is not None:
         report.about["against"] = against

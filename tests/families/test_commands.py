@@ -13,22 +13,19 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import run_cli
 from compressed_peer import Tensors, decompressed, tensors
 from safetensors.torch import save_file
 
 from families.classes import config
+from families.loading import loaded, logits
 from families.tiny import saved
 from qconvert import api
-from qconvert.layouts.derived.transformers_class import class_of
 
 pytestmark = pytest.mark.peer
-hf: Any = transformers
 
 FAMILIES = [
     "llama",
@@ -163,26 +160,6 @@ REFUSED = {
     "amx": rf"{_DENSE}|{_UNREAD}|kt-kernel's AMX kernels compute",
     "split": "no stage is known",
 }
-
-
-def loaded(folder: Path) -> Any:
-    """The folder's class, loaded; every key must be there and none unexpected."""
-    found = hf.AutoConfig.from_pretrained(folder)
-    model, told = class_of(hf, found).from_pretrained(
-        folder, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not told["missing_keys"], sorted(told["missing_keys"])[:3]
-    assert not told["unexpected_keys"], sorted(told["unexpected_keys"])[:3]
-    return model.eval()
-
-
-def logits(folder: Path) -> torch.Tensor:
-    """For fixed tokens."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        tokens = torch.arange(24).view(2, 12) * 7 % 300 + 3
-        found: torch.Tensor = loaded(folder)(tokens, use_cache=False).logits
-    return found
 
 
 def near(source: Tensors, rounded: Tensors) -> int:

@@ -165,6 +165,7 @@ _MAKE: Mapping[str, Make] = {
     "stacked": _written(partial(gdn_models.model, "qwen3_5_moe", stacked=True)),
     "nvfp4": _written(nvfp4_moe),
     "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
+    "bare": _converted("gdn", "mtp", "drop", "{src}", "{out}"),
     "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
     "made": _converted("fp8", "dequant", "{src}", "{out}"),
     "sharded": _converted("fp8", "dequant", "{src}", "{out}", "--max-shard-size", "100000"),
@@ -179,6 +180,7 @@ _MAKE: Mapping[str, Make] = {
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }
 _NEEDS = {
-    "fused": ("gdn",), "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
+    "fused": ("gdn",), "bare": ("gdn",),
+    "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "unfinished": ("fp8",), "publishing": ("fp8",),
 }  # fmt: skip

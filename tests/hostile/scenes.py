@@ -85,6 +85,11 @@ CONVERSIONS = (
     _conversion("unfuse", "unfuse {src} {out}", src="fused", has="checkpoint manifest receipt"),
     _conversion("experts stack", "experts stack {src} {out}", src="bf16"),
     _conversion("experts unstack", "experts unstack {src} {out}", src="stacked"),
+    _conversion("mtp drop", "mtp drop {src} {out}", src="gdn"),
+    _conversion("mtp extract", "mtp extract {src} {out}", src="gdn"),
+    _conversion("mtp graft", "mtp graft {src} {good} {out}", src="bare", good="gdn"),
+    _conversion("mtp graft of", "mtp graft {good} {src} {out}", src="gdn", good="bare"),
+    _conversion("text", "text {src} {out}", src="gdn"),
     _conversion("amx", "amx {src} {out} --method int4 --numa 1", src="bf16",
                 has="checkpoint data"),
     _conversion("kt", "kt {src} --cpu-out {out} --cpu int8 --numa 1", has="checkpoint data fp8"),
@@ -149,7 +154,7 @@ CALIBRATING = (
 _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
     "fp8", "split", "join", "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo",
-    "experts stack",
+    "experts stack", "mtp graft", "text",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS

@@ -20,7 +20,7 @@ from hostile.play import Stage
 from qconvert.cli.main import cli
 
 SEED = int(os.environ.get("QCONVERT_HOSTILE_SEED", "1"))
-BOUNDED, CHECKED = 58, 1500
+BOUNDED, CHECKED = 72, 1500
 _PARTS, _CHECKED_PARTS = 1, 30
 
 
@@ -79,8 +79,16 @@ def test_all(part: int, stage: Stage) -> None:
 
 
 def _commands() -> set[str]:
-    found = set(cli.commands) - {"experts", "recipes", "prepare", "gptq4"}
-    return found | {"experts stack", "experts unstack", "recipes show", "prepare"}
+    found = set(cli.commands) - {"experts", "mtp", "recipes", "prepare", "gptq4"}
+    return found | {
+        "experts stack",
+        "experts unstack",
+        "mtp drop",
+        "mtp extract",
+        "mtp graft",
+        "recipes show",
+        "prepare",
+    }
 
 
 @pytest.mark.parametrize("count", [BOUNDED, CHECKED])

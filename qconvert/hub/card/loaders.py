@@ -33,8 +33,8 @@ def takers(
     simulated ones."""
     if amx_of(manifest) is not None:
         return (KTRANSFORMERS,)
-    if manifest.get("trtllm_gen") is not None:
-        return ()
+    if manifest.get("trtllm_gen") is not None or manifest.get("draft") is not None:
+        return ()  # no server loads either by itself
     by_rule = _takers_by_rule(manifest, config)
     found = [name for name in RUNTIMES if (said[name].sizes if name in said else name in by_rule)]
     stage = manifest.get("stage")

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 _HUB = "https://huggingface.co"
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
 _MOST = 20
+_DRAFT = """\
+This is the draft of a model, which is served beside the model itself. With MODEL as that one's
+folder and REPO as this one:
+
+    python -m sglang.launch_server --model-path MODEL --speculative-algorithm NEXTN \\
+        --speculative-draft-model-path REPO
+    vllm serve MODEL --speculative-config \\
+        '{"method": "mtp", "model": "REPO", "num_speculative_tokens": 1}'"""
 
 
 def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: str | None) -> str:
@@ -115,6 +123,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
             "PREPARED.md says how to serve it (experimental)."
         )
         return "\n".join(lines)
+    if manifest.get("draft") is not None:
+        return "\n".join([*lines, _DRAFT, *_sizes(said)])
     loaders = takers(manifest, config, said)
     if not loaders:
         groups = manifest.get("gdn_groups")

@@ -52,6 +52,13 @@ def derive(config: Config, names: Iterable[str]) -> Family | str:
     return family_of(found, names)
 
 
+def class_of(config: Config, names: Iterable[str]) -> Description | str:
+    """The description of the class that transformers has for a config, or why there is none. It says
+    nothing of the `names`, which may be another class's."""
+    kind = str(config.get("model_type", ""))
+    return _shipped(kind) or _asked(config, list(names))
+
+
 def _akin(description: Description, names: Iterable[str]) -> bool:
     """Whether any module is called as one of the class: a folder of kernels' tiles holds none, and a
     class takes seconds to build."""

@@ -30,7 +30,7 @@ from qconvert.runtimes.sglang.classes import (
 from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35Draft
 from qconvert.runtimes.sglang.quantization import Mixed, Renames
 
-_BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 # Modules of the layer are named so, and its head.
 _HEAD = "model.shared_head.head"
 
@@ -59,7 +59,7 @@ def _ends(build: Build, config: Config, head: Quantization | None, asked: str) -
         build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
     else:
         build.vocabulary("lm_head", vocabulary, hidden, head.head(asked))
-    build.borrowed = _BORROWED
+    build.borrowed = BORROWED
 
 
 def _mtp(build: Build, config: Config, fused: int, *, next_model: bool, dense: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
 from qconvert.checkpoint.family import text_config
+from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
 from qconvert.core.names import scale_candidates, weight_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
@@ -61,7 +62,7 @@ _OF_TRAINING = frozenset(
     }
 )  # fmt: skip
 _TIED = "tie_word_embeddings"
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # Of a class, or of a multi-modal config's root, not of the text model.
 _OF_CLASS = frozenset(
     {
@@ -70,6 +71,7 @@ _OF_CLASS = frozenset(
     }
 )  # fmt: skip
 _OF_IMAGES = frozenset({"rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"})
+_OF_MROPE = (("rope_parameters.rope_type", "mrope"), ("rope_parameters.type", "mrope"))
 _SAME_MODEL = frozenset({"qwen3_5", "qwen3_next"})
 _ROPE = ("rope_parameters", "rope_scaling")
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
@@ -104,6 +106,8 @@ class ConfigKept:
             ours, wanted = settings(here.config), settings(source.config)
         elif (len(families) == 1 and "generic" not in families) or families == _SAME_MODEL:
             ours, wanted = _of_text(here), _of_text(source)
+        elif kind is not None and kind == text_model_type(source.config):
+            ours, wanted = _of_text_alone(here, source)
         else:
             message = f"model_type is {kind!r}, the source's is {theirs!r}: another model"
             yield Finding("QC083", "error", CONFIG, message)
@@ -174,6 +178,21 @@ def _of_text(checkpoint: Checkpoint) -> Settings:
     return found
 
 
+def _of_text_alone(here: Checkpoint, source: Checkpoint) -> tuple[Settings, Settings]:
+    """The settings of a text model by itself, and those that the source states of it. What its root
+    says, and what the class alone states and always does, is not new."""
+    root = settings({k: v for k, v in source.config.items() if not isinstance(v, Mapping)})
+    always = ALWAYS.get(str(here.config.get("model_type")), {})
+    wanted, ours = (
+        {k: v for k, v in settings(config).items() if k not in _OF_CLASS | _OF_IMAGES}
+        for config in (source.config["text_config"], here.config)
+    )
+    if source.config["text_config"].get("model_type") in SAME_MODEL:
+        ours = {k: v for k, v in ours.items() if k in wanted or always.get(k) != v}
+        wanted = {k: v for k, v in wanted.items() if (k, v) not in _OF_MROPE}
+    return {k: v for k, v in ours.items() if k in wanted or root.get(k) != v}, wanted
+
+
 def _differences(
     here: Checkpoint, source: Checkpoint, ours: Settings, wanted: Settings
 ) -> Iterator[Finding]:
@@ -192,6 +211,7 @@ def _differences(
         for key, value in ours.items()
         if key not in wanted
         if value is not None
+        if value or key.rpartition(".")[2] not in _MTP_COUNTS
     ]
     if new:
         more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""

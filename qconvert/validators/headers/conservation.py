@@ -70,6 +70,8 @@ class Conservation:
                 message = f"the folder was not made from it: its {what} differ"
                 if what == "headers" and _has_all_read(folder):
                     message += _OTHER_FILES
+                if any(step.get("name") == "graft_draft" for step in manifest.get("passes", ())):
+                    message += ". A draft was grafted to it: give --draft DRAFT as well"
                 yield Finding("QC031", "error", where, message)
                 return
         used = _used(folder)

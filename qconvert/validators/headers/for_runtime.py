@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
+from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
-from qconvert.runtimes.serving import SIMULATED, Answer, Serving, drafted, served
+from qconvert.runtimes.serving import SIMULATED, Answer, Serving, draft_alone, drafted, served
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
@@ -79,11 +80,17 @@ class ForRuntime:
         try:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
-            answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
-            draft = drafted(
-                checkpoint.config, tensors, answer, groups=_groups(folder),
-                runtime=serving.consumer.name,
-            )  # fmt: skip
+            draft = None
+            if DRAFT in (checkpoint.manifest or {}):
+                answer = draft_alone(
+                    checkpoint.config, tensors, serving.setting, runtime=serving.consumer.name
+                )
+            else:
+                answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+                draft = drafted(
+                    checkpoint.config, tensors, answer, groups=_groups(folder),
+                    runtime=serving.consumer.name,
+                )  # fmt: skip
         except (NotSimulated, PlanError) as reason:
             raise NotChecked(f"not simulated: {reason}") from None
         version = SIMULATED[serving.consumer.name]

@@ -16,6 +16,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
+from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import parse
 from qconvert.run.reader import Reader
 from qconvert.validation.runner import Folder, NotChecked
@@ -128,6 +129,8 @@ def output_model(folder: Folder) -> Model:
     manifest = folder.checkpoint.manifest or {}
     if "stage" in manifest:
         raise NotChecked("it is one pipeline stage, not a whole model; check the result of `join`")
+    if DRAFT in manifest:
+        raise NotChecked("it is a draft, not a whole model; check the model that it is grafted to")
     if "amx" not in manifest:
         return Model(folder.checkpoint)
     block = sound_block(folder.checkpoint)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
+from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import parse, split_parameter
 from qconvert.validation.runner import NotChecked
 from qconvert.validators.reading.quantization import READ_METHODS
@@ -63,27 +64,30 @@ class Stage:
 
 
 def stage_of(checkpoint: Checkpoint) -> Stage | None:
-    """None for a folder that is not a stage. Raises PlanError if the manifest's `stage` is broken or
-    contradicts itself."""
+    """None for a folder that is not a stage; a draft's is as the last of two, behind all layers. Raises
+    PlanError if the manifest's `stage` is broken or contradicts itself."""
+    if DRAFT in (checkpoint.manifest or {}):
+        layers = checkpoint.role_index.dims.num_layers
+        return Stage(1, (layers, 0), range(layers, layers), {})
     found = (checkpoint.manifest or {}).get("stage")
     if found is None:
         return None
     if not isinstance(found, dict):
         raise PlanError(f"expected `stage` to be an object, found {found!r}")
     number, of = (_count(found, key) for key in ("number", "of"))
-    partition, layers = (_counts(found, key) for key in ("partition", "layers"))
+    partition, owned = (_counts(found, key) for key in ("partition", "layers"))
     environment = found.get("environment", {})
     if not isinstance(environment, dict):
         raise PlanError(f"expected `environment` to be an object, found {environment!r}")
     if len(partition) != of or number >= of:
         raise PlanError(f"stage {number} of {of} does not fit a partition into {len(partition)}")
     start = sum(partition[:number])
-    if layers != (start, start + partition[number]):
+    if owned != (start, start + partition[number]):
         raise PlanError(
             f"stage {number} of {_spell(partition)} owns layers [{start}, "
-            f"{start + partition[number]}), but `layers` is {list(layers)}"
+            f"{start + partition[number]}), but `layers` is {list(owned)}"
         )
-    return Stage(number, partition, range(*layers), environment)
+    return Stage(number, partition, range(*owned), environment)
 
 
 def _count(found: dict[str, Any], key: str) -> int:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.checkpoint.text_class import text_model_type
+from qconvert.core.names import parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
@@ -66,6 +68,8 @@ class Weights:
     def __call__(self, folder: Folder) -> Iterator[Yield]:
         assert folder.source is not None
         ours, theirs = matrices(folder.checkpoint), matrices(folder.source)
+        if _is_text_alone(folder):
+            ours, theirs = _by_place(ours), _by_place(theirs)
         yield from _missing(folder, ours, theirs)
         kinds: dict[tuple[object, ...], list[Compare]] = {}
         unread: list[tuple[Matrix, str]] = []
@@ -116,6 +120,27 @@ class Weights:
                 yield Proved("every weight that was compared is the source's within its rounding")
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
+
+
+def _is_text_alone(folder: Folder) -> bool:
+    """Whether the folder's class is that of the source's text model, whose roles may be called
+    otherwise."""
+    assert folder.source is not None
+    kind, theirs = (c.config.get("model_type") for c in (folder.checkpoint, folder.source))
+    return kind != theirs and kind == text_model_type(folder.source.config)
+
+
+def _by_place(found: Mapping[Key, Matrix]) -> dict[Key, Matrix]:
+    """Matrices of a text model by what they are called below their layer."""
+    named: dict[Key, Matrix] = {}
+    for key, matrix in found.items():
+        role = key[0]
+        if not role.startswith("vision."):
+            _, layers, below = parse(matrix.tensor).template.partition(".layers.{L}.")
+            last = role.rpartition(".")[2]
+            role = f"{split_parameter(below)[0]} {last}" if layers else last
+        named[role, *key[1:]] = matrix
+    return named
 
 
 def _is_full(folder: Folder) -> bool:

@@ -41,7 +41,7 @@ def _mutations() -> Iterator[Mutation]:
         "inspect": (), "plan": (), "diff": ("{src}",), "validate": (),
         "upload": ("me/made", "--dry-run"),
         "dequant": ("{out}",), "amx": ("{out}", "--method", "int4", "--numa", "1"),
-        "join": ("{out}",),
+        "join": ("{out}",), "text": ("{out}",), "mtp graft": ("{good}", "{out}"),
         "split": ("{out}", "--pp", "2", "--for", "vllm"), "unprepare": ("{out}",),
     }  # fmt: skip
     for number, (name, source) in enumerate(sources.items()):
@@ -59,7 +59,8 @@ def _mutations() -> Iterator[Mutation]:
     writers = {
         "dequant": ("dequant", "{src}"), "fuse": ("fuse", "{src}"), "run": ("run", "copy", "{src}"),
         "nvfp4": ("nvfp4", "--dialect", "modelopt", "{src}"), "w4a16": ("w4a16", "--rtn", "{src}"),
-        "experts stack": ("experts", "stack", "{src}"),
+        "experts stack": ("experts", "stack", "{src}"), "mtp graft": ("mtp", "graft", "{src}", "{good}"),
+        "text": ("text", "{src}"),
     }  # fmt: skip
     for number, (name, out) in enumerate(outs.items()):
         for place, (command, words) in enumerate(writers.items()):

@@ -196,7 +196,7 @@ def _mutations() -> Iterator[Mutation]:
 
 _WRITING = frozenset({
     "dequant", "run", "fuse", "unfuse", "experts stack", "experts unstack", "amx", "kt", "w4a16",
-    "nvfp4", "split", "prepare", "unprepare", "join",
+    "nvfp4", "split", "prepare", "unprepare", "join", "mtp drop", "mtp extract", "mtp graft", "text",
 })  # fmt: skip
 
 

@@ -1,0 +1,33 @@
+"""Folders in transformers: no key may be missing or unexpected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from qconvert.layouts.derived.transformers_class import class_of
+
+hf: Any = transformers
+
+
+def loaded(folder: Path) -> Any:
+    """The folder's class, loaded; every key must be there and none unexpected."""
+    found = hf.AutoConfig.from_pretrained(folder)
+    model, told = class_of(hf, found).from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not told["missing_keys"], sorted(told["missing_keys"])[:3]
+    assert not told["unexpected_keys"], sorted(told["unexpected_keys"])[:3]
+    return model.eval()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """For fixed tokens."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        tokens = torch.arange(24).view(2, 12) * 7 % 300 + 3
+        found: torch.Tensor = loaded(folder)(tokens, use_cache=False).logits
+    return found
