@@ -33,6 +33,7 @@ from qconvert.advise.machine import Machine
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source, stage_folders
+from qconvert.checkpoint.reading import reading_as
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -117,6 +118,7 @@ __all__ = (
     "plan_after",
     "plan_pair",
     "plan_stages",
+    "reading_as",
     "refusal",
     "repair",
     "run",

@@ -7,15 +7,17 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.family import Config, Family, generic_dims
+from qconvert.checkpoint.family import Config, Family, families, generic_dims
+from qconvert.core.errors import UsageError
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import parse, split_parameter
 from qconvert.layouts.derived.description import (
@@ -32,6 +34,7 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
 _FORM = 2  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
+_ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
 _INSTALL = "pip install torch transformers"
 
 
@@ -50,6 +53,40 @@ def derive(config: Config, names: Iterable[str]) -> Family | str:
     else:
         found = shipped
     return family_of(found, names)
+
+
+def architecture(name: str) -> tuple[str, str]:
+    """The model_type and the class that a name stands for: a model_type or a class, of the package's own
+    descriptions and families or of the installed transformers. Raises UsageError."""
+    shipped = _shipped(name)
+    if shipped is not None:
+        return name, shipped.class_name
+    by_class = _classes()
+    if name in by_class:
+        return by_class[name], name
+    if any(name in family.model_types for family in families()):
+        return name, ""
+    for text in _tables():
+        for model_type, class_name in _ROW.findall(text):
+            if name == model_type:
+                return name, ""
+            if name == class_name and "For" in name:
+                return model_type, name
+    raise UsageError(
+        f"--architecture {name!r}: no model_type or class of that name is known; write one as "
+        "config.json does, as qwen3_moe or Qwen3MoeForCausalLM"
+    )
+
+
+@lru_cache(maxsize=1)
+def _classes() -> Mapping[str, str]:
+    """The model_type of every class that a description is of."""
+    folder = resources.files("qconvert.layouts.derived").joinpath("classes")
+    found: dict[str, str] = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        answer = parse_object(file.read_bytes(), file)
+        found.setdefault(str(answer["class"]), str(answer["model_type"]))
+    return found
 
 
 def _akin(description: Description, names: Iterable[str]) -> bool:
@@ -105,12 +142,14 @@ def _asked(config: Config, names: list[str]) -> Description | str:
 def _has_class(model_type: str) -> bool:
     """Whether the installed transformers names the model_type in its tables, read as text: importing
     them takes seconds, and most models that are not known are not known there either."""
+    return any(f'("{model_type}", ' in text for text in _tables())
+
+
+def _tables() -> Iterator[str]:
     found = importlib.util.find_spec("transformers")
     for folder in [] if found is None else found.submodule_search_locations or []:
-        for file in Path(folder, "models", "auto").glob("*.py"):
-            if f'("{model_type}", ' in file.read_text():
-                return True
-    return False
+        for file in sorted(Path(folder, "models", "auto").glob("*.py")):
+            yield file.read_text()
 
 
 def representatives(names: Iterable[str]) -> list[str]:
