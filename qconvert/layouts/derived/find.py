@@ -26,12 +26,13 @@ from qconvert.layouts.derived.description import (
     family_of,
     parsed,
     unresolved,
+    without_prefix,
 )
 
 _SECONDS = 120  # imports and the meta device take 5 to 10 on two cores
 # A class is built layer by layer, and its experts one by one in a few: no model has more.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
-_FORM = 2  # of the answers; those of another form are asked for anew
+_FORM = 3  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
@@ -43,8 +44,9 @@ def derive(config: Config, names: Iterable[str]) -> Family | str:
     names = list(names)
     shipped = _shipped(str(config.get("model_type", "")))
     layers = generic_dims(config).num_layers
-    if shipped is not None and not unresolved(shipped, names, layers):
-        return family_of(shipped, names)
+    for known in () if shipped is None else (shipped, without_prefix(shipped)):
+        if not unresolved(known, names, layers):
+            return family_of(known, names)
     answer = _asked(config, names) if shipped is None or _akin(shipped, names) else _FOREIGN
     if isinstance(answer, Description):
         found = answer
