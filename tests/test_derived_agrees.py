@@ -5,6 +5,7 @@ otherwise, the reason is here."""
 from __future__ import annotations
 
 from functools import cache
+from importlib import resources
 
 import headers
 import pytest
@@ -14,7 +15,6 @@ from qconvert.core.roles import Kind
 from qconvert.layouts.derived.find import derive
 
 EXPERTS = 3
-MODELS = sorted(headers.names())
 # By kind, hand-written then derived: what a file calls otherwise than the class's modules show.
 OTHERWISE = {
     (Kind.GDN_QKVZ, Kind.LINEAR): "how linear attention is fused, no class of transformers says",
@@ -27,8 +27,19 @@ OTHERWISE = {
 }
 # Which class a model without one of its own is read as: that of its `architectures`.
 AS = {"kimi_k2": "deepseek_v3"}
-# Stacks are published [E, H, 2I], and the class has [E, 2I, H]: transformers turns them round on loading
-# where shapes differ (conversion_mapping.py, "qwen3_vl_moe"; 5.17), which no attribute of the class says.
+
+
+def _class_of(model: str) -> str:
+    model_type = str(headers.load(model).config["model_type"])
+    return AS.get(model_type, model_type)
+
+
+CLASSES = {
+    path.name for path in resources.files("qconvert.layouts.derived").joinpath("classes").iterdir()
+}
+MODELS = [model for model in headers.names() if f"{_class_of(model)}.json" in CLASSES]
+# Stacks are published [E, H, 2I], and the class has [E, 2I, H]: transformers turns them on loading where
+# shapes differ (conversion_mapping.py, "qwen3_vl_moe"; 5.17), which no attribute of the class says.
 TURNED = {"qwen3-vl-30b-a3b"}
 # Of these kinds a file allows to quantize what is only copied where it is derived.
 FILE_ALLOWS = {Kind.GDN_QKVZ, Kind.GDN_QKV, Kind.GDN_Z, Kind.GDN_OUTPUT}
@@ -39,8 +50,7 @@ def both(model: str) -> tuple[RoleIndex, RoleIndex]:
     found = headers.few(model, EXPERTS)
     names = list(found.tensors)
     by_hand = role_index(family_for(found.config, names), found.config, names)
-    model_type = found.config["model_type"]
-    derived = derive({**found.config, "model_type": AS.get(model_type, model_type)}, names)
+    derived = derive({**found.config, "model_type": _class_of(model)}, names)
     assert not isinstance(derived, str), derived
     assert by_hand.family.class_name == ""
     return by_hand, role_index(derived, found.config, names)
