@@ -29,6 +29,7 @@ from qconvert.core.links import is_inside, open_inside, read_inside, resolved
 from qconvert.core.manifest_keys import parse_manifest
 from qconvert.core.names import parse
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
+from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 
 INDEX = "model.safetensors.index.json"
@@ -289,7 +290,10 @@ class Checkpoint(Mapping[str, Source]):
                 return bool(last)
             if layer is not None:
                 return bool(first <= layer < stop)
-            return stage["number"] == 0 if "embed_tokens" in name else bool(last)
+            place = self.family.place(name, self.role_index.dims)
+            if place is not None and place.role.kind is Kind.EMBEDDING:
+                return bool(stage["number"] == 0)
+            return bool(last)
 
         return [name for name in found if held(name)]
 

@@ -26,10 +26,10 @@ HOLDS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def discover(*packages: str, group: str) -> list[Any]:
+def discover(*packages: str, group: str = "") -> list[Any]:
     """Every module of some packages, in order of the modules' names, then those of other packages'
-    entry points. What cannot be imported is fatal: QConvertError names the file, or the package and the
-    cause. A family that silently failed to load would be treated as unknown."""
+    entry points in a group, if one is named. What cannot be imported is fatal: QConvertError names
+    the file, or the package and the cause. A family that silently failed to load would be treated as unknown."""
     found: dict[tuple[str, str], str] = {}
     for package in packages:
         root = importlib.import_module(package)
@@ -44,7 +44,7 @@ def discover(*packages: str, group: str) -> list[Any]:
             raise QConvertError(
                 f"{name.replace('.', '/')}.py: cannot be imported: {error}"
             ) from error
-    return [*modules, *_installed(group)]
+    return [*modules, *(_installed(group) if group else ())]
 
 
 @lru_cache(maxsize=8)
