@@ -29,7 +29,8 @@ HOLDS: Mapping[str, str] = {
 def discover(*packages: str, group: str = "") -> list[Any]:
     """Every module of some packages, in order of the modules' names, then those of other packages'
     entry points in a group, if one is named. What cannot be imported is fatal: QConvertError names
-    the file, or the package and the cause. A family that silently failed to load would be treated as unknown."""
+    the file, or the package and the cause. A family that silently failed to load would be treated as
+    unknown."""
     found: dict[tuple[str, str], str] = {}
     for package in packages:
         root = importlib.import_module(package)
