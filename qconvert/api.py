@@ -34,6 +34,7 @@ from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
+from qconvert.checkpoint.reading import reading_as
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -120,6 +121,7 @@ __all__ = (
     "plan_graft",
     "plan_pair",
     "plan_stages",
+    "reading_as",
     "refusal",
     "repair",
     "run",

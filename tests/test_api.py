@@ -29,7 +29,8 @@ NAMES = (
     "Planned", "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Repair",
     "Report", "Result", "RunError", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
     "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint", "plan",
-    "plan_after", "plan_graft", "plan_pair", "plan_stages", "refusal", "repair", "run", "upload",
+    "plan_after", "plan_graft", "plan_pair", "plan_stages", "reading_as", "refusal", "repair", "run",
+    "upload",
     "validate", "validate_kernels",
 )  # fmt: skip
 

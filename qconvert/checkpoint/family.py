@@ -8,13 +8,13 @@ matched" from a silent accident into an error.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from qconvert.core.errors import CheckpointError, PlanError, QConvertError
+from qconvert.core.discovery import FAMILIES, discover
+from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.names import experts_module, parse, split_parameter
 from qconvert.core.roles import Kind
 
@@ -332,31 +332,11 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
     return RoleIndex(family, dims, places, tuple(unknown), frozen)
 
 
-def discover(*packages: str) -> list[Any]:
-    """Import every module of some packages, in order of the modules' names. An import error is fatal
-    and names the file: a family that silently fails to load would be treated as unknown."""
-    found: dict[tuple[str, str], str] = {}
-    for package in packages:
-        root = importlib.import_module(package)
-        for info in pkgutil.iter_modules(root.__path__):
-            if not info.ispkg:
-                found[info.name, package] = f"{package}.{info.name}"
-    modules = []
-    for _, name in sorted(found.items()):
-        try:
-            modules.append(importlib.import_module(name))
-        except ImportError as error:
-            raise QConvertError(
-                f"{name.replace('.', '/')}.py: cannot be imported: {error}"
-            ) from error
-    return modules
-
-
 def families() -> list[Family]:
-    """Every family of `layouts/`, in file order. Two that claim one model_type: PlanError."""
-    found: list[Family] = [
-        module.FAMILY for module in discover("qconvert.layouts") if hasattr(module, "FAMILY")
-    ]
+    """Every family of `layouts/`, in file order, then those of other packages. Two that claim one
+    model_type: PlanError."""
+    modules = discover("qconvert.layouts", group=FAMILIES)
+    found: list[Family] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     owner: dict[str, str] = {}
     for family in found:
         for model_type in family.model_types:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import FOLLOW_LINKS, JSON, MOST, SOURCE, Size
+from qconvert.cli.options import JSON, MOST, OPENING, SOURCE, Size
 from qconvert.core.say import say, say_all, say_json
 
 
@@ -47,7 +47,7 @@ from qconvert.core.say import say, say_all, say_json
 @click.option(
     "--disaggregated", is_flag=True, help="Print a launch line for each role: prefill and decode."
 )
-@FOLLOW_LINKS
+@OPENING
 @JSON
 def advise(
     source: str,

@@ -15,9 +15,9 @@ from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
-    FOLLOW_LINKS,
     JSON,
     MOST,
+    OPENING,
     SOURCE,
     Partition,
     SourceName,
@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 @click.command()
 @SOURCE
 @click.option("--tensors", metavar="PATTERN", help="List tensors whose names match, e.g. '*.61.*'.")
-@FOLLOW_LINKS
+@OPENING
 @JSON
 def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
     """Show the contents of a checkpoint, from its headers: model, dtypes, roles, quantization.
@@ -97,7 +97,7 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
 @click.option("--all", "every", is_flag=True, help="Print a line for every difference.")
-@FOLLOW_LINKS
+@OPENING
 @JSON
 def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
     """Compare two checkpoints tensor by tensor, whatever their shards.
@@ -222,7 +222,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="FILE",
     help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
-@FOLLOW_LINKS
+@OPENING
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
 def validate(
     out: str | None,

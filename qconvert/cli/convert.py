@@ -11,8 +11,8 @@ import click
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.options import (
     DRY_RUN,
-    FOLLOW_LINKS,
     JSON,
+    OPENING,
     OUT,
     SOURCE,
     Folder,
@@ -61,7 +61,7 @@ _PLANNING: Callable[[F], F] = stacked(
         help="Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
     ),
     base_model("what the source names"),
-    FOLLOW_LINKS,
+    OPENING,
     JSON,
 )  # fmt: skip
 RUNNING: Callable[[F], F] = stacked(

@@ -171,6 +171,13 @@ class Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
+class File(Folder):
+    """The path of a file that exists."""
+
+    def __init__(self) -> None:
+        click.Path.__init__(self, exists=True, dir_okay=False, path_type=Path)
+
+
 class Share(click.FloatRange):
     """A number between 0 and 1, both excluded, and not NaN, which comparisons let through."""
 
@@ -246,6 +253,32 @@ MOST = (
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
     "otherwise.",
+)  # fmt: skip
+
+
+def _read_as(
+    ctx: click.Context, param: click.Parameter, value: str | Path | None
+) -> str | Path | None:
+    """Whose layout checkpoints have that this command opens, until it ends."""
+    from qconvert.checkpoint.reading import reading_as
+
+    if value is not None:
+        ctx.with_resource(reading_as(**{str(param.name): value}))  # type: ignore[arg-type]
+    return value
+
+
+# How a checkpoint is opened, by every command that opens one.
+OPENING: Callable[[F], F] = stacked(
+    FOLLOW_LINKS,
+    click.option(
+        "--architecture", metavar="CLASS", expose_value=False, callback=_read_as,
+        help="Read SRC as a class of transformers with the same layout, by its name or model_type, "
+        "e.g. Qwen3MoeForCausalLM: for models whose own class is remote code.",
+    ),
+    click.option(
+        "--family", type=File(), metavar="FILE", expose_value=False, callback=_read_as,
+        help="Read SRC as the family in FILE, Python as in qconvert/layouts, which is run.",
+    ),
 )  # fmt: skip
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 DRY_RUN = click.option(

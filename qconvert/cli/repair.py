@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import DRY_RUN, FOLLOW_LINKS, JSON, TP, Folder, SourceName
+from qconvert.cli.options import DRY_RUN, JSON, OPENING, TP, Folder, SourceName
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 
@@ -30,7 +30,7 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang")
 @TP
 @DRY_RUN
-@FOLLOW_LINKS
+@OPENING
 @JSON
 def repair(
     source: str,

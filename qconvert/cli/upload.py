@@ -11,8 +11,8 @@ import click
 from qconvert.cli.options import (
     AGAINST,
     DRY_RUN,
-    FOLLOW_LINKS,
     JSON,
+    OPENING,
     Branch,
     Folder,
     base_model,
@@ -50,7 +50,7 @@ _MOST_LISTED = 12
 @click.option(
     "--read-back", is_flag=True, help="After the upload fetch every file and compare its bytes."
 )
-@FOLLOW_LINKS
+@OPENING
 @click.option(
     "--force", is_flag=True, help="Upload a folder that fails validation; the card says so."
 )

@@ -133,6 +133,10 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     "layers": (_is_count, "a count"),
     "experts": (_is_count, "a count"),
     "gdn_groups": (_is_count, "a count"),
+    "reading": (
+        _with({}, {"architecture": _is_text, "family_file": _is_text, "sha256": _is_text}),
+        "an object of strings",
+    ),
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
     DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Protocol
 
 from qconvert.checkpoint.integer_config import gptq_form, packed_scheme
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
+from qconvert.core.discovery import FORMATS, discover
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, concat
@@ -63,6 +65,34 @@ class Stored:
         if decoder.g_idx:
             args.append(self.args[-1])
         return replace(self, args=tuple(args), rows=stop - start)
+
+
+class Format(Protocol):
+    """A format of stored weights that another package adds: the `FORMAT` of a module that an entry
+    point of the group `qconvert.formats` names.
+
+    `read` is how a module's weight is read as BF16, and the names of all tensors that it takes; None for
+    a module that is not stored so. Its op is an op as those of `qconvert.ops`.
+    """
+
+    def read(self, plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None: ...
+
+
+def added_formats() -> list[Format]:
+    """The formats of other packages. An import error is fatal and names the package."""
+    return [module.FORMAT for module in discover(group=FORMATS)]
+
+
+def read_added(plan: Plan) -> dict[str, tuple[Stored, tuple[str, ...]]]:
+    """Every module that is in a format of another package, and how it is read."""
+    formats = added_formats()
+    modules = dict.fromkeys(split_parameter(name)[0] for name in plan.tensors) if formats else {}
+    return {
+        module: found
+        for one in formats
+        for module in modules
+        if (found := one.read(plan, module)) is not None
+    }
 
 
 def _regrid(
@@ -130,6 +160,9 @@ def fp8_reading(
 def read_matrix(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]]:
     """A module's weight, and the names of all tensors it takes. Raises PlanError where it is in no
     form that is read here."""
+    for one in added_formats():
+        if (found := one.read(plan, module)) is not None:
+            return found
     if f"{module}.weight_packed" in plan.tensors:
         return _read_packed(plan, module)
     if f"{module}.qweight" in plan.tensors:

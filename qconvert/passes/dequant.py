@@ -1,5 +1,5 @@
-"""dequant: every FP8 and NVFP4 weight becomes BF16, its scales are consumed, every quantization block
-goes.
+"""dequant: every FP8 and NVFP4 weight becomes BF16, and every one in a format that another package
+adds; its scales are consumed, every quantization block goes.
 
 The block size of FP8 comes from the config and is never inferred from shapes: dividing rows by scale
 rows is silently wrong for hundreds of ragged row counts.
@@ -16,7 +16,7 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.names import weight_candidates
 from qconvert.formats.nvfp4.config import NAMES
 from qconvert.formats.nvfp4.decode import nvfp4_matrices
-from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of
+from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of, read_added
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.plan import LogEntry, Plan
@@ -50,17 +50,27 @@ class Dequant:
         overflow = self.allow_overflow
         fp8 = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
         nvfp4 = {matrix.weight: matrix for matrix in nvfp4_matrices(plan)}
-        if not fp8 and not nvfp4:
+        added = {m: found for m, found in read_added(plan).items() if found[0].decoder is not None}
+        fp8 = [name for name in fp8 if not any(name in names for _, names in added.values())]
+        if not fp8 and not nvfp4 and not added:
             raise PlanError(_why_none(plan))
         scales = {name: fp8_scale_name(plan, name) for name in fp8}
         consumed = {*scales.values(), *(name for m in nvfp4.values() for name in m.scales)}
+        first = {names[0]: module for module, (_, names) in added.items()}
+        consumed |= {name for _, names in added.values() for name in names}
         stale = {name: STALE_RULE for name in plan.tensors if name.endswith(_STALE)}
         inputs = (f"{m.module}.{suffix}" for m in nvfp4.values() for suffix in _INPUTS)
         stale |= {name: NVFP4_RULE for name in inputs if name in plan.tensors}
         tensors: dict[str, Output] = {}
         made = []
         for name, output in plan.tensors.items():
-            if name in scales:
+            if name in first:
+                stored, _ = added[first[name]]
+                assert stored.decoder is not None
+                weight = f"{first[name]}.weight"
+                tensors[weight] = apply(stored.decoder, *stored.args)[0]
+                made.append(weight)
+            elif name in scales:
                 tensors[name] = _dequantized(name, scales[name], plan, overflow=overflow)
                 made.append(name)
             elif name in nvfp4:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
+from qconvert.checkpoint.reading import FACT as READING
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source, Value
 from qconvert.core.manifest_keys import LASTING_FACTS
@@ -77,12 +78,15 @@ class Plan:
         """Every tensor as it is, in the order a model runs in."""
         names = sorted(checkpoint, key=natural_key)
         manifest = checkpoint.manifest or {}
+        facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
+        if checkpoint.reading is not None:
+            facts[READING] = checkpoint.reading.fact
         return cls(
             checkpoint,
             {name: checkpoint[name].output for name in names},
             checkpoint.config,
             checkpoint.side_files,
-            facts={key: manifest[key] for key in LASTING_FACTS if key in manifest},
+            facts=facts,
         )
 
     @property

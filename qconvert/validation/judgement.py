@@ -125,6 +125,7 @@ def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
         "",
         len(layout.files) > 1,
         {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata},
+        asked=plan.checkpoint.reading,
         ready=ready,
     )
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
-from qconvert.checkpoint.family import discover
 from qconvert.checkpoint.grafted import grafted
 from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
+from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
 from qconvert.runtimes.serving import Serving
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
@@ -172,13 +172,17 @@ class Report:
 
 def validators() -> list[Validator]:
     """Every validator, in file order. An import error is fatal and names the file."""
-    return [module.VALIDATOR for module in discover(*PACKAGES) if hasattr(module, "VALIDATOR")]
+    return [module.VALIDATOR for module in _modules() if hasattr(module, "VALIDATOR")]
+
+
+def _modules() -> list[Any]:
+    return discover(*PACKAGES, group=VALIDATORS)
 
 
 def rules() -> dict[str, Rule]:
     """Every rule by id, in order. Raises CheckpointError if two modules define one id."""
     found: dict[str, Rule] = {}
-    for rule in (*RULES, *(r for m in discover(*PACKAGES) for r in _rules_of(m))):
+    for rule in (*RULES, *(r for m in _modules() for r in _rules_of(m))):
         if rule.id in found:
             raise CheckpointError(f"rule {rule.id} is defined twice in validators/")
         found[rule.id] = rule
@@ -223,6 +227,8 @@ def validate_folder(
     report.about["level"] = request.level
     try:
         here = Checkpoint.open(out, follow_links=follow_links)
+        if source is not None and source.reading is None:
+            source = replace(source, asked=here.reading)  # which may be the manifest's word
         folder = Folder(here, source, partner, request)
         have = _at_hand(folder)
         report.about["model"] = folder.checkpoint.model_line

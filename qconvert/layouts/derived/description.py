@@ -47,7 +47,7 @@ class Description:
     """A class of transformers. `modules` are its modules by name template; `keys` are the config's keys
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
     experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are). `layers` of
-    each module, where the class was built for the very config, else empty."""
+    each module and `sizes`, where the class was built for the very config, else empty."""
 
     name: str
     class_name: str
@@ -57,6 +57,7 @@ class Description:
     experts_unread: str
     not_on_cpus: str
     layers: Mapping[str, tuple[int, ...]]
+    sizes: Mapping[str, int]
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
@@ -70,6 +71,7 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         str(answer["experts_unread"]),
         str(answer["not_on_cpus"]),
         {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
+        dict(answer.get("sizes", {})),
     )
 
 
@@ -83,6 +85,7 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         if "{I}" not in name  # two modules of one layer would be one
     )
     family = Family(description.name, (), generic_dims, roles)
+    every = set(description.modules)
     there = {role.module for name in names for role in family.candidates(name)[0]}
     family = replace(
         family,
@@ -95,8 +98,9 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         layers_counted=not description.layers,
         expert_templates={
             module.kind: name
+            for known in (every, there)  # the names that it has are the last
             for name, module in description.modules.items()
-            if module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
+            if name in known and module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
         },
     )
     layers = _stated(family, description) if description.layers else _found(family, names)
@@ -160,13 +164,17 @@ def _dims(
 
     def dims(config: Config) -> Dims:
         found, text, keys = generic_dims(config), text_config(config), description.keys
+        sizes = description.sizes
         experts = first_int(text, keys["num_experts"]) if "num_experts" in keys else 0
         width = first_int(text, keys.get("moe_intermediate_size", "")) if experts else 0
         return replace(
             found,
             num_layers=found.num_layers or layers,
-            num_experts=experts or found.num_experts,
-            moe_intermediate_size=width or found.moe_intermediate_size,
+            hidden_size=found.hidden_size or sizes.get("hidden_size", 0),
+            num_experts=experts or sizes.get("num_experts", 0) or found.num_experts,
+            moe_intermediate_size=width
+            or sizes.get("moe_intermediate_size", 0)
+            or found.moe_intermediate_size,
             groups={**groups, "moe": groups.get("moe", ())},
         )
 
@@ -177,6 +185,21 @@ def described(description: Description, template: str) -> bool:
     module, _ = split_parameter(template)
     bare = template.removesuffix("_scale_inv").removesuffix("_scale")
     return any(name in description.modules for name in (module, template, bare))
+
+
+def without_prefix(description: Description) -> Description:
+    """The description of checkpoints that the base model alone was saved as: GPT-2 is published as
+    `h.0.attn`, which its class has as `transformer.h.0.attn`. transformers adds the prefix when it
+    loads one (core_model_loading.py, rename_source_key; 5.17). The head has none."""
+    prefixes = {
+        name.partition(".")[0] for name, module in description.modules.items()
+        if "{L}" in name and not module.tower and not name.startswith("{L}")
+    }  # fmt: skip
+    if len(prefixes) != 1:
+        return description
+    (prefix,) = prefixes
+    bare = {name.removeprefix(f"{prefix}."): m for name, m in description.modules.items()}
+    return replace(description, modules=bare)
 
 
 def unresolved(description: Description, names: Iterable[str], layers: int) -> list[str]:

@@ -7,15 +7,17 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.family import Config, Family, generic_dims
+from qconvert.checkpoint.family import Config, Family, families, generic_dims
+from qconvert.core.errors import UsageError
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import parse, split_parameter
 from qconvert.layouts.derived.description import (
@@ -24,14 +26,16 @@ from qconvert.layouts.derived.description import (
     family_of,
     parsed,
     unresolved,
+    without_prefix,
 )
 
 _SECONDS = 120  # imports and the meta device take 5 to 10 on two cores
 # A class is built layer by layer, and its experts one by one in a few: no model has more.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
-_FORM = 2  # of the answers; those of another form are asked for anew
+_FORM = 3  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
+_ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
 _INSTALL = "pip install torch transformers"
 
 
@@ -40,8 +44,9 @@ def derive(config: Config, names: Iterable[str]) -> Family | str:
     names = list(names)
     shipped = _shipped(str(config.get("model_type", "")))
     layers = generic_dims(config).num_layers
-    if shipped is not None and not unresolved(shipped, names, layers):
-        return family_of(shipped, names)
+    for known in () if shipped is None else (shipped, without_prefix(shipped)):
+        if not unresolved(known, names, layers):
+            return family_of(known, names)
     answer = _asked(config, names) if shipped is None or _akin(shipped, names) else _FOREIGN
     if isinstance(answer, Description):
         found = answer
@@ -57,6 +62,40 @@ def class_of(config: Config, names: Iterable[str]) -> Description | str:
     nothing of the `names`, which may be another class's."""
     kind = str(config.get("model_type", ""))
     return _shipped(kind) or _asked(config, list(names))
+
+
+def architecture(name: str) -> tuple[str, str]:
+    """The model_type and the class that a name stands for: a model_type or a class, of the package's own
+    descriptions and families or of the installed transformers. Raises UsageError."""
+    shipped = _shipped(name)
+    if shipped is not None:
+        return name, shipped.class_name
+    by_class = _classes()
+    if name in by_class:
+        return by_class[name], name
+    if any(name in family.model_types for family in families()):
+        return name, ""
+    for text in _tables():
+        for model_type, class_name in _ROW.findall(text):
+            if name == model_type:
+                return name, ""
+            if name == class_name and "For" in name:
+                return model_type, name
+    raise UsageError(
+        f"--architecture {name!r}: no model_type or class of that name is known; write one as "
+        "config.json does, as qwen3_moe or Qwen3MoeForCausalLM"
+    )
+
+
+@lru_cache(maxsize=1)
+def _classes() -> Mapping[str, str]:
+    """The model_type of every class that a description is of."""
+    folder = resources.files("qconvert.layouts.derived").joinpath("classes")
+    found: dict[str, str] = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        answer = parse_object(file.read_bytes(), file)
+        found.setdefault(str(answer["class"]), str(answer["model_type"]))
+    return found
 
 
 def _akin(description: Description, names: Iterable[str]) -> bool:
@@ -112,12 +151,14 @@ def _asked(config: Config, names: list[str]) -> Description | str:
 def _has_class(model_type: str) -> bool:
     """Whether the installed transformers names the model_type in its tables, read as text: importing
     them takes seconds, and most models that are not known are not known there either."""
+    return any(f'("{model_type}", ' in text for text in _tables())
+
+
+def _tables() -> Iterator[str]:
     found = importlib.util.find_spec("transformers")
     for folder in [] if found is None else found.submodule_search_locations or []:
-        for file in Path(folder, "models", "auto").glob("*.py"):
-            if f'("{model_type}", ' in file.read_text():
-                return True
-    return False
+        for file in sorted(Path(folder, "models", "auto").glob("*.py")):
+            yield file.read_text()
 
 
 def representatives(names: Iterable[str]) -> list[str]:

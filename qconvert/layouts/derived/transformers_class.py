@@ -289,7 +289,10 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
     unread: set[str] = set()
     unread_experts = why_not_read(found)
     # Weights first: their kind is their module's, whose bias is not asked.
-    asked = sorted(found.published() if names is None else names, key=lambda n: n.endswith(".bias"))
+    # Experts in the class's own names, too: a checkpoint holds one form, and either is read.
+    own = {parse(name).template: name for name in found.published() if _of_experts(found, name)}
+    wanted = found.published() if names is None else [*names, *own.values()]
+    asked = sorted(dict.fromkeys(wanted), key=lambda n: n.endswith(".bias"))
     targets: dict[str, set[int]] = {}
     for name in found.parameters:
         template, layer, _ = parse(name)
@@ -343,6 +346,11 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
     }
 
 
+def _of_experts(found: Class, name: str) -> bool:
+    one = kind(found, name)
+    return one is not None and one.routed
+
+
 def _number(layers: set[int], sets: list[set[int]]) -> int:
     """Which of the sets it is; a new one is added."""
     if layers not in sets:
@@ -354,6 +362,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # The config is anybody's: what it asks for must not take the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+    # transformers prints remarks about classes as it imports them; the answer stands alone.
+    out, sys.stdout = sys.stdout, sys.stderr
     import transformers
 
     hf: Any = transformers
@@ -363,7 +373,7 @@ def main() -> None:
         answer = described(request["config"], request.get("names"))
     except CannotBuild as reason:
         answer = {"cannot": str(reason)}
-    json.dump(answer, sys.stdout)
+    json.dump(answer, out)
 
 
 if __name__ == "__main__":
