@@ -47,8 +47,6 @@ _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _CLASSES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_vl_moe": "qwen3_moe",
-    "qwen3_vl_moe_text": "qwen3_moe",
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
 }
@@ -299,7 +297,8 @@ class Model:
                 f"{name}: expected {list(wanted.shape)} as transformers' "
                 f"{type(self._class.model).__name__} has it, found {list(value.shape)}"
             )
-        full = any(part in name for part in self._full)
+        # Some classes make a router in float32, whatever the model's dtype.
+        full = wanted.dtype == torch.float32 or any(part in name for part in self._full)
         return value.to(torch.float32 if full else torch.bfloat16), used
 
     def _made(self, name: str, weights: Weights) -> tuple[torch.Tensor, set[str]]:
@@ -376,12 +375,13 @@ def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
             "round its experts to nearest instead"
         )
     config = mapping[kind].from_dict(settings)
-    if type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+    # A class of the whole model says what its published names become.
+    root = plan.config.get("model_type")
+    alone = "text_config" not in plan.config or root in _CLASSES or root not in mapping
+    if alone and type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
         with torch.device("meta"):
-            made = hf.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention
-            )
-        return made, True
+            made = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return _attending(made, attention), True
     try:
         whole = build(plan.config)
     except CannotBuild as error:
@@ -389,8 +389,14 @@ def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
             f"transformers {hf.__version__} cannot build model_type {kind!r} ({error}), so it cannot be "
             "run; round its experts to nearest instead"
         ) from error
-    whole.set_attn_implementation(attention)
-    return whole, False
+    return _attending(whole, attention), False
+
+
+def _attending(whole: Any, attention: str) -> Any:
+    """The class with an implementation of attention, eager where it has no other."""
+    decoder = whole.get_decoder()
+    decoder.set_attn_implementation(attention if decoder._supports_sdpa else "eager")
+    return whole
 
 
 def class_config(plan: Plan) -> dict[str, Any]:
