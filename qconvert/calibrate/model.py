@@ -29,6 +29,7 @@ from qconvert.layouts.derived.running import (
     experts_in,
     settled,
     tapped,
+    why_not_run,
 )
 from qconvert.layouts.derived.transformers_class import CannotBuild, Class, build, read_class
 from qconvert.matrices.stored import read_matrix
@@ -154,13 +155,15 @@ class Model:
     def __init__(self, plan: Plan, attention: str) -> None:
         self._plan = plan
         whole, alone = _class(plan, attention)
-        self._class: Class = read_class(whole.eval())
+        try:
+            self._class: Class = read_class(whole.eval())
+        except CannotBuild as error:
+            raise PlanError(f"{error}, so it cannot be calibrated") from error
         self._full = getattr(whole, "_keep_in_fp32_modules_strict", None) or ()
         self.config = whole.config.get_text_config()
-        try:
-            self._decoder: Decoder = decoder_of(whole)
-        except CannotRun as error:
-            raise PlanError(f"{error}, so it cannot be calibrated") from error
+        if why := why_not_run(whole):
+            raise PlanError(f"{type(whole).__name__} cannot be calibrated a layer at a time: {why}")
+        self._decoder: Decoder = decoder_of(whole)
         self.layers = len(self._decoder.layers)
         self._meta = list(self._decoder.layers)
         self._names = _text_names(plan, _PREFIXES if alone else ())
@@ -212,7 +215,7 @@ class Model:
     def _called(self, states: torch.Tensor, *, first: bool = False) -> tuple[Any, list[Call]]:
         try:
             return calls(self._decoder, states, first=first)
-        except CannotRun as error:
+        except (CannotRun, RuntimeError) as error:
             raise PlanError(f"{error}, so it cannot be calibrated") from error
 
     def _name_of(self, inputs: Any) -> str:

@@ -46,8 +46,9 @@ class Module:
 class Description:
     """A class of transformers. `modules` are its modules by name template; `keys` are the config's keys
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
-    experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are). `layers` of
-    each module, where the class was built for the very config, else empty."""
+    experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
+    a calibration cannot run the class a layer at a time. `layers` of each module, where the class was
+    built for the very config, else empty."""
 
     name: str
     class_name: str
@@ -57,6 +58,7 @@ class Description:
     experts_unread: str
     not_on_cpus: str
     layers: Mapping[str, tuple[int, ...]]
+    not_run: str = ""
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
@@ -70,6 +72,7 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         str(answer["experts_unread"]),
         str(answer["not_on_cpus"]),
         {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
+        str(answer.get("not_run", "")),
     )
 
 
@@ -91,6 +94,7 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         stacked_transposed=description.stacked_transposed,
         experts_unread=description.experts_unread,
         not_on_cpus=description.not_on_cpus,
+        not_run=description.not_run,
         class_name=description.class_name,
         layers_counted=not description.layers,
         expert_templates={

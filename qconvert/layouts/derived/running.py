@@ -164,7 +164,7 @@ def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, l
         except CannotRun:
             if returns_tuple:
                 raise
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, IndexError, AttributeError) as error:
             if returns_tuple:  # whatever a class raises for a result that is not its layers'
                 raise CannotRun(f"{_not_in_turn(decoder)} ({error})") from error
     raise CannotRun(_not_in_turn(decoder))
@@ -214,6 +214,8 @@ def why_not_run(model: Any) -> str:
                     return "its layers keep a cache between calls"
     except CannotRun as reason:
         return str(reason)
+    except RuntimeError:
+        return ""  # sizes of a config's defaults need not fit together; a real one's run says more
     return ""
 
 
