@@ -64,7 +64,6 @@ FAMILIES = [
 REFUSED = {
     "gpt_oss": "neither quantized nor stacked",
     "granitemoe": "neither quantized nor stacked",
-    "deepseek_v4": "hidden states of 4 dimensions",
     "glm_moe_dsa": "does not call its layers in turn",
     "hy_v4": "does not call its layers in turn",
     "zaya": "does not call its layers in turn",
