@@ -75,7 +75,7 @@ class Layer:
 
     number: int
     module: Any
-    experts: Any | None
+    experts: Any
 
     @property
     def sparse(self) -> bool:
@@ -221,7 +221,8 @@ class Model:
     def _name_of(self, inputs: Any) -> str:
         """The name of the embedding's weight in the decoder."""
         wanted = inputs.weight
-        return next(n for n, p in self._decoder.module.named_parameters() if p is wanted)
+        named = self._decoder.module.named_parameters()
+        return next(str(n) for n, p in named if p is wanted)
 
     def _settle(self, device: str, weights: Weights) -> None:
         """Fill what is around the layers, and bring it to a device."""
