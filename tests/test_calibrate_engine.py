@@ -193,7 +193,7 @@ def test_states_in_files_change_no_code(
             super().put(matrix)
 
     assert_same(in_memory, run(small, tmp_path / "two", Looking()))
-    assert {f"{n}.rows" for n in ("inputs", "answers", "residuals", "routes", "shares")} <= names
+    assert {f"{n}.rows" for n in ("inputs", "answers", "routes", "shares")} <= names
 
 
 @pytest.mark.big
@@ -482,15 +482,15 @@ def test_too_little_memory_is_refused_with_what_would_do(small: Path, tmp_path: 
 def test_a_class_that_computes_something_else_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another release of transformers might scale what a layer adds up."""
+    """Another release of transformers might scale what its experts answer."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    kind: Any = modeling_qwen3_moe.Qwen3MoeDecoderLayer
+    kind: Any = modeling_qwen3_moe.Qwen3MoeExperts
     real = kind.forward
     monkeypatch.setattr(
         kind, "forward", lambda self, *args, **named: real(self, *args, **named) * 2
     )
-    with pytest.raises(RunError, match="layer 0: Qwen3MoeDecoderLayer is not the sum"):
+    with pytest.raises(RunError, match="layer 0: Qwen3MoeExperts does not compute its experts as"):
         run(small, tmp_path / "work")
 
 

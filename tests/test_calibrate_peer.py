@@ -4,6 +4,7 @@ same codes and scales. Installed by `make peers`; run with `pytest -m peer tests
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,12 +142,13 @@ def test_qwen3_moe_with_its_lost_mask(
     theirs = oneshot_weights(folder, tokens, scheme, every=every)
     causal = ours(folder, tokens, scheme, tmp_path / "causal", every=every)
     assert differing(causal, theirs)[0] > 0
-    real = calibrate_model.Model.arguments
+    real = calibrate_model.Model.calls
 
-    def without_mask(self: Any, batch: int, length: int, device: str) -> list[dict[str, Any]]:
-        return [{**one, "attention_mask": None} for one in real(self, batch, length, device)]
+    def without_mask(self: Any, *asked: Any) -> list[Any]:
+        found = real(self, *asked)
+        return [replace(one, named={**one.named, "attention_mask": None}) for one in found]
 
-    monkeypatch.setattr(calibrate_model.Model, "arguments", without_mask)
+    monkeypatch.setattr(calibrate_model.Model, "calls", without_mask)
     kept = ours(folder, tokens, scheme, tmp_path / "room", every=every)
     wrong, total = differing(kept, theirs)
     print(f"{wrong} of {total} codes differ")

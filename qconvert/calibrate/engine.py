@@ -99,9 +99,9 @@ def calibrate(
 
 
 def disk_bytes(tokens: int, hidden: int) -> int:
-    """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get,
-    answer and are added to, all BF16; routes of up to 16 experts a token."""
-    return tokens * (5 * 2 * hidden + 16 * 8) + (1 << 16)
+    """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get and
+    answer, all BF16; routes of up to 16 experts a token."""
+    return tokens * (4 * 2 * hidden + 16 * 8) + (1 << 16)
 
 
 def _by_layer(projections: Sequence[Projection]) -> Matrices:

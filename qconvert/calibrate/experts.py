@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
+from qconvert.calibrate.model import Layer
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
@@ -16,6 +17,10 @@ from qconvert.matrices.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:
     import torch
+
+
+# Tokens of each group of experts that the class's own experts answer too.
+_CHECKED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +110,8 @@ class Bench:
     """Where some experts of a layer are worked on: a device."""
 
     device: str
-    layer: int
-    act: Any
+    layer: Layer
+    middle: Callable[[torch.Tensor], torch.Tensor]
     targets: Sequence[ExpertSchemes]
     settings: Settings
     weights: Weights
@@ -140,6 +145,8 @@ class Bench:
                 hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
                 expert.middle = inputs_of(middle, self.device)
                 expert.inputs = shared if expert.every else inputs_of(hidden, self.device)
+            if experts:
+                self._check(experts[0], seen)
             for start, stop in seen.chunks:
                 rows, slots, _ = self._chunk(seen, start, stop)
                 for expert in experts:
@@ -149,6 +156,14 @@ class Bench:
                     if not expert.every:
                         expert.inputs.add(mine)
                     expert.middle.add(self._middle(expert, mine))
+
+    def _check(self, expert: Expert, seen: Seen) -> None:
+        """That the class's own experts answer what `answer` computes."""
+        import torch
+
+        rows = seen.inputs.read(0, min(_CHECKED, seen.chunks[0][1])).to(self.device)
+        made = torch.nn.functional.linear(self._middle(expert, rows), expert.down)
+        self.layer.check(made, rows, expert.gate_up, expert.down)
 
     def look_at_all(self, seen: Seen, columns: int) -> Inputs:
         """What an expert sees that sees every token."""
@@ -193,12 +208,10 @@ class Bench:
             return rows
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
-        """What goes into down_proj: act(gate) * up."""
+        """What goes into down_proj, as the class makes it of gate and up."""
         import torch
 
-        gate, up = torch.nn.functional.linear(rows, expert.gate_up).chunk(2, dim=-1)
-        result: torch.Tensor = self.act(gate) * up
-        return result
+        return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
 
     def _chunk(
         self, seen: Seen, start: int, stop: int
@@ -268,7 +281,7 @@ class Bench:
         for number, kind in enumerate(kinds):
             parts = [one.rows(number * height, (number + 1) * height) for one in made]
             codes = [part.numpy() for part in parts]
-            yield Matrix(self.layer, expert.number, kind, codes, expert.sources[kind])
+            yield Matrix(self.layer.number, expert.number, kind, codes, expert.sources[kind])
         setattr(expert, name, made[0].weight)
 
 

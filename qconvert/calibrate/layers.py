@@ -14,8 +14,10 @@ from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile, Rows, Scratch
+from qconvert.calibrate.rows import InFile, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
+from qconvert.core.errors import PlanError
+from qconvert.layouts.derived.running import Call
 from qconvert.matrices.experts import Projection
 from qconvert.run.backend import Phase
 from qconvert.run.files import Files
@@ -116,23 +118,26 @@ class Layers:
             layer = self.model.layer(number, self.readers[0], self.devices[0])
         if not layer.sparse:
             with self.clock("forward", self.devices[0]):
-                for batch, hidden, arguments in self._through(number, states):
-                    following.write(batch.start, layer.forward(hidden, arguments).flatten(0, 1))
+                for batch, hidden, call in self._through(number, states):
+                    following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
             return None
+        if number not in self.matrices:
+            raise PlanError(
+                f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint "
+                "none there; calibrate the model as it was published"
+            )
         scratch = Scratch(self.folder, self.budget.states, self.files)
         try:
             return (yield from self._sparse(layer, states, following, scratch))
         finally:
             scratch.close()
 
-    def _through(
-        self, number: int, states: InFile
-    ) -> Iterator[tuple[Batch, torch.Tensor, Mapping[str, Any]]]:
+    def _through(self, number: int, states: InFile) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         for batch in batches(self.lengths, self.attended):
             length = (batch.stop - batch.start) // batch.count
-            arguments = self.model.arguments(batch.count, length, self.devices[0])[number]
+            call = self.model.calls(batch.count, length, self.devices[0], self.readers[0])[number]
             rows = states.read(batch.start, batch.stop).to(self.devices[0])
-            yield batch, rows.reshape(batch.count, length, -1), arguments
+            yield batch, rows.reshape(batch.count, length, -1), call
 
     def _sparse(
         self, layer: Layer, states: InFile, following: InFile, scratch: Scratch
@@ -141,9 +146,8 @@ class Layers:
 
         where = f"calibrating layer {layer.number} of {self.model.layers}"
         yield Phase(f"{where}: attention")
-        residuals = scratch.rows("residuals", self.total, self.hidden, torch.bfloat16)
         answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
-        seen = self._attend(layer, states, residuals, scratch)
+        seen = self._attend(layer, states, scratch)
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()
@@ -154,7 +158,9 @@ class Layers:
         else:
             found.rounded += few
         benches = [
-            Bench(device, layer.number, layer.act, self.targets, self.settings, reader, self.clock)
+            Bench(
+                device, layer, layer.middle(device), self.targets, self.settings, reader, self.clock
+            )
             for device, reader in zip(self.devices, self.readers, strict=True)
         ]
         shared: list[Inputs | None] = [
@@ -180,30 +186,23 @@ class Layers:
             del taken
             trim()
         with self.clock("forward", self.devices[0]), torch.no_grad():
-            for batch in batches(self.lengths, self.attended):
-                shape = batch.count, -1, self.hidden
-                residual, inputs, answer = (
-                    rows.read(batch.start, batch.stop).to(self.devices[0])
-                    for rows in (residuals, seen.inputs, answers)
-                )
-                made = layer.joined(residual.reshape(shape), inputs.reshape(shape), answer)
-                following.write(batch.start, made.flatten(0, 1))
+            for batch, hidden, call in self._through(layer.number, states):
+                answer = answers.read(batch.start, batch.stop).to(self.devices[0])
+                following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
         return _stats(seen.counts, few, found)
 
-    def _attend(self, layer: Layer, states: InFile, residuals: Rows, scratch: Scratch) -> Seen:
-        """Run attention and router over all samples. `residuals` are what the layer adds its experts'
-        answers to."""
+    def _attend(self, layer: Layer, states: InFile, scratch: Scratch) -> Seen:
+        """Run attention and router over all samples."""
         import torch
 
         inputs = scratch.rows("inputs", self.total, self.hidden, torch.bfloat16)
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
         with self.clock("forward", self.devices[0]):
-            for batch, hidden, arguments in self._through(layer.number, states):
-                around = layer.around(hidden, arguments, prove=batch.start == 0)
-                residuals.write(batch.start, around.residual.flatten(0, 1))
-                inputs.write(batch.start, around.block_input.flatten(0, 1))
-                experts, weights = around.routed.experts, around.routed.weights
+            for batch, hidden, call in self._through(layer.number, states):
+                routed = layer.routed(hidden, call)
+                inputs.write(batch.start, routed.inputs)
+                experts, weights = routed.experts, routed.weights
                 if routes is None or shares is None:
                     width = experts.shape[-1]
                     routes = scratch.rows("routes", self.total, width, torch.int32)

@@ -1,15 +1,16 @@
 """A model as transformers' class for it computes it, one layer in memory at a time.
 
-The class is built without weights (on the meta device); a layer is filled from the checkpoint by the
-names of its parameters. What a layer is called with (rotary embedding, mask, positions) comes from the
-class's own forward, run over layers that only record their arguments. Routed experts are left out: a
-`Tap` in their place keeps their input and returns what it is given. Classes: transformers 5.17.
+The class is built without weights (on the meta device); a layer is filled from the checkpoint by what
+transformers' own conversion makes of the published names. What a layer is called with (rotary embedding,
+mask, positions) comes from the class's own forward, run over layers that only record their calls
+(`layouts/derived/running.py`). A layer is run twice: in the first run its routed experts only keep what
+the class's router gives them, in the second they answer. Classes: transformers 5.17.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,19 @@ from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.names import split_parameter
+from qconvert.layouts.derived.running import (
+    Call,
+    CannotRun,
+    Decoder,
+    around_layers,
+    calls,
+    decoder_of,
+    experts_in,
+    settled,
+    tapped,
+    why_not_run,
+)
+from qconvert.layouts.derived.transformers_class import CannotBuild, Class, build, read_class
 from qconvert.matrices.stored import read_matrix
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
@@ -34,8 +48,6 @@ _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _CLASSES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_vl_moe": "qwen3_moe",
-    "qwen3_vl_moe_text": "qwen3_moe",
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
 }
@@ -56,176 +68,117 @@ class Routed:
     weights: torch.Tensor
 
 
-def _tap(answer: torch.Tensor | None = None) -> Any:
-    """A module in place of routed experts: keeps what it is called with in `caught`, and returns
-    `answer` [T, H], or zeros where that is None."""
-    import torch
-
-    class Tap(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.answer = answer
-            self.caught: Routed | None = None
-
-        def forward(
-            self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-        ) -> torch.Tensor:
-            self.caught = Routed(hidden_states, experts, weights)
-            return torch.zeros_like(hidden_states) if self.answer is None else self.answer
-
-    return Tap()
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What a layer with routed experts computes without them: the sum that the block of experts is
-    added to, that block's input (both [B, T, H]), and what the router says of it."""
-
-    residual: torch.Tensor
-    block_input: torch.Tensor
-    routed: Routed
-
-
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer with its weights. `act` is the experts' activation, None in a dense layer."""
+    """One decoder layer with its weights but those of routed experts; `experts` is the module of those,
+    None in a dense layer."""
 
     number: int
     module: Any
-    act: Any
+    experts: Any
 
     @property
     def sparse(self) -> bool:
-        return self.act is not None
+        return self.experts is not None
 
-    def forward(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """A dense layer's result [B, T, H]."""
         import torch
 
         with torch.no_grad():
-            return _states(self.module(hidden, **arguments))
-
-    def around(self, hidden: torch.Tensor, arguments: Mapping[str, Any], *, prove: bool) -> Around:
-        """What there is beside the routed experts. Where asked to `prove` it, raises RunError for a
-        class whose layer is not `sum + block(norm(sum))`."""
-        import torch
-
-        caught: dict[str, torch.Tensor] = {}
-
-        def keep(name: str) -> Any:
-            def hook(module: Any, args: Any, kwargs: Any) -> None:
-                caught[name] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        hooks = [
-            self.module.post_attention_layernorm.register_forward_pre_hook(
-                keep("residual"), with_kwargs=True
-            ),
-            self.module.mlp.register_forward_pre_hook(keep("block_input"), with_kwargs=True),
-        ]
-        tap = self.module.mlp.experts
-        tap.answer, tap.caught = None, None
-        with torch.no_grad():
-            whole = _states(self.module(hidden, **arguments))
-            for hook in hooks:
-                hook.remove()
-        found = Around(caught["residual"], caught["block_input"], tap.caught)
-        tap.caught = None
-        if prove:
-            self._prove(whole, found)
+            found: torch.Tensor = call.of(self.module, hidden)
         return found
 
-    def _prove(self, whole: torch.Tensor, found: Around) -> None:
-        """That the parts make the whole, without routed experts in either."""
+    def routed(self, hidden: torch.Tensor, call: Call) -> Routed:
+        """What the layer gives its routed experts. Raises RunError for a class that does not call them
+        once."""
         import torch
 
-        inputs = found.routed.inputs
-        again = self.joined(found.residual, found.block_input, torch.zeros_like(inputs))
-        same_input = torch.equal(inputs.reshape(found.block_input.shape), found.block_input)
-        if not torch.equal(whole, again) or not same_input:
+        caught: list[Routed] = []
+
+        def keep(*given: torch.Tensor) -> torch.Tensor:
+            caught.append(Routed(*given))
+            return torch.zeros_like(given[0])
+
+        with tapped(self.experts, keep):
+            self.forward(hidden, call)
+        if len(caught) != 1 or caught[0].inputs.shape[0] != hidden.shape[0] * hidden.shape[1]:
             raise RunError(
-                f"layer {self.number}: {type(self.module).__name__} is not the sum of its attention and "
-                "its experts as transformers 5.17 computes it; calibrate with that version"
+                f"layer {self.number}: {type(self.module).__name__} does not give every token to its "
+                "routed experts once; calibrate with transformers 5.17"
             )
+        return caught[0]
 
-    def joined(
-        self, residual: torch.Tensor, block_input: torch.Tensor, answer: torch.Tensor
-    ) -> torch.Tensor:
+    def joined(self, hidden: torch.Tensor, call: Call, answer: torch.Tensor) -> torch.Tensor:
         """The layer's result [B, T, H], given what its routed experts answer [T, H]."""
+        with tapped(self.experts, lambda *_: answer):
+            return self.forward(hidden, call)
+
+    def middle(self, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What the class makes of an expert's gate and up [T, 2I] before down: [T, I]."""
+        apply: Callable[[torch.Tensor], torch.Tensor] = (
+            copy.deepcopy(self.experts).to(device)._apply_gate
+        )
+        return apply
+
+    def check(self, made: torch.Tensor, rows: torch.Tensor, gate_up: torch.Tensor,
+              down: torch.Tensor) -> None:  # fmt: skip
+        """Raise RunError where the class's own experts answer another thing than `made` to `rows`
+        [T, H], given one expert's weights [2I, H] and [H, I]."""
         import torch
 
-        tap = self.module.mlp.experts
-        tap.answer = answer
+        alone = copy.deepcopy(self.experts)
+        alone.config = copy.deepcopy(alone.config)
+        alone.config._experts_implementation = "eager"
+        alone.num_experts = 1
+        for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+            stack = (weight.t() if alone.is_transposed else weight)[None].contiguous()
+            setattr(alone, name, torch.nn.Parameter(stack, False))
+        zeros = torch.zeros(rows.shape[0], 1, dtype=torch.int64, device=rows.device)
         with torch.no_grad():
-            result = residual + _states(self.module.mlp(block_input))
-        tap.answer = tap.caught = None
-        return result
-
-
-def _states(result: Any) -> torch.Tensor:
-    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return found
-
-
-def _notes() -> Any:
-    import torch
-
-    class Notes(torch.nn.Module):
-        """A layer that changes nothing and keeps what it is called with."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.arguments: dict[str, Any] = {}
-
-        def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-            self.arguments = arguments
-            return hidden_states
-
-    return Notes()
+            theirs = alone(rows, zeros, torch.ones_like(zeros, dtype=rows.dtype))
+        wrong = float((made.float() - theirs.float()).norm())
+        if not wrong <= 0.01 * float(theirs.float().norm()):
+            raise RunError(
+                f"layer {self.number}: {type(self.experts).__name__} does not compute its experts as "
+                "down(act(gate, up)), as classes of transformers 5.17 do; calibrate with that version"
+            )
 
 
 class Model:
     """The text model of a plan's source. Vision towers and draft (MTP) layers are left out.
 
-    Raises PlanError for a model_type that transformers has no class for.
+    Raises PlanError for a model_type that transformers has no class for, and for a class whose layers
+    cannot be run one by one.
     """
 
     def __init__(self, plan: Plan, attention: str) -> None:
-        import torch
-        import transformers
-
         self._plan = plan
-        hf: Any = transformers  # its auto classes are typed for humans
-        config = class_config(plan)
-        kind = config.pop("model_type", None)
-        mapping = hf.models.auto.configuration_auto.CONFIG_MAPPING
-        if kind not in mapping:
-            raise PlanError(
-                f"transformers {hf.__version__} has no class for model_type {kind!r}, so it cannot be "
-                "run; round its experts to nearest instead"
-            )
-        self.config = mapping[kind].from_dict(config)
-        with torch.device("meta"):
-            whole = hf.AutoModelForCausalLM.from_config(
-                self.config, dtype=torch.bfloat16, attn_implementation=attention
-            )
-        self._inner = whole.model.eval()
+        whole, alone = _class(plan, attention)
+        try:
+            self._class: Class = read_class(whole.eval())
+        except CannotBuild as error:
+            raise PlanError(f"{error}, so it cannot be calibrated") from error
         self._full = getattr(whole, "_keep_in_fp32_modules_strict", None) or ()
-        self.layers = len(self._inner.layers)
-        self._meta = list(self._inner.layers)
-        self._inner.layers = torch.nn.ModuleList([_notes() for _ in self._meta])
-        self._inner.norm = torch.nn.Identity()
-        self._rotary = type(self._inner.rotary_emb)
-        self._names = _text_names(plan)
-        self._arguments: tuple[object, list[dict[str, Any]]] | None = None
+        self.config = whole.config.get_text_config()
+        if why := why_not_run(whole):
+            raise PlanError(f"{type(whole).__name__} cannot be calibrated a layer at a time: {why}")
+        self._decoder: Decoder = decoder_of(whole)
+        self.layers = len(self._decoder.layers)
+        self._meta = list(self._decoder.layers)
+        self._names = _text_names(plan, _PREFIXES if alone else ())
+        self._sources = self._read_names()
+        self._around: str | None = None
+        self._calls: tuple[object, list[Call]] | None = None
 
     def embed(self, tokens: Tokens, weights: Weights) -> torch.Tensor:
-        """Rows of the embedding [T, H], BF16. Only those that are asked for are read."""
+        """What goes into the first layer [T, H], BF16. Only rows of the embedding that are asked for
+        are read."""
         import numpy as np
         import torch
 
-        name, _ = self._parameter("model.embed_tokens.weight")
+        inputs = copy.copy(self._decoder.module.get_input_embeddings())
+        name, _ = self._stored(self._decoder.name + self._name_of(inputs))
         table = self._plan.tensors[name]
         unique, places = np.unique(tokens, return_inverse=True)
         if unique[0] < 0 or unique[-1] >= table.type.shape[0]:
@@ -234,89 +187,220 @@ class Model:
                 f"{table.type.shape[0]}; tokenize with the model's own tokenizer"
             )
         rows = [weights.tensor(name, table.rows(int(i), int(i) + 1)) for i in unique]
-        return torch.cat(rows).to(torch.bfloat16)[torch.from_numpy(places.reshape(-1))]
+        inputs._parameters = {
+            "weight": torch.nn.Parameter(torch.cat(rows).to(torch.bfloat16), False)
+        }
+        inputs.padding_idx = None
+        self._settle("cpu", weights)
+        with torch.no_grad():
+            made = inputs(torch.from_numpy(places.reshape(1, -1)))
+            states, _ = self._called(made, first=True)
+        found: torch.Tensor = states[0]
+        return found
 
-    def arguments(self, batch: int, length: int, device: str) -> list[dict[str, Any]]:
+    def calls(self, batch: int, length: int, device: str, weights: Weights) -> list[Call]:
         """What the class calls each layer with for `batch` samples of `length` tokens."""
         import torch
 
         key = batch, length, device
-        if self._arguments is None or self._arguments[0] != key:
-            self._arguments = None  # masks are large: two are never held
-            self._inner.rotary_emb = self._rotary(self.config).to(device)
+        if self._calls is None or self._calls[0] != key:
+            self._calls = None  # masks are large: two are never held
+            self._settle(device, weights)
             states = torch.zeros(
                 batch, length, self.config.hidden_size, dtype=torch.bfloat16, device=device
             )
-            with torch.no_grad():
-                self._inner(inputs_embeds=states, use_cache=False)
-            noted = [layer.arguments for layer in self._inner.layers]
-            for layer in self._inner.layers:
-                layer.arguments = {}
-            self._arguments = key, noted
-        return self._arguments[1]
+            self._calls = key, self._called(states)[1]
+        return self._calls[1]
+
+    def _called(self, states: torch.Tensor, *, first: bool = False) -> tuple[Any, list[Call]]:
+        try:
+            return calls(self._decoder, states, first=first)
+        except (CannotRun, RuntimeError) as error:
+            raise PlanError(f"{error}, so it cannot be calibrated") from error
+
+    def _name_of(self, inputs: Any) -> str:
+        """The name of the embedding's weight in the decoder."""
+        wanted = inputs.weight
+        named = self._decoder.module.named_parameters()
+        return next(str(n) for n, p in named if p is wanted)
+
+    def _settle(self, device: str, weights: Weights) -> None:
+        """Fill what is around the layers, and bring it to a device."""
+        if self._around is None:
+            modules = around_layers(self._decoder)
+            for name, module in modules:
+                own = {key for key, _ in module.named_parameters(recurse=False)}
+                own |= {key for key, _ in module.named_buffers(recurse=False)}
+                for key in sorted(own):
+                    full = f"{self._decoder.name}{name}.{key}" if name else self._decoder.name + key
+                    if full in self._class.state:
+                        held = module._parameters if key in module._parameters else module._buffers
+                        held[key] = self._loaded(full, held[key], weights)[0]
+            settled(self._decoder, (module for _, module in modules))
+        if self._around != device:
+            for _, module in around_layers(self._decoder):
+                for held in (module._parameters, module._buffers):
+                    for key, tensor in held.items():
+                        held[key] = None if tensor is None else tensor.to(device)
+            self._around = device
 
     def layer(self, number: int, weights: Weights, device: str) -> Layer:
         """A layer with its weights but those of routed experts. Raises PlanError where a parameter is
         missing or of another shape, or where the layer has a tensor that the class does not take."""
-        import torch
-
         module = copy.deepcopy(self._meta[number])
-        act = None
-        if hasattr(module.mlp, "experts"):
-            act = _activation(module.mlp.experts, number)
-            module.mlp.experts = _tap()
-        at = f"model.layers.{number}."
+        try:
+            experts = experts_in(module)
+        except CannotRun as error:
+            raise PlanError(f"layer {number}: {error}, so it cannot be calibrated") from error
+        if experts is not None:
+            _check_form(experts, number)
+            experts._parameters.clear()
+        at = self._decoder.at(number)
         used: set[str] = set()
         state: dict[str, torch.Tensor] = {}
         for name, wanted in module.state_dict(keep_vars=True).items():
-            value, names = self._read(at + name, weights)
-            if value.shape != wanted.shape:
-                raise PlanError(
-                    f"{at + name}: expected {list(wanted.shape)} as transformers' "
-                    f"{type(module).__name__} has it, found {list(value.shape)}"
-                )
-            full = any(part in name for part in self._full)
-            state[name] = value.to(device, torch.float32 if full else torch.bfloat16)
+            value, names = self._loaded(at + name, wanted, weights)
+            state[name] = value.to(device)
             used.update(names)
         self._check_all_used(at, used)
         module.load_state_dict(state, assign=True)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if tensor.is_meta:
-                raise PlanError(
-                    f"{at}{name}: expected it in the checkpoint, found no tensor of that name"
-                )
-        return Layer(number, module.eval().requires_grad_(False), act)
+        # What is left is computed by the class, and stored by nobody.
+        settled(
+            self._decoder, [m for m in module.modules() if any(b.is_meta for b in m.buffers(False))]
+        )
+        return Layer(number, module.to(device).eval().requires_grad_(False), experts)
 
-    def _parameter(self, name: str) -> tuple[str, str]:
-        """A parameter's name in the checkpoint, and its module's. Raises PlanError."""
-        module, parameter = split_parameter(name)
-        tried = [name, f"{module}.weight_packed"] if parameter == "weight" else [name]
-        for plain in tried:
-            if plain in self._names:
+    def _read_names(self) -> Mapping[str, list[tuple[str, Any, str]]]:
+        """The published tensors that become each parameter of the class: the name without a prefix, the
+        converter (None: it is the parameter) and the converter's pattern for it."""
+        found: dict[str, list[tuple[str, Any, str]]] = {}
+        for plain in sorted(self._names):
+            module, parameter = split_parameter(plain)
+            canonical = f"{module}.weight" if parameter == "weight_packed" else plain
+            target, converter, source = self._class.read(canonical)
+            pattern = "" if converter is None else converter.source_patterns[source]
+            found.setdefault(target, []).append((plain, converter, pattern))
+            if converter is not None and len(converter.target_patterns) > 1:
+                first, *others = converter.target_patterns
+                for other in others:
+                    found.setdefault(target.replace(first, other), []).append(
+                        (plain, converter, pattern)
+                    )
+        return found
+
+    def _loaded(
+        self, name: str, wanted: torch.Tensor, weights: Weights
+    ) -> tuple[torch.Tensor, set[str]]:
+        """A parameter of the class, and the stored tensors that it was made from. Raises PlanError where
+        it is missing or of another shape."""
+        import torch
+
+        value, used = self._made(name, weights)
+        if value.shape != wanted.shape:
+            raise PlanError(
+                f"{name}: expected {list(wanted.shape)} as transformers' "
+                f"{type(self._class.model).__name__} has it, found {list(value.shape)}"
+            )
+        # Some classes make a router in float32, whatever the model's dtype.
+        full = wanted.dtype == torch.float32 or any(part in name for part in self._full)
+        return value.to(torch.float32 if full else torch.bfloat16), used
+
+    def _made(self, name: str, weights: Weights) -> tuple[torch.Tensor, set[str]]:
+        sources = self._sources.get(name, [])
+        if not sources:
+            self._stored(name)
+        used: set[str] = set()
+        if sources[0][1] is None:
+            value, names = self._read(sources[0][0], weights)
+            return value, {*names}
+        converter = copy.deepcopy(sources[0][1])
+        for plain, _, pattern in sources:
+            value, names = self._read(plain, weights)
+            used.update(names)
+            converter.add_tensor(name, plain, pattern, value)
+        try:
+            made = converter.convert(name, model=self._class.model, config=self.config)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise PlanError(
+                f"{name}: transformers does not make it of what is there: {error}"
+            ) from error
+        found = made.get(name)
+        if found is None:
+            raise PlanError(
+                f"{name}: transformers makes only {', '.join(sorted(made))} of its tensors"
+            )
+        return found[0] if isinstance(found, list) else found, used
+
+    def _stored(self, name: str) -> tuple[str, str]:
+        """The stored tensor that is a parameter of the class, and its module. Raises PlanError."""
+        for plain, converter, _ in self._sources.get(name, []):
+            if converter is None:
                 return self._names[plain], split_parameter(self._names[plain])[0]
         raise PlanError(
-            f"{name!r} is missing: transformers' {type(self._inner).__name__} has that parameter; "
+            f"{name!r} is missing: transformers' {type(self._class.model).__name__} has that parameter; "
             "calibrate the model as it was published"
         )
 
-    def _read(self, name: str, weights: Weights) -> tuple[torch.Tensor, Sequence[str]]:
-        stored_name, module = self._parameter(name)
-        output = self._plan.tensors[stored_name]
-        packed = stored_name.endswith(".weight_packed")
-        if packed or output.type.dtype in WEIGHT_DTYPES:
+    def _read(self, plain: str, weights: Weights) -> tuple[torch.Tensor, tuple[str, ...]]:
+        name = self._names[plain]
+        output, (module, parameter) = self._plan.tensors[name], split_parameter(name)
+        if parameter == "weight_packed" or output.type.dtype in WEIGHT_DTYPES:
             stored, taken = read_matrix(self._plan, module)
-            return weights.matrix(module, stored)[0], taken
-        return weights.tensor(stored_name, output), (stored_name,)
+            return weights.matrix(module, stored)[0], tuple(taken)
+        return weights.tensor(name, output), (name,)
 
     def _check_all_used(self, at: str, used: set[str]) -> None:
-        for plain, name in self._names.items():
-            if not plain.startswith(at) or name in used or ".mlp.experts." in plain:
+        for target, sources in self._sources.items():
+            if not target.startswith(at):
                 continue
-            if not plain.endswith((_COMPUTED, *_STALE)):
-                raise PlanError(
-                    f"{name!r}: unexpected tensor: transformers' {type(self._inner).__name__} has no "
-                    "parameter for it; calibrate the model as it was published"
-                )
+            for plain, _, _ in sources:
+                name = self._names[plain]
+                if name not in used and not plain.endswith((_COMPUTED, *_STALE)):
+                    raise PlanError(
+                        f"{name!r}: unexpected tensor: transformers' "
+                        f"{type(self._class.model).__name__} has no parameter for it; calibrate the "
+                        "model as it was published"
+                    )
+
+
+def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
+    """The class of the text model where transformers has one alone (true), else that of the whole model;
+    on the meta device."""
+    import torch
+    import transformers
+
+    hf: Any = transformers  # its auto classes are typed for humans
+    settings = class_config(plan)
+    kind = settings.pop("model_type", None)
+    mapping = hf.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in mapping:
+        raise PlanError(
+            f"transformers {hf.__version__} has no class for model_type {kind!r}, so it cannot be run; "
+            "round its experts to nearest instead"
+        )
+    config = mapping[kind].from_dict(settings)
+    # A class of the whole model says what its published names become.
+    root = plan.config.get("model_type")
+    alone = "text_config" not in plan.config or root in _CLASSES or root not in mapping
+    if alone and type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        with torch.device("meta"):
+            made = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return _attending(made, attention), True
+    try:
+        whole = build(plan.config)
+    except CannotBuild as error:
+        raise PlanError(
+            f"transformers {hf.__version__} cannot build model_type {kind!r} ({error}), so it cannot be "
+            "run; round its experts to nearest instead"
+        ) from error
+    return _attending(whole, attention), False
+
+
+def _attending(whole: Any, attention: str) -> Any:
+    """The class with an implementation of attention, eager where it has no other."""
+    decoder = whole.get_decoder()
+    decoder.set_attn_implementation(attention if decoder._supports_sdpa else "eager")
+    return whole
 
 
 def class_config(plan: Plan) -> dict[str, Any]:
@@ -329,16 +413,19 @@ def class_config(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _text_names(plan: Plan) -> dict[str, str]:
-    """Names in the checkpoint of the text model's tensors, by what the text model alone calls them."""
-    dims = plan.role_index.dims
+def _text_names(plan: Plan, prefixes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Names in the checkpoint of the text model's tensors but those of routed experts, by what the class
+    calls them: a text model alone leaves out `prefixes`."""
+    index, dims = plan.role_index, plan.role_index.dims
     found: dict[str, str] = {}
     for name in plan.tensors:
-        place = plan.role_index.places.get(name)
+        place = index.places.get(name)
         if plan.family.is_mtp(name, dims) or (place and place.role.name.startswith("vision.")):
             continue
+        if index.kind(name).routed:
+            continue
         plain = name
-        for old, new in _PREFIXES:
+        for old, new in prefixes:
             if name.startswith(old):
                 plain = new + name.removeprefix(old)
                 break
@@ -346,13 +433,11 @@ def _text_names(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _activation(experts: Any, number: int) -> Any:
-    """The activation of a class's routed experts. Raises PlanError where they are not
-    down(act(gate(x)) * up(x)) without biases."""
-    form = [getattr(experts, name, None) for name in ("has_gate", "has_bias", "is_transposed")]
-    if form != [True, False, False] or not experts.is_concatenated:
+def _check_form(experts: Any, number: int) -> None:
+    """Raise PlanError for routed experts that are not down(act(gate, up)) without biases."""
+    form = [getattr(experts, name, None) for name in ("has_gate", "has_bias", "is_concatenated")]
+    if form != [True, False, True] or not hasattr(experts, "_apply_gate"):
         raise PlanError(
-            f"layer {number}: {type(experts).__name__} is not computed as down(act(gate) * up) without "
+            f"layer {number}: {type(experts).__name__} is not computed as down(act(gate, up)) without "
             "biases, which alone is calibrated here"
         )
-    return copy.deepcopy(experts.act_fn)

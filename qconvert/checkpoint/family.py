@@ -108,6 +108,7 @@ class Family:
     they are known. `class_name` is the class of transformers that a derived family was read from.
     `experts_unread` says why its routed experts cannot be told apart into gate, up and down;
     `not_on_cpus` why kt-kernel's CPU kernels, down(silu(gate) * up), do not compute what they do;
+    `not_run` why a calibration cannot run its class a layer at a time;
     `undescribed` why there is no description at all, in a generic family. "" where there is no such
     reason. `layers_counted`: which layers have a block is read from the names, so that one which
     lacks it as a whole is not missed.
@@ -124,6 +125,7 @@ class Family:
     class_name: str = ""
     experts_unread: str = ""
     not_on_cpus: str = ""
+    not_run: str = ""
     undescribed: str = ""
     layers_counted: bool = False
     expert_templates: Mapping[Kind, str] = field(default_factory=dict)

@@ -57,6 +57,15 @@ def check_experts(plan: Plan, instead: str) -> None:
         )
 
 
+def check_runs(plan: Plan) -> None:
+    """Raise PlanError for a model whose class a calibration cannot run a layer at a time."""
+    if plan.family.not_run:
+        raise PlanError(
+            f"{model_name(plan)} cannot be calibrated a layer at a time: {plan.family.not_run}; round "
+            "to nearest instead (w4a16 --rtn; amx without --gptq)"
+        )
+
+
 def check_linear_attention(plan: Plan, what: str) -> None:
     """Raise PlanError for a model without Gated DeltaNet layers; `what` is what was to be done."""
     if plan.role_index.dims.gdn is not None:

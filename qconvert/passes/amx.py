@@ -17,6 +17,7 @@ from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
 from qconvert.formats.amx.encode import Amx, Rounding
 from qconvert.formats.amx.limits import RUNTIME_NAME, Method, check_dims
+from qconvert.matrices.causes import check_runs
 from qconvert.matrices.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import replace_weights, source_names, sources_of
@@ -53,7 +54,10 @@ class ExpertsToAmx:
 
     def __call__(self, plan: Plan) -> Plan:
         experts = self.experts(plan)
-        digest = None if self.calibrate is None else digest_of(self.calibrate, plan.checkpoint.root)
+        digest = None
+        if self.calibrate is not None:
+            check_runs(plan)
+            digest = digest_of(self.calibrate, plan.checkpoint.root)
         tensors: dict[str, Output] = {}
         for projection in self.kept(experts):
             if digest is None or projection.draft:

@@ -29,7 +29,7 @@ from qconvert.formats.int_packed.config import (
 from qconvert.formats.int_packed.encode import RoundToNearest, encoder
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
-from qconvert.matrices.causes import check_experts
+from qconvert.matrices.causes import check_experts, check_runs
 from qconvert.matrices.experts import (
     Experts,
     Projection,
@@ -145,6 +145,7 @@ class ExpertsToW4A16:
                 f"{other!r} is a target, and calibration solves routed experts alone: target those "
                 f"({EXPERTS}), or ignore all others"
             )
+        check_runs(plan)
         return digest_of(self.calibrate, plan.checkpoint.root)
 
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:

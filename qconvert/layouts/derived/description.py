@@ -46,8 +46,9 @@ class Module:
 class Description:
     """A class of transformers. `modules` are its modules by name template; `keys` are the config's keys
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
-    experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are). `layers` of
-    each module and `sizes`, where the class was built for the very config, else empty."""
+    experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
+    a calibration cannot run the class a layer at a time. `layers` of each module and `sizes`, where the
+    class was built for the very config, else empty."""
 
     name: str
     class_name: str
@@ -58,6 +59,7 @@ class Description:
     not_on_cpus: str
     layers: Mapping[str, tuple[int, ...]]
     sizes: Mapping[str, int]
+    not_run: str = ""
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
@@ -72,6 +74,7 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         str(answer["not_on_cpus"]),
         {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
         dict(answer.get("sizes", {})),
+        str(answer.get("not_run", "")),
     )
 
 
@@ -94,6 +97,7 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         stacked_transposed=description.stacked_transposed,
         experts_unread=description.experts_unread,
         not_on_cpus=description.not_on_cpus,
+        not_run=description.not_run,
         class_name=description.class_name,
         layers_counted=not description.layers,
         expert_templates={

@@ -22,6 +22,7 @@ from typing import Any
 from qconvert.core.names import experts_module, parse, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.layouts.derived.kinds import Parameter, kind_of
+from qconvert.layouts.derived.running import is_marked, why_not_run
 
 # Keys of configs that count routed experts and say how wide one is, the usual ones first.
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -155,14 +156,10 @@ def _is_matrix_of_groups(module: Any) -> bool:
 def _holds_experts(name: str, module: Any) -> bool:
     """Stacks of experts: parameters of three dimensions. Most are marked by transformers' decorator
     (`use_experts_implementation`), which states how they are stored."""
-    if _is_marked(module):
+    if is_marked(module):
         return True
     down = dict(module.named_parameters(recurse=False)).get("down_proj")
     return name.endswith(".experts") and down is not None and down.ndim == 3
-
-
-def _is_marked(module: Any) -> bool:
-    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def _owners(modules: Mapping[str, Any], name: str) -> list[Any]:
@@ -246,7 +243,7 @@ def why_not_read(found: Class) -> str:
     experts = found.experts
     if experts is None:
         return ""
-    if not _is_marked(experts):
+    if not is_marked(experts):
         return f"{type(experts).__name__} does not say how its stacks are ordered"
     if not experts.has_gate:
         return "its experts have no gate projection"
@@ -343,12 +340,19 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
             module: sorted(found) for module, (_, _, found) in sorted(roles.items()) if found
         },
         "unread": sorted(unread - roles.keys()),
+        **_not_run(model, unread_experts),
     }
 
 
 def _of_experts(found: Class, name: str) -> bool:
     one = kind(found, name)
     return one is not None and one.routed
+
+
+def _not_run(model: Any, unread_experts: str) -> dict[str, str]:
+    """Why its layers cannot be run one by one, where that is all that stands against a calibration."""
+    why = "" if unread_experts else why_not_run(model)
+    return {"not_run": why} if why else {}
 
 
 def _number(layers: set[int], sets: list[set[int]]) -> int:
