@@ -280,7 +280,7 @@ def why_not_on_cpus(found: Class) -> str:
 
 def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
     """The description of a config's class as JSON can hold it: a module template, its kind and its
-    layers for each of `names` (for what the class publishes, if None). Raises CannotBuild."""
+    layers for what the class publishes, and for each of `names`. Raises CannotBuild."""
     import transformers
 
     model = build(values)
@@ -289,7 +289,7 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
     unread: set[str] = set()
     unread_experts = why_not_read(found)
     # Weights first: their kind is their module's, whose bias is not asked.
-    asked = sorted(found.published() if names is None else names, key=lambda n: n.endswith(".bias"))
+    asked = sorted({*found.published(), *(names or ())}, key=lambda n: (n.endswith(".bias"), n))
     targets: dict[str, set[int]] = {}
     for name in found.parameters:
         template, layer, _ = parse(name)

@@ -150,11 +150,13 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
-    """Modules with a matrix that runtimes build as a linear layer."""
+    """Modules with a matrix that runtimes build as a linear layer. Codes, of DeepSeek-V4's FP4 experts
+    (I8) for one, are quantized whether or not their form is read here."""
     for name, place in checkpoint.role_index.places.items():
         if (
             place.parameter == "weight"
             and len(checkpoint[name].type.shape) == 2
+            and checkpoint[name].type.dtype not in ("I8", "U8")
             and place.role.kind.linear
         ):
             yield name.removesuffix(".weight")
