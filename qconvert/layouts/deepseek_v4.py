@@ -18,15 +18,16 @@ from qconvert.layouts._blocks import deepseek_dims, parts
 _NORMS = {"attn_norm": Kind.NORM, "ffn_norm": Kind.NORM}
 _ATTENTION = {
     "wq_a": Kind.QUERY_DOWN, "wq_b": Kind.QUERY_UP, "wkv": Kind.LINEAR, "wo_a": Kind.LINEAR,
-    "wo_b": Kind.LINEAR, "q_norm": Kind.NORM, "norm": Kind.NORM, "attn_sink": Kind.BUFFER,
+    "wo_b": Kind.LINEAR, "norm": Kind.NORM, "attn_sink": Kind.BUFFER,
 }  # fmt: skip
+# sglang builds compressors in BF16, whatever the quantization config says (models/deepseek_v4.py), as it
+# does the weights of an indexer.
 _COMPRESSOR = {
-    "compressor.wgate": Kind.LINEAR, "compressor.wkv": Kind.LINEAR, "compressor.norm": Kind.NORM,
-    "compressor.ape": Kind.POSITION,
+    "compressor.wgate": Kind.INDEXER_WEIGHTS, "compressor.wkv": Kind.INDEXER_WEIGHTS,
+    "compressor.norm": Kind.NORM, "compressor.ape": Kind.POSITION,
 }  # fmt: skip
 _INDEXER = {
-    "wq_b": Kind.INDEXER, "weights_proj": Kind.INDEXER_WEIGHTS, "compressor.wgate": Kind.INDEXER,
-    "compressor.wkv": Kind.INDEXER, "compressor.norm": Kind.NORM, "compressor.ape": Kind.POSITION,
+    "wq_b": Kind.INDEXER, "weights_proj": Kind.INDEXER_WEIGHTS, **_COMPRESSOR,
 }  # fmt: skip
 _SHARED = {"w1": Kind.SHARED_GATE, "w3": Kind.SHARED_UP, "w2": Kind.SHARED_DOWN}
 _EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -65,6 +66,8 @@ def _layer(prefix: str, at: str, every: str, moe: str) -> tuple[Role, ...]:
     return (
         *parts(prefix, at, _NORMS, every, optional=draft),
         *parts(f"{prefix}attn.", f"{at}.attn", _ATTENTION, every, optional=draft),
+        # Of the low rank, not of a head: no q_norm as other families have.
+        Role(f"{prefix}attn.q_a_norm", f"{at}.attn.q_norm", Kind.NORM, every, draft),
         *_buffers(prefix, at, _HYPER, every),
         *parts(
             f"{prefix}shared_experts.", f"{at}.ffn.shared_experts", _SHARED, every, optional=draft
