@@ -86,6 +86,7 @@ def test_discovery_finds_the_families() -> None:
         found.items()
         >= {
             "deepseek_v3": ("deepseek_v3", "deepseek_v32"),
+            "deepseek_v4": ("deepseek_v4",),
             "glm4_moe": ("glm4_moe",),
             "kimi_k2": ("kimi_k2", "kimi_k25"),
             "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),

@@ -167,8 +167,9 @@ class Family:
         if not roles and parameter:
             roles, parameter = self._by_module.get(template, ()), ""
         if not roles and not parameter:
-            # 3-D expert stacks carry their scale as a suffix: experts.gate_up_proj_scale_inv.
-            for suffix in ("_scale_inv", "_scale"):
+            # 3-D expert stacks carry their scale as a suffix, experts.gate_up_proj_scale_inv, and
+            # MXFP4 ones have no tensor without: gate_up_proj_blocks, gate_up_proj_scales.
+            for suffix in ("_scale_inv", "_scale", "_blocks", "_scales"):
                 if template.endswith(suffix):
                     roles = self._by_module.get(template.removesuffix(suffix), ())
                     if roles:

@@ -156,7 +156,7 @@ def stages_of(
         return sorted({0, last}) if role_index.dims.tied or has_mtp else [0]
     if place.layer is not None:
         return [_owner_of_layer(name, place, stages)]
-    if place.role.name in ("norm", "lm_head"):
+    if place.role.name in ("norm", "lm_head") or place.role.name.startswith("hc_head_"):
         everywhere = place.role.name == "norm" and role_index.family.name in _NORM_EVERYWHERE
         return range(len(stages)) if everywhere and runtime != "sglang" else [last]
     raise PlanError(f"{name!r}: no stage is known for its role {place.role.name!r}")

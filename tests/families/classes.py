@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What the defaults of a config lack so that its class can be built.
+# What the defaults of a config lack so that its class can be built, and has every kind of layer.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 128, "rope_parameters": _ROPE},
     "hunyuan_v1_moe": {"head_dim": 128, "rope_parameters": _ROPE, "num_experts": 64},

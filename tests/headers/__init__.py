@@ -43,7 +43,12 @@ def names() -> list[str]:
 @cache
 def load(model: str) -> HeaderSet:
     """The headers of one model. Every test gets the same object: change none of it."""
-    text = (_FOLDER / f"{model}.yaml").read_text(encoding="utf-8")
+    return read(_FOLDER / f"{model}.yaml")
+
+
+def read(file: Path) -> HeaderSet:
+    """The headers that a file of this form states."""
+    text = file.read_text(encoding="utf-8")
     raw = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     config, groups = raw["config"], raw.get("layers", {})
     if "modules_to_not_convert" in raw:
@@ -56,7 +61,7 @@ def load(model: str) -> HeaderSet:
         weight = TensorType(line["dtype"], tuple(line["shape"]))
         for name in _names(line, groups):
             if name in tensors:
-                raise ValueError(f"{model}.yaml has {name} twice")
+                raise ValueError(f"{file} has {name} twice")
             tensors[name] = weight
             if "scale" in line:
                 grid = tuple(ceil_div(*pair) for pair in zip(weight.shape, block, strict=True))
@@ -65,19 +70,25 @@ def load(model: str) -> HeaderSet:
     return HeaderSet(config, ordered, raw["shards"])
 
 
-_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+# Parts of names of what has a row or a number for each expert.
+_PER_EXPERT = (".gate.", ".router.", "block_sparse_moe.e_score_", ".moe_statics.")
 
 
 @cache
 def few(model: str, most: int = 3) -> HeaderSet:
     """The same model with few experts: config, routers, stacks and names agree. Planned and judged in
     next to no time, by the same rules. Change none of it either."""
-    found = load(model)
+    return with_few(load(model), most)
+
+
+def with_few(found: HeaderSet, most: int = 3) -> HeaderSet:
+    """As `few`, of any headers."""
     config = deepcopy(found.config)
     counts = set()
     for level in (config, config.get("text_config", {})):
         for key in _COUNTS:
-            if level.get(key, 0) > most:
+            if (level.get(key) or 0) > most:
                 counts.add(level[key])
                 level[key] = most
     if not counts:
@@ -87,9 +98,11 @@ def few(model: str, most: int = 3) -> HeaderSet:
     for name, kind in found.tensors.items():
         if (parse(name).expert or 0) >= most:
             continue
-        if (".experts." in name and parse(name).expert is None) or ".mlp.gate." in name:
-            assert kind.shape[0] == count, name
-            kind = TensorType(kind.dtype, (most, *kind.shape[1:]))
+        stack = ".experts." in name and parse(name).expert is None
+        if stack or any(part in name for part in _PER_EXPERT):
+            shape = tuple(most if size == count else size for size in kind.shape)
+            assert shape != kind.shape or name.endswith("tid2eid"), name
+            kind = TensorType(kind.dtype, shape)
         tensors[name] = kind
     return HeaderSet(config, tensors, 3)
 
@@ -110,7 +123,7 @@ def write_sparse(headers: HeaderSet, folder: Path, *, shards: int | None = None)
     _write_json(folder / "tokenizer_config.json", {"model_max_length": 131072})
 
 
-def _numbers(layers: str) -> list[int]:
+def numbers(layers: str) -> list[int]:
     """`0-2,5-13:4` -> 0, 1, 2, 5, 9, 13."""
     found: list[int] = []
     for part in layers.split(","):
@@ -124,7 +137,7 @@ def _names(line: Mapping[str, Any], groups: Mapping[str, str]) -> Iterator[str]:
     """The names a line stands for, layer by layer."""
     template: str = line["name"]
     layers = str(line.get("layers", "0"))
-    for layer in _numbers(groups.get(layers, layers)):
+    for layer in numbers(groups.get(layers, layers)):
         in_layer = template.replace("{L}", str(layer))
         for expert in range(line.get("experts", 1)):
             yield in_layer.replace("{E}", str(expert))

@@ -22,6 +22,7 @@ from qconvert.checkpoint.family import (
 )
 from qconvert.core.names import parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
+from qconvert.layouts.derived import drafts
 
 _OF_EXPERTS = (*SHARED, Kind.ROUTER, Kind.SHARED_WEIGHT)
 
@@ -79,20 +80,38 @@ def parsed(answer: Mapping[str, Any]) -> Description:
 
 
 def family_of(description: Description, names: Iterable[str]) -> Family:
-    """The family of a checkpoint with these names: its roles are those of the modules that it has. A
-    class is saved under other names than it has itself, and a checkpoint holds one form."""
+    """The family of a checkpoint with these names: its roles are those of the modules that it has, and
+    of drafts, which no class builds. A class is saved under other names than it has itself, and a
+    checkpoint holds one form."""
     names = list(names)
-    roles = tuple(
-        Role(_role(name, module), name, module.kind, _group(name, module), optional=True)
+    modules = {
+        name: module
         for name, module in description.modules.items()
         if "{I}" not in name  # two modules of one layer would be one
+    }
+    own = tuple(
+        Role(_role(name, module), name, module.kind, _group(name, module), optional=True)
+        for name, module in modules.items()
     )
-    family = Family(description.name, (), generic_dims, roles)
+    kinds = {name: module.kind for name, module in modules.items() if not module.tower}
+    joins = drafts.numbered_on(kinds, names)
+    on = tuple(
+        replace(r, name=f"mtp.{r.name}", layers=_of_draft(r.layers)) for r in own if r.layers
+    )
+    separate = tuple(
+        Role(f"mtp.{_role(name, module)}", name, kind, _of_draft(_group(name, module), name), True)
+        for name, kind in {**joins, **drafts.blocks(kinds, names)}.items()
+        for module in [Module(kind, 0, tower=False)]
+    )
+    family = Family(
+        description.name, (), generic_dims, (*own, *(on if joins else ()), *separate),
+        mtp=drafts.PREFIXES,
+    )  # fmt: skip
     every = set(description.modules)
     there = {role.module for name in names for role in family.candidates(name)[0]}
     family = replace(
         family,
-        roles=tuple(role for role in roles if role.module in there),
+        roles=tuple(role for role in family.roles if role.module in there),
         tied=("lm_head", "embed_tokens"),
         stacked_transposed=description.stacked_transposed,
         experts_unread=description.experts_unread,
@@ -107,8 +126,15 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
             if name in known and module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
         },
     )
-    layers = _stated(family, description) if description.layers else _found(family, names)
-    return replace(family, dims=_dims(description, layers))
+    stated = _stated(family, description) if description.layers else {}
+    groups = {**_found(family, names), **stated}
+    return replace(family, dims=_dims(description, groups, numbered_on=bool(joins)))
+
+
+def _of_draft(group: str, name: str = "") -> str:
+    """The layers of a group's modules that are drafts: of one module, if its name is given, because
+    drafts in a block of their own may differ from one another."""
+    return "mtp_moe" if group == "moe" else f"mtp {name or group}" if group else ""
 
 
 # Names of roles that stand for themselves wherever a family is asked: of stages, ties, experts.
@@ -143,51 +169,69 @@ def _group(name: str, module: Module) -> str:
 
 
 def _stated(family: Family, description: Description) -> Mapping[str, tuple[int, ...]]:
-    """The layers of each group by the class itself."""
+    """The layers of each group by the class itself, which builds no drafts."""
     found: dict[str, set[int]] = {}
     for role in family.roles:
-        found.setdefault(role.layers, set()).update(description.layers.get(role.module, ()))
-    return {group: tuple(sorted(layers)) for group, layers in found.items() if group}
+        if role.layers and not role.name.startswith("mtp."):
+            found.setdefault(role.layers, set()).update(description.layers.get(role.module, ()))
+    return {group: tuple(sorted(layers)) for group, layers in found.items()}
 
 
 def _found(family: Family, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
-    """The layers of each group that a checkpoint has any module of."""
+    """The layers of each group that a checkpoint has any module of, those of drafts among them."""
     found: dict[str, set[int]] = {}
     for name in names:
         roles, layer, _, _ = family.candidates(name)
         if roles and layer is not None:
-            found.setdefault(roles[0].layers, set()).add(layer)
+            for role in roles:
+                found.setdefault(role.layers, set()).add(layer)
     return {group: tuple(sorted(layers)) for group, layers in found.items()}
 
 
 def _dims(
-    description: Description, groups: Mapping[str, tuple[int, ...]]
+    description: Description, groups: Mapping[str, tuple[int, ...]], *, numbered_on: bool
 ) -> Callable[[Config], Dims]:
+    """`groups`: layers by group, of drafts too; `numbered_on`: theirs follow the model's own, and a
+    group of either has all that were counted."""
     # Configs that list the kinds of their layers need not count them.
-    layers = max((n for found in groups.values() for n in found), default=-1) + 1
+    own = [n for group, found in groups.items() for n in found if not _draft(group)]
+    layers = max(own, default=-1) + 1
 
     def dims(config: Config) -> Dims:
         found, text, keys = generic_dims(config), text_config(config), description.keys
         sizes = description.sizes
         experts = first_int(text, keys["num_experts"]) if "num_experts" in keys else 0
         width = first_int(text, keys.get("moe_intermediate_size", "")) if experts else 0
+        number = found.num_layers or layers
+        of = {
+            group: tuple(n for n in all_of if not numbered_on or _draft(group) == (n >= number))
+            for group, all_of in {**groups, "moe": groups.get("moe", ())}.items()
+        }
+        drafted = {n for group, all_of in of.items() if _draft(group) for n in all_of}
         return replace(
             found,
-            num_layers=found.num_layers or layers,
+            num_layers=number,
             hidden_size=found.hidden_size or sizes.get("hidden_size", 0),
             num_experts=experts or sizes.get("num_experts", 0) or found.num_experts,
             moe_intermediate_size=width
             or sizes.get("moe_intermediate_size", 0)
             or found.moe_intermediate_size,
-            groups={**groups, "moe": groups.get("moe", ())},
+            mtp_layers=found.mtp_layers or len(drafted),
+            groups=of,
         )
 
     return dims
 
 
+def _draft(group: str) -> bool:
+    return group.startswith("mtp")
+
+
 def described(description: Description, template: str) -> bool:
     module, _ = split_parameter(template)
-    bare = template.removesuffix("_scale_inv").removesuffix("_scale")
+    bare = template
+    for suffix in ("_scale_inv", "_scale", "_blocks", "_scales"):
+        bare = bare.removesuffix(suffix)
     return any(name in description.modules for name in (module, template, bare))
 
 
@@ -207,14 +251,11 @@ def without_prefix(description: Description) -> Description:
 
 
 def unresolved(description: Description, names: Iterable[str], layers: int) -> list[str]:
-    """A name of each module template that the description lacks, drafts left out: their layers are
-    numbered on from the model's, or lie in a block of their own."""
+    """A name of each module template that the description lacks, drafts left out."""
     found: dict[str, str] = {}
     for name in names:
         template, layer, _ = parse(name)
-        if template.startswith(("mtp.", "model.mtp.")) or (
-            layer is not None and layer >= layers > 0
-        ):
+        if drafts.is_draft(template) or (layer is not None and layer >= layers > 0):
             continue
         if not described(description, template):
             found.setdefault(template, name)

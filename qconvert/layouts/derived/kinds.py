@@ -88,7 +88,8 @@ def _routes(parameter: Parameter) -> bool:
     """One row for each expert, in a module that chooses them: other matrices may have as many rows."""
     if not parameter.num_experts or parameter.shape[0] < parameter.num_experts:
         return False
-    named = parameter.parts[-1] in ("gate", "router", "classifier")
+    parts = parameter.parts
+    named = parts[-1] in ("gate", "router", "classifier") or parts[-2:] == ["gate", "wg"]
     return named or any("Router" in owner for owner in parameter.owners[-2:])
 
 
@@ -104,6 +105,8 @@ def _linear(parameter: Parameter) -> Kind:
         return _expert(parts, last)
     if "indexer" in parts:
         return Kind.INDEXER_WEIGHTS if last == "weights_proj" else Kind.INDEXER
+    if last in _LATENT:
+        return _LATENT[last]  # whatever its family is called: KimiLinearMLAAttention
     block = parameter.owners[-2] if len(parameter.owners) > 1 else ""
     if ("Attention" in block or block.endswith("MLA")) and not any(
         word in block for word in _NOT_ATTENTION
@@ -127,8 +130,6 @@ def _expert(parts: list[str], last: str) -> Kind:
 
 
 def _attention(last: str) -> Kind:
-    if last in _LATENT:
-        return _LATENT[last]
     for names, kind in (
         (_QUERY, Kind.QUERY), (_KEY, Kind.KEY), (_VALUE, Kind.VALUE), (_OUTPUT, Kind.OUTPUT),
         (_QKV, Kind.QKV),

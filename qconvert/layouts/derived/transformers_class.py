@@ -277,7 +277,7 @@ def why_not_on_cpus(found: Class) -> str:
 
 def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
     """The description of a config's class as JSON can hold it: a module template, its kind and its
-    layers for each of `names` (for what the class publishes, if None). Raises CannotBuild."""
+    layers for what the class publishes, and for each of `names`. Raises CannotBuild."""
     import transformers
 
     model = build(values)
@@ -286,10 +286,7 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
     unread: set[str] = set()
     unread_experts = why_not_read(found)
     # Weights first: their kind is their module's, whose bias is not asked.
-    # Experts in the class's own names, too: a checkpoint holds one form, and either is read.
-    own = {parse(name).template: name for name in found.published() if _of_experts(found, name)}
-    wanted = found.published() if names is None else [*names, *own.values()]
-    asked = sorted(dict.fromkeys(wanted), key=lambda n: n.endswith(".bias"))
+    asked = sorted({*found.published(), *(names or ())}, key=lambda n: (n.endswith(".bias"), n))
     targets: dict[str, set[int]] = {}
     for name in found.parameters:
         template, layer, _ = parse(name)
@@ -342,11 +339,6 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
         "unread": sorted(unread - roles.keys()),
         **_not_run(model, unread_experts),
     }
-
-
-def _of_experts(found: Class, name: str) -> bool:
-    one = kind(found, name)
-    return one is not None and one.routed
 
 
 def _not_run(model: Any, unread_experts: str) -> dict[str, str]:

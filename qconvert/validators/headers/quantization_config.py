@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.names import weight_candidates
+from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.model import FP8, readable_quantization
@@ -128,7 +129,9 @@ class QuantizationConfig:
             return  # unknown which of its modules are linear layers
         yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
-        plain = [m for m in _plain_linears(checkpoint) if m not in quantized]
+        # vLLM 0.33 (kimi_k25.py) quantizes no tower by a block of the language model's config.
+        towers = "text_config" not in taken.where
+        plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
         yield from _uncovered(checkpoint, listed, named, plain)
         if taken.method == "compressed-tensors":
             yield from _draft_names(checkpoint, listed, named, plain)
@@ -149,13 +152,16 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _plain_linears(checkpoint: Checkpoint) -> Iterator[str]:
-    """Modules with a matrix that runtimes build as a linear layer."""
+def _plain_linears(checkpoint: Checkpoint, *, towers: bool) -> Iterator[str]:
+    """Modules with a matrix that runtimes build as a linear layer. Codes, of DeepSeek-V4's FP4 experts
+    (I8) for one, are quantized whether or not their form is read here."""
     for name, place in checkpoint.role_index.places.items():
         if (
             place.parameter == "weight"
             and len(checkpoint[name].type.shape) == 2
+            and checkpoint[name].type.dtype not in ("I8", "U8")
             and place.role.kind.linear
+            and (towers or place.role.kind is not Kind.VISION)
         ):
             yield name.removesuffix(".weight")
 

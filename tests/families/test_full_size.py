@@ -1,0 +1,134 @@
+"""Published models, as headers over holes, through every command that plans.
+
+`published/` holds a file a model: where its config and its names are from, and a line for each kind of
+tensor. Each command must plan, or be refused for the cause in `refused.yaml`. With few experts by
+default; `QCONVERT_ALL=1 pytest -m big tests/families/test_full_size.py` plans all of them, up to 208,550
+tensors, and `QCONVERT_TABLE=FILE` notes CPU seconds and peak memory, a line for each command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import headers
+import pytest
+import yaml
+from headers import HeaderSet
+
+from qconvert.checkpoint.family import family_for, role_index
+from qconvert.core.roles import Kind
+
+_FOLDER = Path(__file__).parent
+_ALL = bool(os.environ.get("QCONVERT_ALL"))
+MODELS = sorted(file.stem for file in (_FOLDER / "published").glob("*.yaml"))
+COMMANDS = {
+    "dequant": ("dequant",),
+    "stack": ("experts", "stack"),
+    "unstack": ("experts", "unstack"),
+    "w4a16 experts": ("w4a16", "--rtn", "--group-size", "32"),
+    "w4a16 Linear": ("w4a16", "--rtn", "--group-size", "32", "--target", "Linear"),
+    "nvfp4 experts": ("nvfp4", "--dialect", "modelopt"),
+    "nvfp4 all": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "all"),
+    "amx": ("amx", "--method", "int4", "--numa", "1"),
+    "split": ("split", "--pp", "2", "--for", "vllm"),
+    "validate": ("validate", "--level", "headers"),
+}
+# Of each published model, the names that belong to a draft: all that its runtime loads as one.
+DRAFTS = {
+    "deepseek-v3.2": ("model.layers.61.",),
+    "deepseek-v4-flash": ("mtp.0.",),
+    "ernie-4.5-300b": ("model.mtp_",),
+    "glm-4.7-flash": ("model.layers.47.",),
+    "glm-4.7-fp8": ("model.layers.92.",),
+    "glm-5": ("model.layers.78.",),
+    "glm-5-fp8": ("model.layers.78.",),
+    "nemotron-3-super-120b": ("mtp.",),
+    "qwen3.5-397b": ("mtp.",),
+}
+
+
+@cache
+def published(model: str) -> HeaderSet:
+    found = headers.read(_FOLDER / "published" / f"{model}.yaml")
+    return found if _ALL else headers.with_few(found)
+
+
+@cache
+def refused() -> Mapping[str, Mapping[str, str]]:
+    """Causes by model and command, as regular expressions."""
+    found: Mapping[str, Mapping[str, str]] = yaml.safe_load(
+        (_FOLDER / "refused.yaml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", MODELS)
+def test_every_name_has_a_role(model: str) -> None:
+    found = published(model)
+    family = family_for(found.config, found.tensors)
+    taken = role_index(family, found.config, found.tensors)
+    assert taken.unknown == ()
+    assert taken.absent() == []
+    draft = [name for name in found.tensors if family.is_mtp(name, taken.dims)]
+    assert draft == [n for n in found.tensors if n.startswith(DRAFTS.get(model, ("no draft",)))]
+    assert draft == [n for n, place in taken.places.items() if place.role.name.startswith("mtp.")]
+    for name, place in taken.places.items():
+        if name.endswith(("router.weight", ".gate.weight", ".gate.wg.weight")):
+            assert place.role.kind is Kind.ROUTER, name
+
+
+# The command line, on a disk that holds any model.
+_ROOMY = """
+import os, types
+os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1 << 40, f_frsize=4096)
+from qconvert.__main__ import main
+main()
+"""
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", MODELS)
+def test_every_command(model: str, tmp_path: Path) -> None:
+    found, source = published(model), tmp_path / "source"
+    source.mkdir()
+    headers.write_sparse(found, source)
+    causes = refused().get(model, {})
+    for name, (command, *options) in COMMANDS.items():
+        out = [] if command == "validate" else [tmp_path / "out"]
+        first = options[:1] if command == "experts" else []
+        rest = [*options[len(first) :], *(["--dry-run"] if out else [])]
+        code, text = _ran([command, *first, source, *out, *rest], model, name, len(found.tensors))
+        cause = causes.get(name, "")
+        assert (code == 0) == (not cause), (name, text)
+        assert re.search(cause, text), (name, text)
+    assert causes.keys() <= COMMANDS.keys()
+
+
+def _ran(words: list[str | Path], model: str, name: str, tensors: int) -> tuple[int, str]:
+    """The exit status and what was said. In a process of its own: its peak memory is the command's."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", _ROOMY, *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert started.stdout is not None
+    with started.stdout as stream:
+        text = stream.read()
+    _, status, used = os.wait4(started.pid, 0)
+    code = started.returncode = os.waitstatus_to_exitcode(status)
+    if table := os.environ.get("QCONVERT_TABLE"):
+        seconds, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+        each = seconds / tensors * 10_000
+        line = (
+            f"{model} | {tensors:,} | {name} | {seconds:.1f} | {each:.1f} | {peak:.0f} | {code}\n"
+        )
+        with Path(table).open("a", encoding="utf-8") as file:
+            file.write(line)
+    return code, text
