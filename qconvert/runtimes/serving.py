@@ -263,9 +263,13 @@ def _loading(
             answer = served(
                 config, tensors, setting, groups=groups, stage=number, every=False, runtime=runtime
             )
-            beside = drafted(config, tensors, answer, groups=groups, every=False, runtime=runtime)
         except NotSimulated:
             return None
+        try:
+            beside = drafted(config, tensors, answer, groups=groups, every=False, runtime=runtime)
+        except NotSimulated as reason:
+            beside = None
+            draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.whole or answer.mended_by:
             whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
             if beside is not None and not beside.whole and not draft:

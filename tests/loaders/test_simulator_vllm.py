@@ -272,6 +272,10 @@ def test_draft(family: str, fp8: bool, vllm: Server, folders: Path) -> None:
 @pytest.mark.parametrize("family", DRAFTED)
 def test_draft_quantized(family: str, fp8: bool, form: str, vllm: Server, folders: Path) -> None:
     folder = converted(folders, source(folders, family, fp8=fp8), form)
+    try:
+        simulated(folder, setting(Rank()), runtime="vllm", draft=True)
+    except NotSimulated as reason:
+        pytest.skip(f"it says that it has no rule: {reason}")
     agree(folder, vllm, (Rank(), Rank(4, 3)), draft=True)
 
 

@@ -80,12 +80,16 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+        except (NotSimulated, PlanError) as reason:
+            raise NotChecked(f"not simulated: {reason}") from None
+        try:
             draft = drafted(
                 checkpoint.config, tensors, answer, groups=_groups(folder),
                 runtime=serving.consumer.name,
             )  # fmt: skip
-        except (NotSimulated, PlanError) as reason:
-            raise NotChecked(f"not simulated: {reason}") from None
+        except NotSimulated as reason:
+            draft = None
+            yield OnlyRead(f"the draft is not simulated: {reason}")
         version = SIMULATED[serving.consumer.name]
         who = f"{serving.consumer.name} {version}"
         yield OnlyRead(f"{who} at {answer.setting}: simulated from headers, no kernel was run")
