@@ -155,8 +155,8 @@ def test_what_it_has_no_rule_for_gets_no_answer(block: dict[str, Any], why: str)
 def test_settings_without_rules_get_no_answer(setting: Setting) -> None:
     with pytest.raises(NotSimulated):
         simulate(*folder("qwen3_moe"), setting)
-    with pytest.raises(NotSimulated, match="drafts"):
-        simulate(*folder("glm4_moe"), draft=True)
+    with pytest.raises(NotSimulated, match="stages"):
+        simulate(*folder("glm4_moe"), Setting(pp=2), draft=True)
 
 
 # --- Names ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from qconvert.runtimes.vllm import simulator as vllm
 
 SIMULATED = {"sglang": SGLANG, "vllm": VLLM}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
+_OF_DRAFT = {"sglang": sglang.of_draft, "vllm": vllm.of_draft}
 NO_FUSION = "--disable-shared-experts-fusion"
 
 
@@ -120,16 +121,13 @@ def drafted(
     runtime: str = "sglang",
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
-    the option that mends it. None where there is none, in pipeline stages, and under vLLM, for which
-    drafts are not simulated. Raises NotSimulated."""
+    the option that mends it. None where there is none, and in pipeline stages. Raises NotSimulated."""
     setting = model.setting
-    if runtime != "sglang" or setting.pp > 1 or not sglang.of_draft(config, tensors):
+    if setting.pp > 1 or not (own := _OF_DRAFT[runtime](config, tensors)):
         return None
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
-    return served(
-        config, sglang.of_draft(config, tensors), setting, groups=groups, every=every, draft=True
-    )
+    return served(config, own, setting, groups=groups, every=every, draft=True, runtime=runtime)
 
 
 def draft_alone(
@@ -291,19 +289,18 @@ def _loading(
                 answer = draft_alone(config, tensors, setting, every=False, runtime=runtime)
             else:
                 answer = served(
-                    config,
-                    tensors,
-                    setting,
-                    groups=groups,
-                    stage=number,
-                    every=False,
+                    config, tensors, setting, groups=groups, stage=number, every=False,
                     runtime=runtime,
-                )
+                )  # fmt: skip
+        except NotSimulated:
+            return None
+        try:
+            if not alone:
                 beside = drafted(
                     config, tensors, answer, groups=groups, every=False, runtime=runtime
                 )
-        except NotSimulated:
-            return None
+        except NotSimulated as reason:
+            draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.whole or answer.mended_by:
             whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
             if beside is not None and not beside.whole and not draft:

@@ -34,6 +34,8 @@ RANKS = (Rank(), Rank(2, 1), Rank(4, 3))
 STAGES = (Rank(1, 0, 2, 0), Rank(1, 0, 2, 1), Rank(2, 1, 3, 2))
 SPLIT = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 SPARSE = tuple(name for name in FAMILIES if name not in ("qwen3_5", "qwen3_5_text"))
+DRAFTED = tuple(name for name in FAMILIES if name != "qwen3_moe")
+_LAYER = {"deepseek_v3": "model.layers.3", "glm4_moe": "model.layers.3"}
 STACKED = ("qwen3_5_moe", "qwen3_5_moe_text")
 FORMS = (
     "w4a16 --rtn", "w4a16 --rtn --group-size 32", "w4a16 --rtn --group-size channel",
@@ -83,12 +85,13 @@ def agree(
     *,
     flags: Mapping[str, Any] | None = None,
     ep: int = 1,
+    draft: bool = False,
 ) -> list[Simulated]:
     """What the simulator says at each rank, after the loader has said the same."""
     answers, wrong = [], []
     for rank in ranks:
-        answer = simulated(folder, setting(rank, ep_size=ep), runtime="vllm")
-        real = server.load(folder, rank, flags=flags)
+        answer = simulated(folder, setting(rank, ep_size=ep), runtime="vllm", draft=draft)
+        real = server.load(folder, rank, flags=flags, draft=draft)
         wrong += [f"{rank} {flags or ''}: {text}" for text in disagreements(answer, once(real))]
         answers.append(answer)
     assert wrong == []
@@ -251,3 +254,52 @@ def test_all_ranks_together(folders: Path) -> None:
     answer = served(config_of(folder), headers(folder), Setting(tp=2), runtime="vllm")
     assert answer.whole
     assert answer.nbytes == simulate(config_of(folder), headers(folder), Setting(tp=2)).nbytes
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("family", DRAFTED)
+def test_draft(family: str, fp8: bool, vllm: Server, folders: Path) -> None:
+    """The class of the draft, which reads its layers from the same folder."""
+    folder = source(folders, family, fp8=fp8)
+    first, *_ = agree(folder, vllm, draft=True)
+    assert first.whole
+    if family in SPARSE:
+        agree(folder, vllm, (Rank(2, 1),), flags={"enable_expert_parallel": True}, ep=2, draft=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("family", DRAFTED)
+def test_draft_quantized(family: str, fp8: bool, form: str, vllm: Server, folders: Path) -> None:
+    folder = converted(folders, source(folders, family, fp8=fp8), form)
+    try:
+        simulated(folder, setting(Rank()), runtime="vllm", draft=True)
+    except NotSimulated as reason:
+        pytest.skip(f"it says that it has no rule: {reason}")
+    agree(folder, vllm, (Rank(), Rank(4, 3)), draft=True)
+
+
+@pytest.mark.parametrize(
+    "lost", ["input_layernorm.weight", "down_proj.weight", "mtp", "embed_tokens"]
+)
+@pytest.mark.parametrize("family", DRAFTED)
+def test_draft_without_tensors(family: str, lost: str, vllm: Server, folders: Path) -> None:
+    model = published(family)
+    own = f"{_LAYER[family]}." if family in _LAYER else "mtp."
+    for name in list(model.tensors):
+        in_draft = name.startswith(own)
+        if (in_draft and (lost == "mtp" or name.endswith(lost))) or (
+            lost == "embed_tokens" and lost in name
+        ):
+            del model.tensors[name]
+    agree(written(model, folders / f"{family} draft without {lost}"), vllm, (Rank(),), draft=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text"])
+def test_draft_with_a_tied_head(family: str, vllm: Server, folders: Path) -> None:
+    model = published(family)
+    model.config["tie_word_embeddings"] = True
+    model.config.get("text_config", {})["tie_word_embeddings"] = True
+    agree(written(model, folders / f"{family} tied"), vllm, (Rank(2, 1),), draft=True)
+    del model.tensors["lm_head.weight"]
+    agree(written(model, folders / f"{family} tied alone"), vllm, (Rank(2, 1),), draft=True)

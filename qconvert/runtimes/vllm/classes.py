@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qconvert.runtimes.loading.building import Config
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.loading.building import Build, Config
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Unquantized
@@ -21,10 +22,10 @@ from qconvert.runtimes.vllm.names import GATE_UP, GDN, QKV, DeepSeek, Stacked, W
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
-_NEXT: Fused = {**_QWEN, "in_proj_qkvz": ("in_proj_qkvz",), "in_proj_ba": ("in_proj_ba",)}
+QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
+_NEXT: Fused = {**QWEN, "in_proj_qkvz": ("in_proj_qkvz",), "in_proj_ba": ("in_proj_ba",)}
 _QWEN35: Fused = {
-    **_QWEN, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    **QWEN, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }  # fmt: skip
 _VISION: Fused = {**_QWEN35, "qkv": ("qkv",)}
 _IN_VISION = (
@@ -37,13 +38,15 @@ _IN_VISION = (
 class ModelClass:
     """A class: the names that it fuses and the prefixes that it rewrites, as its quantization asks for
     them; what it builds; how it finds names. `groups`: in how many groups the rows of its fused
-    linear-attention projections must be, 0 where the class takes them in parts."""
+    linear-attention projections must be, 0 where the class takes them in parts; `after`: what it
+    does once all is read."""
 
     fused: Callable[[Config], Fused]
     build: Callable[[Rank, Config], None]
     names: Callable[[Rank, Config, bool], Finder]
     renames: tuple[tuple[str, str], ...] = ()
     groups: Callable[[Config], int] | None = None
+    after: Callable[[Build, Mapping[str, TensorType]], None] | None = None
 
 
 def _own_layers(rank: Rank, config: Config, base: str = "model") -> range:
@@ -52,7 +55,7 @@ def _own_layers(rank: Rank, config: Config, base: str = "model") -> range:
     return rank.setting.layers(layers)
 
 
-def _check_heads(rank: Rank, config: Config) -> None:
+def check_heads(rank: Rank, config: Config) -> None:
     heads = config.number("num_attention_heads")
     if heads % rank.setting.tp:
         raise LoadRefused(
@@ -79,7 +82,7 @@ def _norm(rank: Rank, config: Config, base: str, *, here: bool) -> None:
         rank.absent.append(f"{base}.norm")
 
 
-def _head(
+def head(
     rank: Rank,
     config: Config,
     outer: str,
@@ -172,7 +175,7 @@ def _attention(
         rank.norm(f"{at}.k_norm", size)
 
 
-def _gdn_model(rank: Rank, config: Config, base: str, *, interleaved: bool, dense: bool) -> None:
+def gdn_model(rank: Rank, config: Config, base: str, *, interleaved: bool, dense: bool) -> None:
     every = config.number("full_attention_interval", 4)
     kinds = config.get("layer_types")
     _embeds(rank, config, base, here=True)
@@ -215,9 +218,9 @@ def _some_experts(own: range, *, dense: bool, of: str) -> None:
 
 
 def _qwen3_next(rank: Rank, config: Config) -> None:
-    _check_heads(rank, config)
-    _gdn_model(rank, config, "model", interleaved=True, dense=False)
-    _head(rank, config, "", "model", here=True, ties=False, plain=True)
+    check_heads(rank, config)
+    gdn_model(rank, config, "model", interleaved=True, dense=False)
+    head(rank, config, "", "model", here=True, ties=False, plain=True)
 
 
 def _tower(rank: Rank, vision: Config) -> None:
@@ -246,7 +249,7 @@ def _tower(rank: Rank, vision: Config) -> None:
         rank.linear(f"{at}.linear_fc2", "row", whole, vision.number("out_hidden_size"), bias=True)
 
 
-def _walk(
+def walk(
     rank: Rank,
     config: Config,
     quantized: bool,
@@ -257,7 +260,8 @@ def _walk(
     prefixes: tuple[tuple[str, str | None], ...] = (),
     spare: tuple[str, ...] = (),
     drafts: range = range(0),
-) -> Finder:
+    kind: type[Walk] = Walk,
+) -> Walk:
     layers = config.number("num_hidden_layers")
     modules = {
         name[:at]
@@ -266,7 +270,7 @@ def _walk(
         if letter == "."
     }
     known = {**rank.parameters, **dict.fromkeys(rank.aliases)}
-    return Walk(
+    return kind(
         known, experts, rank.fused, modules, rank.setting.layers(layers), range(layers), prefixes,
         stacks, root, tuple(rank.absent), frozenset(rank.aliases), spare, quantized, drafts,
     )  # fmt: skip
@@ -277,20 +281,20 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
     base = f"{outer}model"
 
     def built(rank: Rank, config: Config) -> None:
-        _check_heads(rank, config)
+        check_heads(rank, config)
         tower = config.get("vision_config")
         if vision and isinstance(tower, Mapping):
             if rank.setting.first:
                 _tower(rank, Config(tower))
             else:
                 rank.absent.append("visual")
-        _gdn_model(rank, config, base, interleaved=False, dense=dense)
-        _head(rank, config, outer, base, here=rank.setting.last, ties=True)
+        gdn_model(rank, config, base, interleaved=False, dense=dense)
+        head(rank, config, outer, base, here=rank.setting.last, ties=True)
 
     def names(rank: Rank, config: Config, quantized: bool) -> Finder:
         stacks = (*QKV, *GATE_UP, *gate_up_of("shared_expert"), *GDN)
         inside = (("model.language_model.", "model."),)
-        return _walk(
+        return walk(
             rank, config, quantized, experts=0 if dense else config.number("num_experts"),
             stacks=stacks, root=f"{base}.",
             prefixes=(*(_IN_VISION if vision else inside), ("mtp.", None)),
@@ -303,7 +307,7 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
 
 
 def _qwen3_moe(rank: Rank, config: Config) -> None:
-    _check_heads(rank, config)
+    check_heads(rank, config)
     hidden, experts = config.number("hidden_size"), config.number("num_experts")
     dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
     _embeds(rank, config, "model", here=True)
@@ -320,34 +324,38 @@ def _qwen3_moe(rank: Rank, config: Config) -> None:
             rank.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
         _norms(rank, at, config)
     _norm(rank, config, "model", here=True)
-    _head(rank, config, "", "model", here=True, ties=True)
+    head(rank, config, "", "model", here=True, ties=True)
     _some_experts(range(sparse), dense=False, of="Qwen3MoE")
 
 
 def _glm4_moe(rank: Rank, config: Config) -> None:
-    _check_heads(rank, config)
-    hidden, experts = config.number("hidden_size"), config.number("n_routed_experts")
-    inner, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", 0)
+    check_heads(rank, config)
     _embeds(rank, config, "model", here=rank.setting.first)
-    sparse = 0
-    for layer in _own_layers(rank, config):
-        at = f"model.layers.{layer}"
-        bias, norms = config.flag("attention_bias"), config.flag("use_qk_norm")
-        _attention(rank, f"{at}.self_attn", config, bias=bias, norms=norms)
-        if layer < config.number("first_k_dense_replace"):
-            rank.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
-        else:
-            plain = Unquantized("F32")
-            rank.linear(f"{at}.mlp.gate", "replicated", hidden, experts, scheme=plain)
-            rank.whole(f"{at}.mlp.gate.e_score_correction_bias", experts, dtype="F32")
-            if shared:
-                rank.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
-            _experts(rank, f"{at}.mlp", experts, config)
-            sparse += 1
-        _norms(rank, at, config)
+    own = _own_layers(rank, config)
+    for layer in own:
+        glm4_layer(rank, layer, config)
     _norm(rank, config, "model", here=rank.setting.last)
-    _head(rank, config, "", "model", here=rank.setting.last, ties=False)
-    _some_experts(range(sparse), dense=False, of="Glm4MoE")
+    head(rank, config, "", "model", here=rank.setting.last, ties=False)
+    sparse = range(max(own.start, config.number("first_k_dense_replace")), own.stop)
+    _some_experts(sparse, dense=False, of="Glm4MoE")
+
+
+def glm4_layer(rank: Rank, layer: int, config: Config) -> None:
+    at, hidden = f"model.layers.{layer}", config.number("hidden_size")
+    inner, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", 0)
+    experts = config.number("n_routed_experts")
+    bias, norms = config.flag("attention_bias"), config.flag("use_qk_norm")
+    _attention(rank, f"{at}.self_attn", config, bias=bias, norms=norms)
+    if layer < config.number("first_k_dense_replace"):
+        rank.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+    else:
+        plain = Unquantized("F32")
+        rank.linear(f"{at}.mlp.gate", "replicated", hidden, experts, scheme=plain)
+        rank.whole(f"{at}.mlp.gate.e_score_correction_bias", experts, dtype="F32")
+        if shared:
+            rank.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
+        _experts(rank, f"{at}.mlp", experts, config)
+    _norms(rank, at, config)
 
 
 def _latent_attention(rank: Rank, at: str, config: Config) -> None:
@@ -371,29 +379,33 @@ def _latent_attention(rank: Rank, at: str, config: Config) -> None:
 
 
 def _deepseek_v3(rank: Rank, config: Config) -> None:
-    _check_heads(rank, config)
-    hidden, experts = config.number("hidden_size"), config.number("n_routed_experts")
-    inner, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", 0)
-    dense, step = config.number("first_k_dense_replace"), config.number("moe_layer_freq", 1)
+    check_heads(rank, config)
     _embeds(rank, config, "model", here=rank.setting.first)
     for layer in _own_layers(rank, config):
-        at = f"model.layers.{layer}"
-        _latent_attention(rank, f"{at}.self_attn", config)
-        if layer < dense or layer % step:
-            rank.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
-        else:
-            _gate(rank, f"{at}.mlp.gate", experts, config)
-            if config.get("topk_method") == "noaux_tc":
-                rank.whole(f"{at}.mlp.gate.e_score_correction_bias", experts, dtype="F32")
-            if shared:
-                rank.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
-            _experts(rank, f"{at}.mlp", experts, config)
-        _norms(rank, at, config)
+        deepseek_layer(rank, layer, config)
     _norm(rank, config, "model", here=rank.setting.last)
-    _head(rank, config, "", "model", here=rank.setting.last, ties=False)
+    head(rank, config, "", "model", here=rank.setting.last, ties=False)
 
 
-def _drafts(config: Config) -> range:
+def deepseek_layer(rank: Rank, layer: int, config: Config) -> None:
+    at, hidden = f"model.layers.{layer}", config.number("hidden_size")
+    inner, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", 0)
+    dense, step = config.number("first_k_dense_replace"), config.number("moe_layer_freq", 1)
+    experts = config.number("n_routed_experts")
+    _latent_attention(rank, f"{at}.self_attn", config)
+    if layer < dense or layer % step:
+        rank.mlp(f"{at}.mlp", hidden, config.number("intermediate_size"))
+    else:
+        _gate(rank, f"{at}.mlp.gate", experts, config)
+        if config.get("topk_method") == "noaux_tc":
+            rank.whole(f"{at}.mlp.gate.e_score_correction_bias", experts, dtype="F32")
+        if shared:
+            rank.mlp(f"{at}.mlp.shared_experts", hidden, shared * inner)
+        _experts(rank, f"{at}.mlp", experts, config)
+    _norms(rank, at, config)
+
+
+def drafts(config: Config) -> range:
     layers = config.number("num_hidden_layers")
     drafts = config.get("num_nextn_predict_layers")
     return range(layers, layers + (drafts if type(drafts) is int and 0 < drafts < 100 else 0))
@@ -403,7 +415,7 @@ def _deepseek_names(rank: Rank, config: Config, quantized: bool) -> Finder:
     layers = config.number("num_hidden_layers")
     return DeepSeek(
         rank.parameters, config.number("n_routed_experts"), rank.setting.layers(layers),
-        range(layers), tuple(rank.absent), _drafts(config), quantized,
+        range(layers), tuple(rank.absent), drafts(config), quantized,
     )  # fmt: skip
 
 
@@ -415,13 +427,13 @@ def _mla(config: Config) -> Fused:
 
 def _moe(config: Config) -> Fused:
     dense = bool(config.numbers("mlp_only_layers"))
-    return _QWEN if dense else {"qkv_proj": _QKV}
+    return QWEN if dense else {"qkv_proj": _QKV}
 
 
 CLASSES: dict[str, ModelClass] = {
     "Qwen3NextForCausalLM": ModelClass(
         lambda config: _NEXT, _qwen3_next,
-        lambda rank, config, quantized: _walk(
+        lambda rank, config, quantized: walk(
             rank, config, quantized, experts=config.number("num_experts"),
             stacks=(*QKV, *GATE_UP, *gate_up_of("shared_expert")), prefixes=(("mtp.", None),),
         ),
@@ -433,7 +445,7 @@ CLASSES: dict[str, ModelClass] = {
     "Qwen3_5MoeForCausalLM": _qwen35_class(vision=False, dense=False),
     "Qwen3MoeForCausalLM": ModelClass(
         _moe, _qwen3_moe,
-        lambda rank, config, quantized: _walk(
+        lambda rank, config, quantized: walk(
             rank, config, quantized, experts=config.number("num_experts"),
             stacks=(*QKV, *GATE_UP, *gate_up_of("shared_expert")),
             spare=(
@@ -442,10 +454,10 @@ CLASSES: dict[str, ModelClass] = {
         ),
     ),
     "Glm4MoeForCausalLM": ModelClass(
-        lambda config: _QWEN, _glm4_moe,
-        lambda rank, config, quantized: _walk(
+        lambda config: QWEN, _glm4_moe,
+        lambda rank, config, quantized: walk(
             rank, config, quantized, experts=config.number("n_routed_experts"),
-            stacks=(*QKV, *GATE_UP, *gate_up_of("shared_experts")), drafts=_drafts(config),
+            stacks=(*QKV, *GATE_UP, *gate_up_of("shared_experts")), drafts=drafts(config),
         ),
     ),
     "DeepseekV3ForCausalLM": ModelClass(_mla, _deepseek_v3, _deepseek_names),

@@ -39,6 +39,11 @@ GDN: Stacked = (
     (".in_proj_b", ".in_proj_ba", 0), (".in_proj_a", ".in_proj_ba", 1),
 )  # fmt: skip
 
+LATENT: Stacked = (
+    ("gate_proj", "gate_up_proj", 0), ("up_proj", "gate_up_proj", 1),
+    ("q_a_proj", "fused_qkv_a_proj", 0), ("kv_a_proj_with_mqa", "fused_qkv_a_proj", 1),
+)  # fmt: skip
+
 
 def gate_up_of(module: str) -> Stacked:
     """The same of shared experts."""
@@ -203,6 +208,7 @@ class DeepSeek:
     missing: list[str] = field(default_factory=list)
     stacked: bool = False
     same: Mapping[str, str] = field(default_factory=dict)
+    parts: Stacked = LATENT
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         name = tensor
@@ -222,10 +228,7 @@ class DeepSeek:
                 "ValueError", "There is no module or parameter named", tensor,
                 f"the class builds no {name}, and ends the load where it finds none",
             )  # fmt: skip
-        for part, whole, shard in (
-            ("gate_proj", "gate_up_proj", 0), ("up_proj", "gate_up_proj", 1),
-            ("q_a_proj", "fused_qkv_a_proj", 0), ("kv_a_proj_with_mqa", "fused_qkv_a_proj", 1),
-        ):  # fmt: skip
+        for part, whole, shard in self.parts:
             if part not in name or ("mlp.experts." in name and name not in self.parameters):
                 continue
             mapped = name.replace(part, whole)

@@ -321,6 +321,10 @@ class GptqCodes(_Base):
         excluded = overridden(module, self._dynamic) is None
         return self._stated.plain if excluded else self._scheme
 
+    def excludes(self, word: str) -> bool:
+        """Whether a rule that leaves modules as they are has a word in it."""
+        return any(rule.startswith("-:") and word in rule for rule in self._dynamic)
+
 
 _NUMBER = re.compile(r"\.experts\.[0-9]+\..*")
 

@@ -16,6 +16,7 @@ from qconvert.runtimes.loading.schemes import Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, Setting
 from qconvert.runtimes.vllm.building import Rank
 from qconvert.runtimes.vllm.classes import CLASSES
+from qconvert.runtimes.vllm.drafts import DRAFTS, draft_tensors
 from qconvert.runtimes.vllm.quantization import Stated, quantization_of
 
 
@@ -26,6 +27,12 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if name not in CLASSES:
         raise NotSimulated(f"architecture {name!r}")
     return str(name)
+
+
+def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """Tensors that the class of a folder's draft may read; none for a folder without one. Raises
+    NotSimulated for an unknown class."""
+    return draft_tensors(architecture_of(config), text_config(config), tensors)
 
 
 def simulate(
@@ -39,12 +46,18 @@ def simulate(
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. Raises NotSimulated for what the simulator has no rule for, drafts among it."""
+    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
+    simulator has no rule for."""
     asked = setting or Setting()
-    kind = CLASSES[architecture_of(config)]
+    name = architecture_of(config)
+    kind = CLASSES[name]
     numbers = text_config(config)
     if draft:
-        raise NotSimulated("vLLM's classes of drafts")
+        if name not in DRAFTS:
+            raise NotSimulated(f"a draft of {name}")
+        if asked.pp > 1:
+            raise NotSimulated("a draft in pipeline stages")
+        kind = DRAFTS[name]
     if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
         raise NotSimulated("another GPU than an H200, or other options")
     if asked.ep not in (1, asked.tp):
@@ -58,7 +71,13 @@ def simulate(
     except LoadRefused as refused:
         return Simulated(asked, refused)
     finder = kind.names(rank, numbers, bool(quantization.name))
-    after = None if quantization.name else _all_written
+
+    def after(build: Build, tensors: Mapping[str, TensorType]) -> None:
+        if kind.after is not None:
+            kind.after(build, tensors)
+        if not quantization.name:
+            _all_written(build, tensors)
+
     # The loader reads the names of a file sorted.
     done = offered(rank, finder, dict(sorted(tensors.items())), asked, after=after)
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None

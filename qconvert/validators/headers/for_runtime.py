@@ -80,19 +80,25 @@ class ForRuntime:
         try:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
-            draft = None
-            if DRAFT in (checkpoint.manifest or {}):
-                answer = draft_alone(
+            alone = DRAFT in (checkpoint.manifest or {})
+            answer = (
+                draft_alone(
                     checkpoint.config, tensors, serving.setting, runtime=serving.consumer.name
                 )
-            else:
-                answer = ask(serving, checkpoint.config, tensors, _groups(folder), place)
+                if alone
+                else ask(serving, checkpoint.config, tensors, _groups(folder), place)
+            )
+        except (NotSimulated, PlanError) as reason:
+            raise NotChecked(f"not simulated: {reason}") from None
+        draft = None
+        try:
+            if not alone:
                 draft = drafted(
                     checkpoint.config, tensors, answer, groups=_groups(folder),
                     runtime=serving.consumer.name,
                 )  # fmt: skip
-        except (NotSimulated, PlanError) as reason:
-            raise NotChecked(f"not simulated: {reason}") from None
+        except NotSimulated as reason:
+            yield OnlyRead(f"the draft is not simulated: {reason}")
         version = SIMULATED[serving.consumer.name]
         who = f"{serving.consumer.name} {version}"
         yield OnlyRead(f"{who} at {answer.setting}: simulated from headers, no kernel was run")
