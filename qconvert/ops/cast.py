@@ -69,7 +69,7 @@ class ToBf16:
 
     def loss(self, *args: TensorType) -> str | None:
         """float16 has 11 significant bits, bfloat16 8; its range fits."""
-        return f"rounds {_NAMES[args[0].dtype]} to bf16 (relative error at most 2^-9)"
+        return f"rounds {_NAMES[args[0].dtype]} to bf16 (relative error at most 2^-8)"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -158,7 +158,7 @@ class DequantNvfp4:
 
     def loss(self, *args: TensorType) -> str | None:
         beyond = "; what is beyond bf16 becomes infinite" if self.overflow else ""
-        return f"rounds fp4 x scales to bf16 (relative error at most 2^-9){beyond}"
+        return f"rounds fp4 x scales to bf16 (relative error at most 2^-8){beyond}"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

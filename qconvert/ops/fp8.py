@@ -149,7 +149,7 @@ class DequantFp8:
         beyond = "what is beyond bf16 becomes infinite" if self.overflow else None
         if args[1].dtype in ("F8_E8M0", "U8"):
             return beyond  # a power of two times 4 significant bits fits bf16's 8
-        rounds = "rounds fp8 x scale to bf16 (relative error at most 2^-9)"
+        rounds = "rounds fp8 x scale to bf16 (relative error at most 2^-8)"
         return rounds if beyond is None else f"{rounds}; {beyond}"
 
     def run(

@@ -87,7 +87,7 @@ class DequantGptq(Columnwise):
         return scale_scratch(args[2]) + product_scratch(self.count, columns)
 
     def loss(self, *args: TensorType) -> str | None:
-        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-9)"
+        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-8)"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -114,7 +114,7 @@ class DequantInts:
         return scale_scratch(args[1]) + product_scratch(result.shape[0], result.shape[1])
 
     def loss(self, *args: TensorType) -> str | None:
-        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-9)"
+        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-8)"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

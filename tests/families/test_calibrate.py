@@ -22,7 +22,8 @@ from compressed_peer import decompressed, tensors
 from safetensors.torch import save_file
 
 from families.classes import config
-from families.test_commands import as_bf16, loaded
+from families.loading import loaded
+from families.test_commands import as_bf16
 from families.tiny import saved
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.experts import Bench
