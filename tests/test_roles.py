@@ -40,7 +40,7 @@ _READ: tuple[tuple[str, str], ...] = (
     (r"norm\d?$|norm_(embedding|hidden)$", "NORM"),
     (r"embed_tokens$", "EMBEDDING"),
     (r"(lm_head|shared_head\.head)$", "HEAD"),
-    (r"pos_emb(ed)?$", "POSITION"),
+    (r"pos_emb(ed)?$|\.ape$", "POSITION"),
     (r"(conv1d|patch_embed\.proj)$", "CONV"),
     (r"mlp\.gate$", "ROUTER"),
     (r"(A_log|dt_bias|correction_bias|inv_freq)$", "BUFFER"),
