@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parent.parent
 _BLOCK = re.compile(r"```(python|yaml)\n# (\S+)\n(.*?)```", re.DOTALL)
 
@@ -21,6 +23,7 @@ def blocks() -> dict[str, str]:
     return {name: f"# {name}\n{body}" for _, name, body in _BLOCK.findall(section)}
 
 
+@pytest.mark.big  # a process with the tests of all families: 40 s
 def test_a_family_is_added_without_editing_a_test(tmp_path: Path) -> None:
     found = blocks()
     assert list(found) == ["layouts/acme_moe.py", "tests/headers/acme-moe.yaml"]
