@@ -48,7 +48,7 @@ def check_experts(plan: Plan, instead: str) -> None:
     if plan.family.experts_unread:
         raise PlanError(
             f"{model_name(plan)}: {plan.family.experts_unread}, so they are neither quantized nor "
-            f"stacked; {instead}"
+            "stacked, nor other layers beside them; use the model as it is"
         )
     if plan.family.name == "generic":
         raise PlanError(
