@@ -44,8 +44,7 @@ def _conversion(command: str, arguments: str, **more: Any) -> Scene:
 READERS = (
     _scene("inspect", "inspect {src}"),
     _scene("inspect json", "inspect {src} --json", src="bf16"),
-    _scene("inspect architecture", "inspect {src} --architecture Qwen3MoeForCausalLM", src="bf16",
-           has="checkpoint manifest"),
+    _scene("inspect architecture", "inspect {src} --architecture Qwen3MoeForCausalLM", src="bf16"),
     _scene("inspect tensors", "inspect {src} --tensors *", src="w4a16",
            has="checkpoint manifest receipt"),
     _scene("plan", "plan dequant-fp8 {src} --jobs 1"),

@@ -101,7 +101,7 @@ def _mutations() -> Iterator[Mutation]:
     for name, value in whole.items():
         yield one(f"whole {name}", _whole(dumped(value)))
     forms = {
-        "empty": b"", "no JSON": b"{", "invalid UTF-8": b'{"weight_map": {"\xff": "\xfe"}}',
+        "newline": b"\n", "no JSON": b"{", "invalid UTF-8": b'{"weight_map": {"\xff": "\xfe"}}',
         "nul bytes": bytes(1000), "a pickle": b"\x80\x04K\x01.",
         "doubled keys": b'{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}',
     }  # fmt: skip
