@@ -242,7 +242,7 @@ def faults(loaded: Loaded, cell: Cell) -> str:
 
 
 def holds_nothing(cell: Cell, rank: Rank) -> bool:
-    """Whether the ranks before this one take all rows of an expert: for kernels of TensorRT-LLM each gets
+    """Whether the ranks before this one take all rows of an expert: for trtllm each gets
     a multiple of 64 (sglang 0.5.23, `modelopt_quant.py`, `create_weights`)."""
     padded = cell.capability == BLACKWELL and cell.form.startswith("nvfp4 modelopt")
     return padded and rank.rank * 64 >= cell.inner
