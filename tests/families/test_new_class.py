@@ -143,6 +143,7 @@ def test_a_new_class_needs_no_file(site: Path, source: Path, tmp_path: Path) -> 
     sound("split", source, tmp_path / "stages", "--pp", "1,1", *jobs)
     for made in ("stacked", "w4", "fp4", "amx", "stages"):
         sound("validate", tmp_path / made, "--against", source, "--level", "full", *jobs)
-    # FP8 blocks, and back.
-    (kept,) = (tmp_path / "cache" / "qconvert" / "families").iterdir()
-    assert json.loads(kept.read_text())["class"] == "OddMoeForCausalLM"
+    # An answer for each set of names: experts apart, stacked, by stage.
+    kept = [*(tmp_path / "cache" / "qconvert" / "families").iterdir()]
+    assert 1 <= len(kept) <= 6
+    assert {json.loads(file.read_text())["class"] for file in kept} == {"OddMoeForCausalLM"}

@@ -16,6 +16,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import Config, Family, families, generic_dims
 from qconvert.core.errors import UsageError
 from qconvert.core.json_text import parse_object
@@ -132,7 +133,8 @@ def _asked(config: Config, names: list[str]) -> Description | str:
         return unknown
     if (excess := _excess(config)) is not None:
         return f"{unknown}, and its class is not built with {excess}"
-    request = {"config": dict(config), "names": representatives(names)}
+    # How weights are encoded says nothing of the class: a conversion's folder needs no other answer.
+    request = {"config": without_quantization(config), "names": representatives(names)}
     text = json.dumps(request, sort_keys=True)
     digest = hashlib.sha256(f"{_FORM} {version} {text}".encode()).hexdigest()
     file = _cache() / f"{digest}.json"
