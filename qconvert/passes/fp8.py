@@ -239,22 +239,14 @@ def _cut(matrices: Iterable[Matrix], block: tuple[int, int] | None, tp: int) -> 
     return found
 
 
-def _matrices(chosen: Selection) -> list[Matrix]:
-    found = {
-        (kind, stored.rows, stored.columns): Matrix(module, stored.rows, stored.columns, kind.cut)
-        for module, kind, stored in chosen
-    }
-    return list(found.values())
-
-
 def _loads_at(chosen: Selection, block: tuple[int, int] | None) -> list[int]:
-    matrices = _matrices(chosen)
+    matrices = chosen.sizes
     return [tp for tp in TP_SIZES if not _cut(matrices, block, tp)]
 
 
 def _check_tp(chosen: Selection, block: tuple[int, int] | None, tp: int | None) -> None:
     """Raises PlanError where a rank would cut a block, naming the matrix."""
-    for matrix in _cut(_matrices(chosen), block, tp) if tp is not None else ():
+    for matrix in _cut(chosen.sizes, block, tp) if tp is not None else ():
         sizes = _loads_at(chosen, block)
         raise PlanError(
             f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
-from qconvert.core.roles import SHARED, Kind
+from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.config import fp8_group_config
-from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
+from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
@@ -170,7 +170,7 @@ class ToNvfp4:
         if not linears and not (own is not None and own.projections):
             raise PlanError("no linear layer found that runtimes load in NVFP4")
         found = self._with_shared(plan, Selection(own, linears, left))
-        check_tp(_sizes(found), self.tp)
+        check_tp(found.sizes, self.tp)
         return found
 
     def _takes_drafts(self, plan: Plan) -> bool:
@@ -264,18 +264,9 @@ class ToNvfp4:
         return "MTP layers as they are"
 
 
-def _sizes(chosen: Selection) -> list[Matrix]:
-    """One matrix of each kind and size."""
-    found: dict[tuple[Kind, int, int], Matrix] = {}
-    for module, kind, stored in chosen:
-        matrix = Matrix(module, stored.rows, stored.columns, kind.cut)
-        found.setdefault((kind, stored.rows, stored.columns), matrix)
-    return list(found.values())
-
-
 def _loads_at(chosen: Selection) -> list[int]:
     """The usual tensor-parallel sizes at which each rank gets whole blocks."""
-    matrices = _sizes(chosen)
+    matrices = chosen.sizes
     return [tp for tp in TP_SIZES if not cut_blocks(matrices, tp)]
 
 

@@ -17,6 +17,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
+from qconvert.formats.int_packed.limits import Matrix
 from qconvert.matrices.experts import KINDS, STALE, STALE_RULE, Experts
 from qconvert.matrices.linears import quantizable
 from qconvert.matrices.stored import Stored, read_matrix
@@ -66,6 +67,15 @@ class Selection:
             yield projection.module, KINDS[projection.kind], projection.weight
         for module, linear in self.linears.items():
             yield module, linear.kind, linear.stored
+
+    @property
+    def sizes(self) -> list[Matrix]:
+        """One matrix of each kind and size."""
+        found: dict[tuple[Kind, int, int], Matrix] = {}
+        for module, kind, stored in self:
+            matrix = Matrix(module, stored.rows, stored.columns, kind.cut)
+            found.setdefault((kind, stored.rows, stored.columns), matrix)
+        return list(found.values())
 
     def others(self, plan: Plan) -> dict[str, Output]:
         """The plan's tensors that stay."""

@@ -19,7 +19,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
-from qconvert.core.roles import SHARED, Kind
+from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.config import (
     gptq_config,
@@ -27,7 +27,7 @@ from qconvert.formats.int_packed.config import (
     left_pattern,
 )
 from qconvert.formats.int_packed.encode import RoundToNearest, encoder
-from qconvert.formats.int_packed.limits import TP_SIZES, Matrix, fitting_groups, loads_at
+from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
 from qconvert.matrices.causes import check_experts, check_runs
 from qconvert.matrices.experts import (
@@ -259,7 +259,7 @@ class ExpertsToW4A16:
 
     def _check_sizes(self, chosen: Selection) -> None:
         """Raises PlanError for a group that does not divide columns, or not what a rank has of them."""
-        matrices, scheme = _sizes(chosen), self.scheme
+        matrices, scheme = chosen.sizes, self.scheme
         words = isinstance(self.packer(), PackGptq)
         for matrix in matrices:
             width = scheme.width(matrix.columns)
@@ -288,12 +288,12 @@ class ExpertsToW4A16:
 
     def _loads_at(self, chosen: Selection) -> list[int]:
         """The usual tensor-parallel sizes at which each rank gets whole groups."""
-        words, matrices = isinstance(self.packer(), PackGptq), _sizes(chosen)
+        words, matrices = isinstance(self.packer(), PackGptq), chosen.sizes
         return [tp for tp in TP_SIZES if loads_at(matrices, self.scheme, tp, words)]
 
     def _notes(self, chosen: Selection) -> list[str]:
         """At which tensor-parallel sizes the result loads, and what else decides who takes it."""
-        matrices, scheme = _sizes(chosen), self.scheme
+        matrices, scheme = chosen.sizes, self.scheme
         words = isinstance(self.packer(), PackGptq)
         sizes = self._loads_at(chosen)
         notes = [f"loads at tensor parallel {_listed(sizes)}"]
@@ -419,15 +419,6 @@ def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
         "weight_block_size": list(fp8),
         **({"scale_fmt": stated} if stated else {}),
     }
-
-
-def _sizes(chosen: Selection) -> list[Matrix]:
-    """One matrix of each kind and size."""
-    found: dict[tuple[Kind, int, int], Matrix] = {}
-    for module, kind, stored in chosen:
-        matrix = Matrix(module, stored.rows, stored.columns, kind.cut)
-        found.setdefault((kind, stored.rows, stored.columns), matrix)
-    return list(found.values())
 
 
 def _listed(numbers: Iterable[int]) -> str:
