@@ -199,8 +199,8 @@ def _fp8_headers(*, matrices: int, experts: int) -> HeaderSet:
 def room(tmp_path: Path) -> Iterator[Path]:
     """A folder for gigabytes, emptied whatever happens."""
     free = shutil.disk_usage(tmp_path).free
-    if free < 12 * GIB:
-        pytest.fail(f"this test writes 9 GB below {tmp_path}, where {free} bytes are free")
+    if free < 5 * GIB:
+        pytest.fail(f"this test writes 4 GB below {tmp_path}, where {free} bytes are free")
     yield tmp_path
     shutil.rmtree(tmp_path)
 
@@ -241,13 +241,13 @@ def _converted(room: Path, made: HeaderSet, memory: str, *command: str) -> Peak:
 
 @pytest.mark.big
 def test_a_run_keeps_to_its_memory(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """4 GB of FP8, a third of it in one tensor: within 512 MiB, and no more than 1 GB takes."""
-    one = _converted(room, _fp8_headers(matrices=60, experts=0), "512MiB")
-    four = _converted(room, _fp8_headers(matrices=172, experts=64), "512MiB")
+    """2 GB of FP8, more than half of it in one tensor: within 512 MiB, and no more than 0.5 GB takes."""
+    less = _converted(room, _fp8_headers(matrices=30, experts=0), "512MiB")
+    more = _converted(room, _fp8_headers(matrices=46, experts=64), "512MiB")
     with capsys.disabled():
-        print(f"\n1 GB: {_told(one)}\n4 GB: {_told(four)}")
-    _check(four, 512 * MIB)
-    assert four.total < one.total + 16 * MIB
+        print(f"\n0.5 GB: {_told(less)}\n2 GB: {_told(more)}")
+    _check(more, 512 * MIB)
+    assert more.total < less.total + 16 * MIB
 
 
 @pytest.mark.big
