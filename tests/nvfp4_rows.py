@@ -9,9 +9,9 @@ import numpy as np
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
-from qconvert.ops.fp4 import Dialect
 
 Array = np.ndarray[Any, Any]
 

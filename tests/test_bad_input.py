@@ -407,7 +407,7 @@ BROKEN_TENSORS = [
         ("model.layers.1.self_attn.", "2 layers")),
     TensorCase("an expert short", _take(f"{UP}.weight", f"{UP}.weight_scale_inv"),
                (f"{UP}.weight", "2 experts")),
-    TensorCase("nothing to do", _replace_all, ("dequant", "no FP8 or NVFP4 weight")),
+    TensorCase("nothing to do", _replace_all, ("dequant", "no quantized weight")),
 ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ MUTANTS = (
         "for part, (_, weight) in zip([p for p, _ in parts], parts[::-1]):",
     ),
     Mutant(
-        "stacks from the last expert on", "amx of stacks", "matrices.stored", "read_of_stack",
+        "stacks from the last expert on", "amx of stacks", "matrices.reading", "read_of_stack",
         "plan.tensors[name].index(expert)",
         "plan.tensors[name].index(plan.tensors[name].type.shape[0] - 1 - expert)",
     ),
@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     # --- scales of others
     Mutant(
-        "scales of another expert", "amx of fp8", "matrices.stored", "read_matrix",
+        "scales of another expert", "amx of fp8", "matrices.encodings.fp8", "read",
         "plan.tensors[scale], fp8_scheme_of",
         "plan.tensors[scale.replace('rts.0', 'rts.9').replace('rts.1', 'rts.0')"
         ".replace('rts.9', 'rts.1')], fp8_scheme_of",
@@ -123,7 +123,7 @@ MUTANTS = (
         "scale[:, number : number + 1]", "scale[::-1, number : number + 1]",
     ),
     Mutant(
-        "scales of another expert of a stack", "amx of fp8 stacks", "matrices.stored",
+        "scales of another expert of a stack", "amx of fp8 stacks", "matrices.reading",
         "read_of_stack", "scale = scale.index(expert)",
         "scale = scale.index(scale.type.shape[0] - 1 - expert)",
     ),
@@ -429,10 +429,10 @@ MUTANTS = (
         "factors(scale[start:stop],", "factors(scale[start:stop][::-1],",
     ),
     Mutant(
-        "global scales of others", "dequant nvfp4 packed", "formats.nvfp4.decode",
-        "Nvfp4Matrix.decoded", "names = self.weight, *self.scales",
-        "names = self.weight, self.scales[0], "
-        "self.scales[1].replace('up_', '_').replace('gate_', 'up_').replace('._', '.gate_')",
+        "global scales of others", "dequant nvfp4 packed", "matrices.encodings.nvfp4", "read",
+        "names = [f\"{module}.{own.weight}\", f\"{module}.{own.scale}\", last]",
+        "names = [f\"{module}.{own.weight}\", f\"{module}.{own.scale}\", "
+        "last.replace('up_', '_').replace('gate_', 'up_').replace('._', '.gate_')]",
     ),
     Mutant(
         "exponents of MXFP4 one less", "nvfp4 of mxfp4", "formats.nvfp4.relabel", "_power_code",

@@ -21,12 +21,13 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.roles import Kind
 from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
 from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
 from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
-from qconvert.ops.fp4 import SIZES, Dialect
+from qconvert.ops.fp4 import SIZES
 from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.nvfp4_groups import shared_groups

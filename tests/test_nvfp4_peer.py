@@ -16,9 +16,9 @@ import pytest
 import torch
 from nvfp4_rows import DTYPES, KINDS, Array, Made, matrix, ours, stored
 
+from qconvert.core.encodings import Dialect
 from qconvert.formats.nvfp4.config import group_config
 from qconvert.formats.nvfp4.encode import inverse
-from qconvert.ops.fp4 import Dialect
 
 pytestmark = pytest.mark.peer
 

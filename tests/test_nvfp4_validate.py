@@ -22,13 +22,14 @@ from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
 from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.core.encodings import Dialect
 from qconvert.formats.nvfp4.config import (
     group_config,
     mixed_config,
     modelopt_config,
 )
 from qconvert.formats.nvfp4.encode import inverse
-from qconvert.ops.fp4 import Dialect, from_e4m3
+from qconvert.ops.fp4 import from_e4m3
 from qconvert.validation.runner import Request, validate_folder
 from qconvert.validators.reading.nvfp4 import fp4_floats, halfway, stated
 from qconvert.validators.reading.prepared import scale_places, source_rows

@@ -162,7 +162,7 @@ def test_a_missing_expert_is_named_in_an_unknown_family_too() -> None:
 
 def test_no_fp8_weight_is_an_error() -> None:
     plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
-    with pytest.raises(PlanError, match="no FP8 or NVFP4 weight found"):
+    with pytest.raises(PlanError, match="no quantized weight found"):
         run_passes(plan, (Dequant(),))
 
 

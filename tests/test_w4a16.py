@@ -497,7 +497,11 @@ def test_what_kt_kernel_reads_of_integers(tmp_path: Path) -> None:
         ("gptq", {"group_size": 64}, "in groups of 64"),
         ("gptq", {"checkpoint_format": "marlin"}, "gptq or gptq_v2, found 'marlin'"),
         ("gptq", {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "has its own settings"),
-        ("gptq", {"quant_method": "awq"}, "no quantization block states gptq"),
+        (
+            "gptq",
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "expected AWQ version gemm",
+        ),
     ],
 )
 def test_what_the_config_says_wrongly_is_refused(

@@ -32,7 +32,7 @@ from qconvert.layouts.derived.running import (
     why_not_run,
 )
 from qconvert.layouts.derived.transformers_class import CannotBuild, Class, build, read_class
-from qconvert.matrices.stored import read_matrix
+from qconvert.matrices.reading import read_matrix
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 

@@ -15,7 +15,9 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.core.patterns import compiled
 
 _NOT_READ = ("transform_config", "sparsity_config")
-_PACKED_FORMATS = ("pack-quantized", "mixed-precision")
+_MIXED = "mixed-precision"
+# How compressed-tensors stores integers: some in a word, or one a byte.
+IntFormat = Literal["pack-quantized", "int-quantized"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,19 @@ class GptqForm:
     version: Literal[1, 2]
 
 
-def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
-    """The scheme of a matrix in compressed-tensors' packed form: that of the group that covers the
+def packed_scheme(
+    checkpoint: Checkpoint, module: str, form: IntFormat = "pack-quantized"
+) -> IntScheme:
+    """The scheme of a matrix in compressed-tensors' integers: that of the group that covers the
     module, else the one that all integer groups of all blocks agree on. Raises PlanError if there are
-    none or several, or if a form is stated that qconvert does not read."""
+    none or several, or if the block states another format than `form` and mixed ones."""
     every: set[IntScheme] = set()
     own: set[IntScheme] = set()
     for groups in groups_of(checkpoint):
         integers = [w for _, w in config_groups(groups.config) if w.get("type") == "int"]
         if not integers:
             continue
-        _check_read(groups.config)
+        _check_read(groups.config, form)
         weights = groups.weights(module)
         if weights is not None and weights.get("type") == "int":
             own.add(_scheme(groups.config, weights))
@@ -54,14 +58,14 @@ def packed_scheme(checkpoint: Checkpoint, module: str) -> IntScheme:
     return schemes.pop()
 
 
-def _check_read(config: QuantConfig) -> None:
+def _check_read(config: QuantConfig, wanted: IntFormat) -> None:
     for key in _NOT_READ:
         if config.block.get(key):
             raise PlanError(f"{config.where}: integer weights with a {key} are not supported")
-    form = config.block.get("format", "pack-quantized")
-    if form not in _PACKED_FORMATS:
+    form = config.block.get("format", wanted)
+    if form not in (wanted, _MIXED):
         raise PlanError(
-            f"{config.where}: expected integer weights in format pack-quantized, found {form!r}"
+            f"{config.where}: expected integer weights in format {wanted}, found {form!r}"
         )
 
 
@@ -88,6 +92,37 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
     return IntScheme(
         bits, size, symmetric, None if order is None else "group" if order == "group" else "static"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AwqForm:
+    """How matrices in AutoAWQ's own form are stored: `group` columns share a scale (None: all), and a
+    zero point where `zero_point`."""
+
+    group: int | None
+    zero_point: bool
+
+
+def awq_form(checkpoint: Checkpoint) -> AwqForm | None:
+    """What the config's `awq` block states (AutoAWQ 0.2, its `quantization_config`), None without one.
+    Raises PlanError for another version or number of bits than is read here."""
+    found = next((c for c in checkpoint.quantization_configs if c.method == "awq"), None)
+    if found is None:
+        return None
+    block, where = found.block, found.where
+    bits = block.get("bits", block.get("w_bit"))
+    version = str(block.get("version", "gemm")).lower()
+    size = block.get("group_size", block.get("q_group_size"))
+    zero = block.get("zero_point", True)
+    if bits != 4:
+        raise PlanError(f"{where}: expected AWQ weights of 4 bits, found {bits!r}")
+    if version != "gemm":
+        raise PlanError(f"{where}: expected AWQ version gemm, found {version!r}")
+    if type(size) is not int or (size < 1 and size != -1):
+        raise PlanError(f"{where}: expected a group_size, found {size!r}")
+    if type(zero) is not bool:
+        raise PlanError(f"{where}: expected zero_point true or false, found {zero!r}")
+    return AwqForm(None if size == -1 else size, zero)
 
 
 def _fits(pattern: str, module: str) -> bool:

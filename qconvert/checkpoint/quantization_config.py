@@ -16,6 +16,12 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
 from qconvert.core.patterns import compiled
 
+MX_BLOCK = (
+    32  # columns that share an exponent in MXFP4 and MXFP8 (OCP Microscaling Formats v1.0, 5.2)
+)
+_U8 = "torch.uint8"
+_MXFP4 = "mxfp4-pack-quantized"
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
@@ -190,10 +196,13 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
             sizes = {_compressed_tensors_block(config, weights)}
         if len(sizes) != 1:
             raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
-        return Fp8Scheme(sizes.pop(), config.where, u8)
+        mx = any(_is_fp8(w) and w.get("scale_dtype") == _U8 for w in every)
+        return Fp8Scheme(sizes.pop(), config.where, u8 or mx)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
         mixed = "moe_quant_algo" in block or "quantized_layers" in block  # FP8 but for experts
+        if algorithm == "MXFP8":  # modelopt 0.47, torch/export/convert_hf_config.py
+            return Fp8Scheme((1, MX_BLOCK), config.where, u8_exponents=True)
         if not algorithm.startswith("FP8") and not mixed:
             raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
         size = block.get("weight_block_size")
@@ -202,6 +211,13 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
         f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
         "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized)"
     )
+
+
+def states_mxfp4(block: Mapping[str, Any]) -> bool:
+    """Whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format."""
+    groups = block.get("config_groups")
+    every = [block, *(groups.values() if isinstance(groups, Mapping) else ())]
+    return any(isinstance(one, Mapping) and one.get("format") == _MXFP4 for one in every)
 
 
 def config_groups(config: QuantConfig) -> Iterator[tuple[list[Any], Mapping[str, Any]]]:
@@ -229,6 +245,8 @@ def _compressed_tensors_block(
         return _block_size(config, weights.get("block_structure"))
     if strategy in ("tensor", "channel"):
         return None
+    if strategy == "group" and weights.get("scale_dtype") == _U8:
+        return 1, MX_BLOCK  # mxfp8-quantized, compressed-tensors 0.19
     raise PlanError(f"{config.where}: unknown FP8 weight strategy {strategy!r}")
 
 

@@ -11,7 +11,7 @@ from qconvert.cli.convert import CONVERSION, RunOptions, convert
 from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, STATS, TARGETS, TP, from_options
 
 if TYPE_CHECKING:
-    from qconvert.ops.fp4 import Dialect
+    from qconvert.core.encodings import Dialect
 
 
 @click.command()

@@ -14,7 +14,8 @@ from qconvert.core.names import experts_module, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
-from qconvert.matrices.stored import Stored, read_matrix, read_of_stack
+from qconvert.matrices.reading import read_matrix, read_of_stack
+from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import ELSEWHERE, Plan
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -4,17 +4,17 @@ Format sources: OCP Microscaling Formats v1.0, 5.3.3 (E2M1); compressed-tensors 
 `compressors/nvfp4/`; nvidia-modelopt 0.47, `torch/quantization/qtensor/nvfp4_tensor.py`. A code is a
 sign and one of eight sizes; two are in a byte, the even column in its low half. Sixteen columns share
 a scale in E4M3, and a matrix one in float32, by which compressed-tensors divides and modelopt
-multiplies. MXFP4's E8M0 scales are not decoded in a conversion: formats/nvfp4/relabel.py gives the same
-codes other scales; as numbers they are read in validators/reading/decode.py.
+multiplies. MXFP4, of the same codes: ops/mx.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-
-Dialect = Literal["compressed-tensors", "modelopt"]
 
 BLOCK = 16  # columns that share a scale
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,8 +1,9 @@
-"""dequant: every FP8 and NVFP4 weight becomes BF16, and every one in a format that another package
-adds; its scales are consumed, every quantization block goes.
+"""dequant: every weight in an encoding that is read here becomes BF16; its scales are consumed, every
+quantization block goes.
 
 The block size of FP8 comes from the config and is never inferred from shapes: dividing rows by scale
-rows is silently wrong for hundreds of ragged row counts.
+rows is silently wrong for hundreds of ragged row counts. Scales of a KV cache stay: they say nothing
+about weights.
 """
 
 from __future__ import annotations
@@ -11,25 +12,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, apply
+from qconvert.core.graph import Output, apply, stack
 from qconvert.core.names import weight_candidates
-from qconvert.formats.nvfp4.config import NAMES
-from qconvert.formats.nvfp4.decode import nvfp4_matrices
-from qconvert.matrices.stored import fp8_reading, fp8_scale_name, fp8_scheme_of, read_added
+from qconvert.matrices.encodings.fp8 import fp8_reading, fp8_scale_name, fp8_scheme_of
+from qconvert.matrices.encodings.mxfp4 import stacks
+from qconvert.matrices.reading import encoded
+from qconvert.matrices.stored import Stored
+from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
+from qconvert.ops.rowwise import RowOp
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.plan import LogEntry, Plan
 
-STALE_RULE = "dequant: activation and KV-cache scales of an FP8 model"
-_STALE = (".input_scale", ".k_scale", ".v_scale", ".q_scale")
-NVFP4_RULE = "dequant: activation scales of NVFP4 weights"
-_INPUTS = tuple(names.input for names in NAMES.values())
+STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
+_STALE = tuple(
+    f".{name}"
+    for name in (
+        "input_scale",
+        "input_zero_point",
+        "weight_shape",
+        *(names.input for names in NVFP4.values()),
+    )
+)
+# DeepSeek-V4's own statement of what its experts are stored in; without it vLLM 0.33 takes FP4
+# (models/deepseek_v41/amd/model.py).
+_EXPERTS = "expert_dtype"
 
 
 @dataclass(frozen=True, slots=True)
 class Dequant:
-    """FP8 weights (block, per-channel or per-tensor scales) and NVFP4 weights of either dialect to BF16.
+    """Weights in FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
+    (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and AutoAWQ's
+    own forms, and formats of other packages, to BF16.
 
     Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
     weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
@@ -48,47 +65,67 @@ class Dequant:
 
     def __call__(self, plan: Plan) -> Plan:
         overflow = self.allow_overflow
-        fp8 = [name for name in plan.tensors if _is_fp8_weight(name, plan.tensors[name])]
-        nvfp4 = {matrix.weight: matrix for matrix in nvfp4_matrices(plan)}
-        added = {m: found for m, found in read_added(plan).items() if found[0].decoder is not None}
-        fp8 = [name for name in fp8 if not any(name in names for _, names in added.values())]
-        if not fp8 and not nvfp4 and not added:
+        others = {
+            names[0]: (f"{module}.weight", stored, names)
+            for module, (stored, names) in encoded(plan)
+            if stored.decoder is not None
+        }
+        taken = {name for _, _, names in others.values() for name in names}
+        stacked = {names[0]: (stem, names) for stem, names in stacks(plan).items()}
+        fp8 = [n for n, o in plan.tensors.items() if n not in taken and _is_fp8_weight(n, o)]
+        if not fp8 and not others and not stacked:
             raise PlanError(_why_none(plan))
         scales = {name: fp8_scale_name(plan, name) for name in fp8}
-        consumed = {*scales.values(), *(name for m in nvfp4.values() for name in m.scales)}
-        first = {names[0]: module for module, (_, names) in added.items()}
-        consumed |= {name for _, names in added.values() for name in names}
+        consumed = {*scales.values(), *taken, *(n for _, names in stacked.values() for n in names)}
         stale = {name: STALE_RULE for name in plan.tensors if name.endswith(_STALE)}
-        inputs = (f"{m.module}.{suffix}" for m in nvfp4.values() for suffix in _INPUTS)
-        stale |= {name: NVFP4_RULE for name in inputs if name in plan.tensors}
         tensors: dict[str, Output] = {}
         made = []
         for name, output in plan.tensors.items():
-            if name in first:
-                stored, _ = added[first[name]]
-                assert stored.decoder is not None
-                weight = f"{first[name]}.weight"
-                tensors[weight] = apply(stored.decoder, *stored.args)[0]
-                made.append(weight)
+            weight = name
+            if name in others:
+                weight, stored, _ = others[name]
+                tensors[weight] = _decoded(stored, overflow=overflow)
             elif name in scales:
                 tensors[name] = _dequantized(name, scales[name], plan, overflow=overflow)
-                made.append(name)
-            elif name in nvfp4:
-                weight = f"{nvfp4[name].module}.weight"
-                tensors[weight] = nvfp4[name].decoded(plan, overflow=overflow)
-                made.append(weight)
-            elif name not in consumed and name not in stale:
-                tensors[name] = output
+            elif name in stacked:
+                weight, names = stacked[name]
+                tensors[weight] = _unstacked(plan, *names, overflow=overflow)
+            else:
+                if name not in consumed and name not in stale:
+                    tensors[name] = output
+                continue
+            made.append(weight)
         expected = _require_complete(replace(plan, tensors=tensors), made)
-        dropped: dict[str, str] = {}
-        for name, rule in stale.items():
-            dropped |= sources_of(plan, (name,), rule)
+        dropped = sources_of(plan, stale, STALE_RULE)
         entry = LogEntry(self.name, repr(self), len(made), expected)
-        return replace_weights(plan, entry, tensors, dropped=dropped)
+        done = replace_weights(plan, entry, tensors, dropped=dropped)
+        if done.config.get(_EXPERTS) == "fp4":
+            done = replace(done, config={**done.config, _EXPERTS: "bf16"})
+        return done
 
 
 def _is_fp8_weight(name: str, output: Output) -> bool:
     return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
+
+
+def _decoded(stored: Stored, *, overflow: bool) -> Output:
+    """The matrix in BF16."""
+    assert stored.decoder is not None
+    decoder: RowOp = stored.decoder
+    if overflow and isinstance(decoder, DequantNvfp4 | DequantMxfp4):
+        decoder = replace(decoder, overflow=True)
+    return apply(decoder, *stored.args)[0]
+
+
+def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output:
+    """gpt-oss's stack in BF16, [E, K, N]: each matrix transposed, as the model's class has it."""
+    made = []
+    experts, rows, blocks, size = plan.tensors[codes].type.shape
+    for expert in range(experts):
+        packed = plan.tensors[codes].index(expert).reshape((rows, blocks * size))
+        exponents = plan.tensors[scales].index(expert)
+        made.append(apply(DequantMxfp4Columns(overflow), packed, exponents)[0])
+    return stack(made)
 
 
 def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> Output:
@@ -138,11 +175,11 @@ def _why_none(plan: Plan) -> str:
     packed = sorted(dtypes & {"U8", "I8", "I32"})
     if packed:
         return (
-            f"no FP8 or NVFP4 weight found: quantized weights are packed in {', '.join(packed)}, which "
-            "this pass does not read; start from the FP8 or BF16 release"
+            f"no quantized weight found that is read here, and tensors in {', '.join(packed)}: start "
+            "from the FP8 or BF16 release"
         )
     return (
-        f"no FP8 or NVFP4 weight found: all tensors are {', '.join(sorted(dtypes))}, so there is "
+        f"no quantized weight found: all tensors are {', '.join(sorted(dtypes))}, so there is "
         "nothing to dequantize"
     )
 

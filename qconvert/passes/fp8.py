@@ -23,7 +23,7 @@ from qconvert.formats.fp8.encode import Dialect, EncodeFp8
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.matrices.experts import check_described, routed_experts
 from qconvert.matrices.linears import check_sets
-from qconvert.matrices.stored import read_matrix
+from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,

@@ -16,6 +16,7 @@ from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
@@ -50,7 +51,7 @@ from qconvert.matrices.unquantized_nvfp4 import (
     with_draft_names,
 )
 from qconvert.ops.constant import Constant
-from qconvert.ops.fp4 import BLOCK, Dialect
+from qconvert.ops.fp4 import BLOCK
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
 from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears

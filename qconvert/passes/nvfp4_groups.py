@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.roles import Cut, Kind, joined_with
@@ -13,7 +14,7 @@ from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
-from qconvert.ops.fp4 import BLOCK, Dialect
+from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import RowOp
 
 

@@ -20,7 +20,8 @@ from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.int_packed.limits import Matrix
 from qconvert.matrices.experts import KINDS, STALE, STALE_RULE, Experts
 from qconvert.matrices.linears import quantizable
-from qconvert.matrices.stored import Stored, read_matrix
+from qconvert.matrices.reading import read_matrix
+from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.samples.request import Calibration

@@ -1,19 +1,14 @@
 """MXFP4 matrices of a plan: E2M1 codes, two a byte, under a power of two for each 32 columns.
 
-Nothing is decoded here: codes stay as they are and scales are relabelled in formats/nvfp4/relabel.py; as
-numbers they are read in validators/reading/decode.py alone.
+Codes stay as they are and scales are relabelled in formats/nvfp4/relabel.py; ops/mx.py decodes them.
 
 Format sources: OCP Microscaling Formats v1.0, 6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.plan.plan import Plan
-
-_FORMAT = "mxfp4-pack-quantized"
 
 
 def mxfp4_modules(plan: Plan) -> list[str]:
@@ -26,10 +21,3 @@ def mxfp4_modules(plan: Plan) -> list[str]:
         for name, output in plan.tensors.items()
         if name.endswith(suffix) and output.type.dtype == "U8"
     ]
-
-
-def states_mxfp4(block: Mapping[str, Any]) -> bool:
-    """Whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format."""
-    groups = block.get("config_groups")
-    every = [block, *(groups.values() if isinstance(groups, Mapping) else ())]
-    return any(isinstance(one, Mapping) and one.get("format") == _FORMAT for one in every)

@@ -1,13 +1,13 @@
-"""What NVFP4's two dialects call their tensors, and their config blocks as runtimes parse them."""
+"""NVFP4's two dialects: their config blocks as runtimes parse them, and their input scales."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from qconvert.core.encodings import NVFP4, Dialect, Nvfp4Names
 from qconvert.core.fused_names import with_fused_names
-from qconvert.ops.fp4 import BLOCK, Dialect
+from qconvert.ops.fp4 import BLOCK
 
 _FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 
@@ -15,23 +15,8 @@ _FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 RANGE = 6.0 * 448.0
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What a dialect calls a matrix's tensors, and the shape of its scalars."""
-
-    weight: str
-    scale: str
-    global_scale: str
-    input: str
-    scalar: tuple[int, ...]
-
-
-NAMES: Mapping[Dialect, Names] = {
-    "compressed-tensors": Names(
-        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", (1,)
-    ),
-    "modelopt": Names("weight", "weight_scale", "weight_scale_2", "input_scale", ()),
-}
+# The name that modules of this format use.
+NAMES: Mapping[Dialect, Nvfp4Names] = NVFP4
 
 
 def input_scale(amax: float, dialect: Dialect) -> float:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.formats.nvfp4.scales import (
@@ -36,7 +37,7 @@ from qconvert.formats.nvfp4.scales import (
 )
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
-from qconvert.ops.fp4 import BLOCK, SIZES, Dialect, e4m3, pack, to_codes
+from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack, to_codes
 from qconvert.ops.rowwise import RowOp, row_parts
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.formats.mxfp4.limits import MX_BLOCK
-from qconvert.formats.mxfp4.stored import states_mxfp4
 from qconvert.formats.nvfp4.config import NAMES, group_config
 from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
-from qconvert.ops.fp4 import Dialect
 from qconvert.plan.plan import Plan
 
 

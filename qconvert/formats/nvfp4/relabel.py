@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
 from qconvert.formats.mxfp4.limits import check_mxfp4
 from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
-from qconvert.ops.fp4 import Dialect
 from qconvert.ops.rowwise import row_parts
 
 # E4M3's largest and smallest powers of two; the spread that fits between them.

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
 from qconvert.formats.nvfp4.config import RANGE
 from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, round_to_bf16
-from qconvert.ops.fp4 import Dialect
 from qconvert.ops.rowwise import Recode, row_parts
 
 if TYPE_CHECKING:

@@ -48,10 +48,13 @@ RULES = (
     ),
 )
 
-# Which class saved a config: not a setting of the model.
+# Which class saved a config, and how DeepSeek-V4's experts are stored: not settings of the model.
 _NOT_COMPARED = frozenset(
-    {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
-)
+    {
+        "_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
+        "expert_dtype",
+    }
+)  # fmt: skip
 # For training, and for what a call returns: no output depends on them.
 _OF_TRAINING = frozenset(
     {

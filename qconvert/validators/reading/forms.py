@@ -31,6 +31,7 @@ from qconvert.validators.reading.nvfp4 import (
 from qconvert.validators.reading.prepared import blocks_of
 from qconvert.validators.reading.quantization import (
     PackedInts,
+    awq_ints,
     fp8_block_of,
     gptq_ints,
     ints_of,
@@ -63,13 +64,15 @@ class Codes:
     `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
     rows / word], each stored minus `less`; None: all are the middle of the range, as those of
     `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side."""
+    groups lie side by side. `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which
+    hold rows in the order of rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
 
     bits: int
     symmetric: bool = True
     zeros: Source | None = None
     less: int = 0
     order: Source | None = None
+    awq: bool = False
 
     @property
     def word(self) -> int:
@@ -146,6 +149,10 @@ class Forms:
         }
 
     @cached_property
+    def _awq(self) -> PackedInts | None:
+        return awq_ints(self.checkpoint.quantization_configs)
+
+    @cached_property
     def u8_exponents(self) -> bool:
         return any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
 
@@ -174,7 +181,10 @@ class Forms:
         if name.endswith(".weight_packed"):
             return self._packed(name, weight)
         if name.endswith(".qweight"):
-            return self._gptq(name, weight)
+            return (self._gptq if self._awq is None else self._of_awq)(name, weight)
+        beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
+        if weight.type.dtype == "I8" and beside is not None and beside.type.dtype == "F8_E8M0":
+            return _mx(weight, beside)
         rows, columns = _flat(shape)
         if weight.type.dtype in FP8:
             if len(shape) != 2:
@@ -242,20 +252,27 @@ class Forms:
             f"a scale {scale.type} fits no matrix [{rows}, {columns}] in blocks of {sizes}"
         )
 
+    def of_blocks(self, name: str) -> Iterator[Form]:
+        """The matrix [rows, 32 * blocks] of each expert in gpt-oss's stack: codes U8 [E, rows, blocks,
+        16] and exponents U8 [E, rows, blocks]."""
+        codes = self.checkpoint[name]
+        scale = self.checkpoint.get(f"{name.removesuffix('_blocks')}_scales")
+        if codes.type.dtype != "U8" or len(codes.type.shape) != 4 or scale is None:
+            raise Unread(f"a stack of {codes.type}, {'with' if scale else 'without'} scales")
+        experts, rows, blocks, size = codes.type.shape
+        if size != MX_BLOCK // 2 or scale.type.shape != codes.type.shape[:3]:
+            raise Unread(f"{scale.name} {scale.type} does not fit {codes.type}")
+        for expert in range(experts):
+            grid = Grid(scale, expert * rows * blocks, rows, blocks, (1, MX_BLOCK))
+            at = expert * rows * blocks * size
+            yield Form(MXFP4, codes, at, rows, MX_BLOCK * blocks, grid)
+
     def _mxfp4(self, name: str, packed: Source) -> Form:
         """compressed-tensors' form, one exponent for 32 columns."""
         scale = self.checkpoint.get(f"{name.removesuffix('_packed')}_scale")
         if scale is None or not states_mxfp4(self.checkpoint.quantization_configs):
             raise Unread(f"packed as {packed.type}, but the config states no MXFP4")
-        rows, columns = packed.type.shape[0], 2 * packed.type.shape[-1]
-        groups = columns // MX_BLOCK
-        if len(packed.type.shape) != 2 or columns % MX_BLOCK or scale.type.shape != (rows, groups):
-            raise Unread(
-                f"{scale.name} {scale.type} does not fit {packed.type} in blocks of {MX_BLOCK}"
-            )
-        if scale.type.dtype not in ("U8", "F8_E8M0"):
-            raise Unread(f"its scale is {scale.type.dtype}")
-        return Form(MXFP4, packed, 0, rows, columns, Grid(scale, 0, rows, groups, (1, MX_BLOCK)))
+        return _mx(packed, scale)
 
     def _packed(self, name: str, packed: Source) -> Form:
         """compressed-tensors' form."""
@@ -286,6 +303,25 @@ class Forms:
         grid = Grid(scale, 0, rows, groups, (1, columns // groups))
         return Form(_named(stated), packed, 0, rows, columns, grid, codes=codes)
 
+    def _of_awq(self, name: str, words: Source) -> Form:
+        """AutoAWQ's own form."""
+        module, stated = name.removesuffix(".qweight"), self._awq
+        assert stated is not None
+        zeros, scale = (self.checkpoint.get(f"{module}.{part}") for part in ("qzeros", "scales"))
+        if words.type.dtype != "I32" or len(words.type.shape) != 2 or scale is None:
+            raise Unread(f"packed as {words.type}" if scale else "it has no scales")
+        if stated.symmetric != (zeros is None):
+            has = "no qzeros" if zeros is None else "qzeros"
+            raise Unread(f"it has {has}, and the config says zero_point: {not stated.symmetric}")
+        columns, rows = words.type.shape[0], words.type.shape[1] * 8
+        groups = _groups(stated, columns)
+        _fit(scale, (groups, rows), SCALES[:3], stated)
+        if zeros is not None:
+            _fit(zeros, (groups, rows // 8), ("I32",), stated)
+        grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
+        codes = Codes(4, stated.symmetric, zeros, awq=True)
+        return Form(_named(stated), words, 0, rows, columns, grid, transposed=True, codes=codes)
+
     def _gptq(self, name: str, words: Source) -> Form:
         """GPTQ's own form. Consumers read g_idx only if the config says desc_act."""
         module = name.removesuffix(".qweight")
@@ -310,6 +346,18 @@ class Forms:
             _fit(codes.order, (columns,), ("I32", "I64"), stated)
         grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
         return Form(_named(stated), words, 0, rows, columns, grid, transposed=True, codes=codes)
+
+
+def _mx(packed: Source, scale: Source) -> Form:
+    rows, columns = packed.type.shape[0], 2 * packed.type.shape[-1]
+    groups = columns // MX_BLOCK
+    if len(packed.type.shape) != 2 or columns % MX_BLOCK or scale.type.shape != (rows, groups):
+        raise Unread(
+            f"{scale.name} {scale.type} does not fit {packed.type} in blocks of {MX_BLOCK}"
+        )
+    if scale.type.dtype not in ("U8", "F8_E8M0"):
+        raise Unread(f"its scale is {scale.type.dtype}")
+    return Form(MXFP4, packed, 0, rows, columns, Grid(scale, 0, rows, groups, (1, MX_BLOCK)))
 
 
 def _nvfp4(parts: Parts) -> Form:

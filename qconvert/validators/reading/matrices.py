@@ -15,6 +15,7 @@ from types import MappingProxyType
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Dims, Place
 from qconvert.core.names import scale_candidates, split_parameter
+from qconvert.core.roles import Kind
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import Form, Forms, Unread
 from qconvert.validators.reading.nvfp4 import parts_of
@@ -161,6 +162,9 @@ def _of_tensor(
         yield _made(key, name, place, forms.of(name), ())
         return
     role, parameter = place.role.name, _as_weight(place.parameter)
+    if place.role.kind is Kind.EXPERT_UNKNOWN and _is_stack(checkpoint, name, place.parameter):
+        yield from _of_unread_stack(checkpoint, forms, name, place)
+        return
     if _STACKED in role and parameter in ("", "weight"):
         yield from _of_stack(checkpoint, forms, name, place)
         return
@@ -194,6 +198,26 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
             role = f"{base}.{part}"
             made = _made((role, place.layer, expert, "weight"), name, place, form, runs)
             yield replace(made, role=_label(role), expert=expert)
+
+
+def _is_stack(checkpoint: Checkpoint, name: str, parameter: str) -> bool:
+    """Whether a tensor holds the matrices of all experts, in numbers or in gpt-oss's MXFP4."""
+    shape, experts = checkpoint[name].type.shape, checkpoint.role_index.dims.num_experts
+    dimensions = {"": 3, "weight": 3, "weight_blocks": 4}.get(parameter)
+    return len(shape) == dimensions and shape[0] == experts
+
+
+def _of_unread_stack(
+    checkpoint: Checkpoint, forms: Forms, name: str, place: Place
+) -> Iterator[Matrix]:
+    """Matrices of experts whose gate and up are not told apart: one for each expert."""
+    if place.parameter == "weight_blocks":
+        found = forms.of_blocks(name)
+    else:
+        found = forms.of_stack(name, transposed=checkpoint.family.stacked_transposed)
+    for expert, form in enumerate(found):
+        made = _made((place.role.name, place.layer, expert, "weight"), name, place, form, ())
+        yield replace(made, expert=expert)
 
 
 def _is_turned(checkpoint: Checkpoint) -> bool:
@@ -272,6 +296,8 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
     if name.endswith(".qweight"):
         module = name.removesuffix(".qweight")
         return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
-    if checkpoint[name].type.dtype in FP8:
+    if name.endswith("_blocks"):
+        return {f"{name.removesuffix('_blocks')}_scales"}
+    if checkpoint[name].type.dtype in ("I8", *FP8):
         return {scale for scale in scale_candidates(name) if scale in checkpoint}
     return set()

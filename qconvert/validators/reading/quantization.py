@@ -302,6 +302,23 @@ def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
     return PackedInts(bits, group, block.get("sym", True) is not False, ordered), version
 
 
+def awq_ints(configs: Iterable[QuantConfig]) -> PackedInts | None:
+    """What a block of AutoAWQ's own form states (0.2, version gemm); None if there is none, or one that
+    is not read here."""
+    config = next((one for one in configs if one.method == "awq"), None)
+    if config is None:
+        return None
+    block = config.block
+    bits, size = (
+        block.get("bits", block.get("w_bit")),
+        block.get("group_size", block.get("q_group_size")),
+    )
+    if bits != 4 or type(size) is not int or str(block.get("version", "gemm")).lower() != "gemm":
+        return None
+    group = None if size == -1 else size
+    return PackedInts(4, group, block.get("zero_point", True) is False, ordered=False)
+
+
 def scheme(config: QuantConfig) -> tuple[Any, ...]:
     """What a block says of the format, comparable with another's."""
     block = config.block

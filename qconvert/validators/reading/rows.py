@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
+# Which of a word's eight rows each nibble is of, from the lowest on (AutoAWQ 0.2, `gemm`).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Elements worked on at a time: a few copies of them fit in a core's cache.
 TILE = 1 << 17
 # Every row of a transposed matrix takes a read for each column, so as many rows as possible.
@@ -71,6 +73,8 @@ def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes
     import numpy as np
 
     form = matrix.form
+    if form.codes is not None and form.codes.awq:
+        return _awq_bytes(reader, matrix, start, stop)
     width = DTYPE_BITS[form.weight.type.dtype] // 8
     lines = form.row_nbytes // width
     parts = []
@@ -82,6 +86,33 @@ def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes
         cells = block.reshape(lines, last - first, width)
         parts.append(np.ascontiguousarray(cells.transpose(1, 0, 2)).reshape(-1))
     return np.concatenate(parts)
+
+
+def _awq_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Columns of AutoAWQ's words [columns, rows / 8], as rows of two codes a byte, the first low."""
+    import numpy as np
+
+    form = matrix.form
+    parts = []
+    for first, last in matrix.spans(start, stop):
+        low, high = first // 8, -(-last // 8)
+        words = np.empty((form.columns, high - low), "<u4")
+        for column in range(form.columns):
+            at = 4 * (column * (form.rows // 8) + low)
+            reader.read(form.weight, at, words[column].view(np.uint8).data)
+        codes = _awq_codes(words)[:, first - 8 * low : last - 8 * low].T.astype(np.uint8)
+        parts.append((codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).reshape(-1))
+    return np.concatenate(parts)
+
+
+def _awq_codes(words: Numbers) -> Numbers:
+    """Words [n, m] -> codes [n, 8 m], each at the row that its nibble is of."""
+    import numpy as np
+
+    found = np.empty((*words.shape, 8), np.int64)
+    for nibble, row in enumerate(AWQ_ORDER):
+        found[..., row] = words.astype(np.int64) >> 4 * nibble & 15
+    return found.reshape(words.shape[0], -1)
 
 
 def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
@@ -173,13 +204,17 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
         raw = np.empty((high - low) * groups, "<u4")
         reader.read(zeros, 4 * low * groups, raw.view(np.uint8).data)
         words = raw.reshape(high - low, groups).T
+    if codes.awq:
+        each = _awq_codes(words)
+        found = each[:, first - 8 * low : last - 8 * low].T - np.int64(8)
+        return np.ascontiguousarray(found, np.float32)
     shifts = np.arange(codes.word, dtype=np.uint32) * np.uint32(codes.bits)
     each = words[:, :, None] >> shifts & np.uint32((1 << codes.bits) - 1)
     skip = first - low * codes.word
     lines = each.reshape(groups, -1)[:, skip : skip + last - first].T
     middle = (1 << (codes.bits - 1)) - codes.less
-    found: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
-    return found
+    spread_out: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
+    return spread_out
 
 
 def group_of(reader: Reads, form: Form) -> Numbers | None:

@@ -1,0 +1,83 @@
+"""FP8 under scales of blocks, rows or the whole matrix, the block as the config states it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output
+from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
+from qconvert.matrices.stored import Stored
+from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.plan.plan import Plan
+
+
+def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
+    """A module with an FP8 `weight`."""
+    name = f"{module}.weight"
+    weight = plan.tensors.get(name)
+    if weight is None or weight.type.dtype not in WEIGHT_DTYPES or len(weight.type.shape) != 2:
+        return None
+    scale = fp8_scale_name(plan, name)
+    stored = fp8_matrix(name, weight, plan.tensors[scale], fp8_scheme_of(plan, scale))
+    return stored, (name, scale)
+
+
+def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
+    """How the config says the weight of this scale is scaled. Raises PlanError for U8 scales it does not
+    call exponents."""
+    weight = next(iter(weight_candidates(scale)), scale)
+    scheme = fp8_scheme(plan.checkpoint, split_parameter(weight)[0])
+    if plan.tensors[scale].type.dtype == "U8" and not scheme.u8_exponents:
+        raise PlanError(
+            f"scale {scale!r} is U8, which is an exponent only where {scheme.where} says "
+            "scale_fmt: ue8m0; qconvert does not guess"
+        )
+    return scheme
+
+
+def fp8_scale_name(plan: Plan, weight: str) -> str:
+    """The scale beside an FP8 weight. Raises PlanError for none or several."""
+    tried = scale_candidates(weight)
+    found = [name for name in tried if name in plan.tensors]
+    if len(found) != 1:
+        what = "has no scale" if not found else f"has {len(found)} scales"
+        raise PlanError(f"FP8 weight {weight!r} {what} ({' or '.join(tried)})")
+    return found[0]
+
+
+def fp8_reading(
+    weight: Output, scale: Output, scheme: Fp8Scheme
+) -> tuple[DequantFp8, Output, Output]:
+    """The op that reads an FP8 matrix or stack of them, and its arguments.
+
+    Without a block size the scale is [] or [1] for the whole tensor; [..., N] or [..., N, 1] a row;
+    [E] or [E, 1, 1] for each expert of a stack. Raises PlanError for anything else.
+    """
+    if scheme.block is not None:
+        return DequantFp8(scheme.block), weight, scale
+    *lead, rows, columns = weight.type.shape
+    shape = scale.type.shape
+    if scale.type.numel == 1:
+        flat = weight.reshape((prod(lead) * rows, columns))
+        return DequantFp8((prod(lead) * rows, columns)), flat, scale.reshape((1, 1))
+    if shape in ((*lead, rows), (*lead, rows, 1)):
+        return DequantFp8((1, columns)), weight, scale.reshape((*lead, rows, 1))
+    if lead and shape in (tuple(lead), (*lead, 1, 1)):
+        return DequantFp8((rows, columns)), weight, scale.reshape((*lead, 1, 1))
+    raise PlanError(
+        f"the config states no block size, so the scale must be per tensor ([] or [1]) or per "
+        f"channel ({[*lead, rows]} or {[*lead, rows, 1]}), found {list(shape)}"
+    )
+
+
+def fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> Stored:
+    """A matrix with this scale. Raises PlanError where they do not fit."""
+    try:
+        decoder, matrix, grid = fp8_reading(weight, scale, scheme)
+        decoder.infer(matrix.type, grid.type)
+    except PlanError as error:
+        raise PlanError(f"weight {name!r}: {error}") from error
+    rows, columns = matrix.type.shape
+    return Stored(decoder, (matrix, grid), rows, columns)

@@ -1,0 +1,116 @@
+"""AutoAWQ's own form -> BF16: bf16((code - zero) * scale), rounded once.
+
+Format source: AutoAWQ 0.2, version `gemm`, as compressed-tensors 0.19 (`entrypoints/convert/converters/
+autoawq.py`), sglang 0.5.23 and vLLM 0.33 (`awq.py`) read it: qweight I32 [K, N / 8], packed along N;
+qzeros I32 [groups, N / 8], counted from 0; scales [groups, N]. The first nibble of a word, its lowest,
+is of its column 0, the next of 2, 4, 6, 1, 3, 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Buffer
+from qconvert.ops.base import Columnwise
+from qconvert.ops.buffers import array
+from qconvert.ops.cast import FLOAT_DTYPES
+from qconvert.ops.ints import Products, product_scratch, scale_scratch, scales
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+
+BITS = 4
+WORD = 32 // BITS
+MIDDLE = 1 << (BITS - 1)
+# Where in a word the code of each of its columns is, in nibbles from the lowest.
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class DequantAwq(Columnwise):
+    """qweight, scales in BF16, F16 or F32, and where there are `zeros` qzeros -> BF16 [count, K]: rows
+    [first, first + count) of the weight [N, K], which are columns here, so it cannot be cut. Without
+    qzeros the zero point is 8.
+
+    Raises PlanError where dtypes or shapes do not fit, RowError where a scale is NaN or infinite.
+    """
+
+    group: int | None
+    zeros: bool
+    first: int
+    count: int
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        qweight, scale, *qzeros = args
+        if qweight.dtype != "I32" or len(qweight.shape) != 2:
+            raise PlanError(f"expected packed codes in an I32 matrix, found {qweight}")
+        if scale.dtype not in FLOAT_DTYPES:
+            raise PlanError(f"expected scales in {', '.join(FLOAT_DTYPES)}, found {scale}")
+        columns, rows = qweight.shape[0], WORD * qweight.shape[1]
+        group = columns if self.group is None else self.group
+        if group < 1 or columns % group:
+            raise PlanError(f"expected columns in groups of {group}, found {columns} in {qweight}")
+        groups = columns // group
+        wanted = [TensorType(scale.dtype, (groups, rows))]
+        wanted += [TensorType("I32", (groups, rows // WORD))] if self.zeros else []
+        if [scale, *qzeros] != wanted:
+            raise PlanError(
+                f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
+                f"{', '.join(map(str, args[1:]))}"
+            )
+        self.check_columns(TensorType("I32", (columns, rows)))
+        return (TensorType("BF16", (self.count, columns)),)
+
+    def scratch(self, *args: TensorType) -> int:
+        return scale_scratch(args[1]) + product_scratch(self.count, args[0].shape[0])
+
+    def loss(self, *args: TensorType) -> str | None:
+        return "rounds int4 x scale to bf16 (relative error at most 2^-8)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        try:
+            self._decode(ins, outs[0], scratch)
+        except RowError as error:
+            raise RowError(self.first + error.row, error.what, by_column=True) from error
+        return {}
+
+    def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:
+        import numpy as np
+
+        qweight, scale, *qzeros = ins
+        rows, columns = out.type.shape
+        words = array(qweight.data, np.uint32, qweight.type.shape)
+        zero: UInt16s = np.full((rows, scale.type.shape[0]), MIDDLE, np.uint16)
+        if qzeros:
+            stored = array(qzeros[0].data, np.uint32, qzeros[0].type.shape)
+            zero = awq_rows(stored, self.first, self.first + rows).astype(np.uint16)
+        used = scale_scratch(scale.type)
+        mine = slice(self.first, self.first + rows)
+        factors = scales(scale, scratch[:used]).T[mine]
+        work = Products(scratch[used:], rows, columns, 8, factors)
+        target = array(out.data, np.uint16, (rows, columns))
+        for start, stop in work.tiles():
+            codes = awq_rows(words, self.first + start, self.first + stop)
+            work.multiply(codes, start, zero, None, target[start:stop])
+
+
+def awq_rows(words: UInt32s, start: int, stop: int) -> UInt8s:
+    """Words [K, N / 8] -> codes of the rows [start, stop) of N, one a byte, [stop - start, K]."""
+    import numpy as np
+
+    first, last = start // WORD, -(-stop // WORD)
+    part = np.ascontiguousarray(words[:, first:last].T)  # [words, K]
+    codes = np.empty((last - first, WORD, words.shape[0]), np.uint8)
+    for column, place in enumerate(PLACES):
+        np.bitwise_and(part >> np.uint32(BITS * place), 15, out=codes[:, column], casting="unsafe")
+    return codes.reshape(-1, words.shape[0])[start - first * WORD : stop - first * WORD]
