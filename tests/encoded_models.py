@@ -89,7 +89,7 @@ def int8(symmetric: bool, group: int | None) -> Callable[..., tuple[Parts, Array
     def make(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
         codes = random.integers(-128, 128, (rows, columns), np.int8)
         groups = 1 if group is None else columns // group
-        scale = _as_bf16(0.01 * random.standard_t(3, (rows, groups)))
+        scale = _as_bf16(np.abs(0.01 * random.standard_t(3, (rows, groups))))
         zero = random.integers(-128, 128, (rows, groups), np.int8)
         parts = {"weight": stored("I8", codes), "weight_scale": _bf16(scale)}
         if not symmetric:
@@ -106,7 +106,7 @@ def awq(zero_point: bool, group: int | None) -> Callable[..., tuple[Parts, Array
         groups = 1 if group is None else columns // group
         codes = random.integers(0, 16, (columns, rows))
         zeros = random.integers(0, 16, (groups, rows))
-        scale = (0.01 * random.standard_t(3, (groups, rows))).astype(np.float16)
+        scale = (0.001 + np.abs(0.01 * random.standard_t(3, (groups, rows)))).astype(np.float16)
         parts = {"qweight": _awq_words(codes), "scales": stored("F16", scale)}
         if zero_point:
             parts["qzeros"] = _awq_words(zeros)
@@ -195,6 +195,10 @@ def encoded(family: str, encoding: str) -> tuple[Model, dict[str, Array]]:
         parts, meaning[name] = how.make(random, *value.shape)
         tensors |= {f"{name.removesuffix('.weight')}.{p}": one for p, one in parts.items()}
     model.tensors = tensors
+    if encoding == "mxfp4 beside":
+        left = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+        left = [module for module in left if f"{module}.scale" not in tensors]
+        model.config["quantization_config"]["modules_to_not_convert"] = left
     return model, meaning
 
 

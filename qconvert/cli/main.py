@@ -22,6 +22,7 @@ from qconvert.cli.kt import amx, kt
 from qconvert.cli.layout import experts, fuse, unfuse
 from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
+from qconvert.cli.relabel import relabel
 from qconvert.cli.repair import repair
 from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
@@ -65,6 +66,7 @@ _CONVERSIONS = (
     w4a16,
     nvfp4,
     fp8,
+    relabel,
     split,
     join,
     prepare,

@@ -41,6 +41,8 @@ How = Literal["equal", "rounded", "nearest", "calibrated"]
 _STRETCHES = 8  # of a long matrix, at level sample
 _FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
 _FP8_SLACK = 1 + 2.0**-7
+# A product of float32, a quotient by the reciprocal that was rounded, and that quotient: 2^-24 each.
+_DIALECTS = 2.0**-22
 # compressed-tensors divides in bf16: the quotient is rounded once more before it is rounded to a code.
 _BF16_HALF = 2.0**-8
 # A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
@@ -163,7 +165,17 @@ class Compare:
             scales(reader, matrix, start, stop)
             for reader, matrix in ((folders.output, self.mine), (folders.source, self.yours))
         )
+        if self._other_dialect:
+            return bool((np.abs(here - there) <= _DIALECTS * np.abs(there)).all())
         return np.array_equal(here, there, equal_nan=True)
+
+    @property
+    def _other_dialect(self) -> bool:
+        """Whether both are NVFP4, and one multiplies by a global scale that the other divides by: the
+        same codes and block scales, and products that are rounded otherwise in float32."""
+        grids = self.mine.form.grid, self.yours.form.grid
+        both = [grid.global_scale for grid in grids if grid is not None and grid.global_scale]
+        return len(both) == 2 and both[0].divisor != both[1].divisor
 
     def _same_codes(self, folders: Folders, start: int, stop: int) -> bool:
         """Whether equal words mean the same, scales apart."""
@@ -229,7 +241,9 @@ class Compare:
         with np.errstate(all="ignore"):
             if self.how == "rounded":
                 expected = rounded(expected, self.mine.form.weight.type.dtype)
-            if self.how != "nearest":
+            if self.how == "equal" and self._other_dialect:
+                fits = np.abs(expected - found) <= _DIALECTS * np.abs(expected)
+            elif self.how != "nearest":
                 fits = expected.view(np.uint32) == found.view(np.uint32)
             else:
                 step = spread(

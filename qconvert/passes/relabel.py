@@ -1,0 +1,388 @@
+"""relabel: quantized weights in another form, without rounding.
+
+Codes stay the numbers that they are; where they lie, what tensors are called, how scales are spelled and
+what the config says change. What cannot be said in the other form is refused, with the tensor's name.
+
+    to                   from
+    compressed-tensors   GPTQ's two forms, AutoAWQ's, modelopt's NVFP4, block FP8 of DeepSeek and Qwen
+    gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's
+    modelopt             compressed-tensors' NVFP4
+    fp8                  compressed-tensors' block FP8; MXFP4 of compressed-tensors or DeepSeek-V4
+
+MXFP4 to NVFP4: passes/nvfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from re import escape
+from typing import Any, ClassVar, Literal
+
+from qconvert.checkpoint.integer_config import gptq_form
+from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.encodings import MXFP4_BESIDE, NVFP4, Dialect
+from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
+from qconvert.core.graph import Output, apply
+from qconvert.core.int_scheme import IntScheme
+from qconvert.core.names import split_parameter
+from qconvert.core.roles import SHARED, Kind
+from qconvert.formats.fp8.config import compressed_config, fp8_config
+from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
+from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
+from qconvert.formats.int_packed.packers import Packing, packer
+from qconvert.formats.int_packed.repack import RepackInts
+from qconvert.formats.nvfp4.config import group_config as nvfp4_group
+from qconvert.formats.nvfp4.config import modelopt_config
+from qconvert.formats.nvfp4.dialects import Reciprocal
+from qconvert.matrices.experts import STALE_RULE
+from qconvert.matrices.linears import runtime_linears
+from qconvert.matrices.reading import Read, encoded
+from qconvert.matrices.stored import Stored
+from qconvert.matrices.unquantized import (
+    Named,
+    all_experts,
+    expert_targets,
+    ignored,
+    shared_paths,
+    with_weight_scales,
+)
+from qconvert.matrices.unquantized_nvfp4 import (
+    ignored_globs,
+    ignored_linears,
+    ignored_names,
+    with_draft_names,
+)
+from qconvert.ops.awq import BITS, DequantAwq
+from qconvert.ops.constant import constant_i64
+from qconvert.ops.fp4 import DequantNvfp4
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.ops.gptq_packed import DequantGptq
+from qconvert.ops.int8 import DequantInt8
+from qconvert.ops.ints import DequantInts
+from qconvert.ops.mx import DequantMxfp4
+from qconvert.passes.replace_weights import replace_weights, sources_of
+from qconvert.plan.plan import LogEntry, Plan
+
+Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8"]
+Ints = DequantInts | DequantGptq | DequantAwq
+_SHAPE = "weight_shape"
+_SIDE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel:
+    """Every quantized weight in form `to`. `nearest`: NVFP4's global scales without an exact reciprocal
+    become the nearest float32.
+
+    Raises PlanError where the folder has no form, or several, that become this one without rounding, and
+    as the readers of the forms do.
+    """
+
+    name: ClassVar[str] = "relabel"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    to: Form
+    nearest: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nearest and self.to not in NVFP4:
+            raise PlanError("nearest is of scales between NVFP4's dialects: leave it out")
+
+    def __call__(self, plan: Plan) -> Plan:
+        found = dict(encoded(plan))
+        fp8 = [name for name, o in plan.tensors.items() if o.type.dtype in WEIGHT_DTYPES]
+        weights = [name for name in fp8 if split_parameter(name)[1] == "weight"]
+        kinds: set[type | None] = {type(stored.decoder) for stored, _ in found.values()}
+        if not kinds and not weights:
+            raise PlanError("no quantized weight found: there is nothing to relabel")
+        if kinds == {DequantMxfp4} and self.to == "fp8":
+            return self._fp8_of_mxfp4(plan, found)
+        if len(kinds) + bool(weights) > 1:
+            raise PlanError(
+                "its weights are in several quantized forms, and only folders of one are relabelled"
+            )
+        if not kinds and self.to == "compressed-tensors":
+            return self._packed_fp8(plan, weights)
+        if not kinds and self.to == "fp8":
+            return self._own_fp8(plan, weights)
+        (kind,) = kinds or {None}
+        if kind is DequantNvfp4 and self.to in NVFP4:
+            return self._nvfp4(plan, found)
+        if kind in (DequantInts, DequantGptq, DequantAwq) and self.to in (
+            "compressed-tensors", "gptq", "gptq-v2",
+        ):  # fmt: skip
+            return self._ints(plan, found)
+        what = _NAMES[kind]
+        hint = "; MXFP4 becomes NVFP4 by `qconvert nvfp4`" if kind is DequantMxfp4 else ""
+        raise PlanError(f"{what} does not become {self.to} without rounding{hint}")
+
+    def _planned(
+        self,
+        plan: Plan,
+        tensors: Named,
+        block: Mapping[str, Any],
+        count: int,
+        note: str,
+        dropped: Iterable[str] = (),
+    ) -> Plan:
+        entry = LogEntry(self.name, repr(self), count, None, (note,), "matrices")
+        rules = sources_of(plan, dropped, STALE_RULE)
+        return replace_weights(plan, entry, tensors, dropped=rules, block=block)
+
+    # --- integers
+
+    def _ints(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+        packing: Packing = "compressed-tensors"
+        if self.to in ("gptq", "gptq-v2"):
+            packing = self.to
+        decoders = {stored.decoder for stored, _ in found.values()}
+        if all(_form_of(decoder) == packing for decoder in decoders):
+            raise PlanError(f"its weights are in form {self.to} already: use it as it is")
+        schemes = {_scheme(plan, stored) for stored, _ in found.values()}
+        if len(schemes) > 1:
+            raise PlanError(
+                f"its matrices have {len(schemes)} schemes, and the form has place for one"
+            )
+        (scheme,) = schemes
+        taken = {name for _, names in found.values() for name in names}
+        shapes = [f"{m}.{_SHAPE}" for m in found if f"{m}.{_SHAPE}" in plan.tensors]
+        others = {n: o for n, o in plan.tensors.items() if n not in taken and n not in shapes}
+        made: dict[str, Output] = {}
+        for module, (stored, _) in found.items():
+            made |= _repacked(plan, module, stored, scheme, packing)
+        block = self._ints_block(plan, others, scheme, list(found))
+        return self._planned(
+            plan, {**others, **made}, block, len(found), "codes as they are", shapes
+        )
+
+    def _ints_block(
+        self, plan: Plan, others: Named, scheme: IntScheme, modules: list[str]
+    ) -> dict[str, Any]:
+        packed = _Packed.of(plan, modules)
+        if self.to == "compressed-tensors":
+            return {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group_config(scheme, packed.targets(plan))},
+                "ignore": ignored(
+                    plan,
+                    others,
+                    experts=packed.experts,
+                    shared=packed.shared,
+                    drafts_too=packed.drafts,
+                ),
+            }
+        named = with_draft_names(plan, runtime_linears(plan, others))
+        left = [left_pattern(name for name in named if name not in modules)]
+        if not packed.experts and plan.role_index.dims.num_experts:
+            left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
+        return gptq_config(scheme, 1 if self.to == "gptq" else 2, left)
+
+    # --- NVFP4
+
+    def _nvfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+        dialect: Dialect = "modelopt" if self.to == "modelopt" else "compressed-tensors"
+        dialects = {stored.decoder.dialect for stored, _ in found.values()
+                    if isinstance(stored.decoder, DequantNvfp4)}  # fmt: skip
+        if dialects == {dialect}:
+            raise PlanError(f"its weights are NVFP4 of {dialect} already: use it as it is")
+        (source,) = dialects
+        old, new = NVFP4[source], NVFP4[dialect]
+        op = Reciprocal("multiplier" if dialect == "modelopt" else "divisor", self.nearest)
+        made: dict[str, Output] = {}
+        taken: set[str] = set()
+        inputs = False
+        for module, (_, names) in found.items():
+            weight, scale, global_scale = names
+            made[f"{module}.{new.weight}"] = plan.tensors[weight]
+            made[f"{module}.{new.scale}"] = plan.tensors[scale]
+            pairs = {new.global_scale: global_scale}
+            if f"{module}.{old.input}" in plan.tensors:
+                pairs[new.input] = f"{module}.{old.input}"
+                inputs = True
+            for parameter, name in pairs.items():
+                (one,) = apply(op, plan.tensors[name])
+                made[f"{module}.{parameter}"] = one.reshape(new.scalar)
+            taken |= {*names, *pairs.values()}
+        others = {name: o for name, o in plan.tensors.items() if name not in taken}
+        packed = _Packed.of(plan, list(found))
+        if dialect == "modelopt":
+            block = modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
+        else:
+            block = {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": nvfp4_group(packed.targets(plan), inputs=inputs)},
+                "ignore": ignored_names(plan, others, drafts=packed.drafts),
+            }
+        return self._planned(
+            plan, {**others, **made}, block, len(found), "codes and block scales as they are"
+        )
+
+    # --- FP8
+
+    def _packed_fp8(self, plan: Plan, weights: list[str]) -> Plan:
+        """Block FP8 under compressed-tensors' names."""
+        split = [name for name in weights if plan.role_index.kind(name) is Kind.KV_UP]
+        if split:
+            raise PlanError(
+                f"{split[0]!r} is FP8, and sglang splits it after loading, which it does not do for "
+                "compressed-tensors: use the folder as it is, or write it anew (a recipe of `dequant` "
+                "and `fp8: {dialect: compressed-tensors}`)"
+            )
+        block = _block_of(plan, weights)
+        if not any(f"{name}_scale_inv" in plan.tensors for name in weights):
+            raise PlanError("its scales have compressed-tensors' names already: use it as it is")
+        tensors = with_weight_scales(plan.tensors)
+        others = {n: o for n, o in plan.tensors.items() if n not in weights}
+        packed = _Packed.of(plan, [split_parameter(name)[0] for name in weights])
+        left = ignored(
+            plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
+        )
+        config = compressed_config(block, packed.targets(plan), left)
+        return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
+
+    def _own_fp8(self, plan: Plan, weights: list[str]) -> Plan:
+        """Block FP8 under the names of DeepSeek and Qwen."""
+        block = _block_of(plan, weights)
+        scales = {f"{name}_scale": f"{name}_scale_inv" for name in weights}
+        missing = next((scale for scale in scales if scale not in plan.tensors), None)
+        if missing is not None:
+            raise PlanError(
+                f"{missing!r} is missing: its scales have the names of DeepSeek and Qwen already, or "
+                "others than compressed-tensors'"
+            )
+        static = next((n for n in plan.tensors if n.endswith(".input_scale")), None)
+        if static is not None:
+            raise PlanError(
+                f"{static!r}: activations have static scales, which this relabel would lose; dequantize "
+                "and quantize anew (a recipe of `dequant` and `fp8`)"
+            )
+        tensors = {scales.get(name, name): output for name, output in plan.tensors.items()}
+        others = {n: o for n, o in plan.tensors.items() if n not in scales and n not in weights}
+        left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
+        config = fp8_config(block, left, exponents=False)
+        return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
+
+    def _fp8_of_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+        """MXFP4 codes as E4M3 codes: beside DeepSeek-V4's FP8 layers under the same names, or alone."""
+        beside = all(names[0].endswith(f".{MXFP4_BESIDE[0]}") for _, names in found.values())
+        op = MxToBlockFp8("F8_E8M0" if beside else "F32")
+        made: dict[str, Output] = {}
+        taken = {name for _, names in found.values() for name in names}
+        for module, (stored, _) in found.items():
+            try:
+                codes, scale = apply(op, *stored.args)
+            except PlanError as error:
+                raise PlanError(f"{module}: {error}") from error
+            made[f"{module}.weight"] = codes
+            made[f"{module}.{'scale' if beside else 'weight_scale_inv'}"] = scale
+        others = {name: o for name, o in plan.tensors.items() if name not in taken}
+        if beside:
+            own = next((c.block for c in plan.checkpoint.quantization_configs), None)
+            if own is None or own.get("weight_block_size") != [_SIDE, _SIDE]:
+                raise PlanError(f"its other layers are no FP8 in blocks of {_SIDE}x{_SIDE}")
+            config = own
+        else:
+            left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
+            config = fp8_config((_SIDE, _SIDE), left, exponents=False)
+        note = "MXFP4 codes as the same numbers in E4M3"
+        done = self._planned(plan, {**others, **made}, config, len(found), note)
+        if done.config.get("expert_dtype") == "fp4":
+            done = replace(done, config={**done.config, "expert_dtype": "fp8"})
+        return done
+
+
+_NAMES: Mapping[type | None, str] = {
+    None: "FP8",
+    DequantMxfp4: "MXFP4",
+    DequantNvfp4: "NVFP4",
+    DequantInts: "compressed-tensors' packed integers",
+    DequantGptq: "GPTQ's form",
+    DequantAwq: "AutoAWQ's form",
+    DequantInt8: "INT8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Which kinds of modules are quantized: routed experts, shared ones, linears of neither, draft
+    layers."""
+
+    experts: bool
+    shared: bool
+    linears: bool
+    drafts: bool
+
+    @classmethod
+    def of(cls, plan: Plan, modules: list[str]) -> _Packed:
+        dims = plan.role_index.dims
+        kinds = [(module, plan.role_index.kind(f"{module}.weight")) for module in modules]
+        return cls(
+            any(kind.routed for _, kind in kinds),
+            any(kind in SHARED for _, kind in kinds),
+            any(not kind.routed and kind not in SHARED for _, kind in kinds),
+            any(plan.family.is_mtp(f"{m}.weight", dims) and not kind.routed for m, kind in kinds),
+        )
+
+    def targets(self, plan: Plan) -> list[str]:
+        """compressed-tensors' targets."""
+        if self.linears or not self.experts:
+            return ["Linear"]
+        found = expert_targets(plan.family.expert_paths)
+        return found + [rf"re:.*{escape(p)}.*" for p in (shared_paths(plan) if self.shared else ())]
+
+
+def _form_of(decoder: object) -> Packing | None:
+    if isinstance(decoder, DequantGptq):
+        return "gptq" if decoder.version == 1 else "gptq-v2"
+    return "compressed-tensors" if isinstance(decoder, DequantInts) else None
+
+
+def _scheme(plan: Plan, stored: Stored) -> IntScheme:
+    """How a matrix is quantized, but for the dtype of its scales."""
+    decoder = stored.decoder
+    if isinstance(decoder, DequantAwq):
+        return IntScheme(BITS, decoder.group, not decoder.zeros)  # type: ignore[arg-type]
+    if isinstance(decoder, DequantInts):
+        order: Literal["group"] | None = "group" if decoder.g_idx else None
+        return IntScheme(decoder.bits, decoder.group, decoder.symmetric, order)  # type: ignore[arg-type]
+    return replace(gptq_form(plan.checkpoint, "").scheme, scale_dtype="BF16")
+
+
+def _repacked(
+    plan: Plan, module: str, stored: Stored, scheme: IntScheme, packing: Packing
+) -> dict[str, Output]:
+    """The tensors of a matrix in another form, by name."""
+    decoder = stored.decoder
+    assert isinstance(decoder, DequantInts | DequantGptq | DequantAwq)
+    scale = stored.args[2 if isinstance(decoder, DequantGptq) else 1].type.dtype
+    own = replace(scheme, scale_dtype=scale)  # type: ignore[arg-type]
+    draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
+    try:
+        kind = packer(packing, own, draft=draft)
+        made = apply(RepackInts(decoder, kind), *stored.args)
+    except PlanError as error:
+        raise PlanError(f"{module}: {error}") from error
+    found = dict(zip((f"{module}.{suffix}" for suffix in kind.suffixes), made, strict=True))
+    if packing == "compressed-tensors":
+        found[f"{module}.{_SHAPE}"] = apply(constant_i64((stored.rows, stored.columns)))[0]
+    return found
+
+
+def _block_of(plan: Plan, weights: list[str]) -> tuple[int, int]:
+    """The one block of FP8 weights. Raises PlanError where scales are of rows, of matrices or differ."""
+    blocks = {fp8_scheme(plan.checkpoint, split_parameter(name)[0]).block for name in weights}
+    (block,) = blocks if len(blocks) == 1 else (None,)
+    if block is None:
+        raise PlanError(
+            "its FP8 weights have no block scales, or several blocks: only block FP8 has both names"
+        )
+    return block
+
+
+PASSES = (Relabel,)

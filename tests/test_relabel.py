@@ -1,0 +1,333 @@
+"""`qconvert relabel`: codes are the same numbers, there and back is the identity, and what cannot be is
+refused. Oracles: words taken apart field by field (int_forms.py, encoded_models.py), and, marked `peer`,
+compressed-tensors' own converters."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from checkpoints import Model, Tensor, read_tensors, run_cli
+from encoded_models import Array, encoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_harness import buffer, run_op
+from test_encodings import as_torch
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RowError, RunError
+from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
+from qconvert.formats.nvfp4.dialects import Reciprocal
+from qconvert.ops.fp8 import DequantFp8
+from qconvert.ops.mx import DequantMxfp4
+
+
+def relabelled(source: Path, out: Path, to: str, *more: str) -> dict[str, Tensor]:
+    """What `relabel` makes, which `validate --level full` finds nothing wrong with."""
+    done = run_cli("relabel", source, out, "--to", to, "--jobs", "1", *more)
+    assert done.code == 0, done.err
+    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
+    found = json.loads(judged.out)["findings"]
+    assert judged.code == 0, [one for one in found if one["severity"] == "error"]
+    return read_tensors(out)
+
+
+def refused(source: Path, to: str, folder: Path, *more: str) -> str:
+    done = run_cli("relabel", source, folder / "refused", "--to", to, "--jobs", "1", *more)
+    assert done.code == 1
+    return done.err
+
+
+def in_bf16(folder: Path, out: Path) -> dict[str, Tensor]:
+    done = run_cli("dequant", folder, out, "--jobs", "1")
+    assert done.code == 0, done.err
+    return read_tensors(out)
+
+
+# --- integers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("encoding", ["awq", "awq symmetric", "awq a row"])
+def test_awq_becomes_compressed_tensors(family: str, encoding: str, tmp_path: Path) -> None:
+    """The same weights in BF16, and by hand from the new form's fields."""
+    model, _ = encoded(family, encoding)
+    source = model.write(tmp_path / "awq")
+    relabelled(source, tmp_path / "packed", "compressed-tensors")
+    assert in_bf16(tmp_path / "packed", tmp_path / "b") == in_bf16(source, tmp_path / "a")
+
+
+@pytest.mark.parametrize("encoding", ["awq", "awq symmetric"])
+@pytest.mark.parametrize(
+    "way", [("gptq-v2", "compressed-tensors"), ("compressed-tensors", "gptq-v2")]
+)
+def test_there_and_back_is_the_identity(
+    way: tuple[str, str], encoding: str, tmp_path: Path
+) -> None:
+    model, _ = encoded("qwen3_moe", encoding)
+    first, other = way
+    one = relabelled(model.write(tmp_path / "awq"), tmp_path / "one", first)
+    relabelled(tmp_path / "one", tmp_path / "two", other)
+    assert relabelled(tmp_path / "two", tmp_path / "three", first) == one
+
+
+def test_gptqs_versions(tmp_path: Path) -> None:
+    """Only zero points differ: each field by one."""
+    model, _ = encoded("qwen3_moe", "awq symmetric")
+    two = relabelled(model.write(tmp_path / "awq"), tmp_path / "two", "gptq-v2")
+    one = relabelled(tmp_path / "two", tmp_path / "one", "gptq")
+    zeros = {name for name in one if name.endswith(".qzeros")}
+    assert zeros
+    for name in zeros:
+        assert set(one[name].data) == {0x77}
+        assert set(two[name].data) == {0x88}
+    assert {n: t for n, t in one.items() if n not in zeros} == {
+        n: t for n, t in two.items() if n not in zeros
+    }
+    assert relabelled(tmp_path / "one", tmp_path / "back", "gptq-v2") == two
+
+
+def test_asymmetric_codes_are_none_of_gptqs_first_version(tmp_path: Path) -> None:
+    model, _ = encoded("qwen3_moe", "awq")
+    said = refused(model.write(tmp_path / "awq"), "gptq", tmp_path)
+    assert "gptq-v2" in said
+    assert "down_proj" in said
+
+
+def test_a_zero_point_that_the_config_denies(tmp_path: Path) -> None:
+    """A folder that says symmetric and is not: no form without zero points can hold it."""
+    model, _ = encoded("qwen3_moe", "awq symmetric")
+    relabelled(model.write(tmp_path / "awq"), tmp_path / "two", "gptq-v2")
+    made = read_tensors(tmp_path / "two")
+    config = json.loads((tmp_path / "two" / "config.json").read_bytes())
+    name = next(name for name in made if name.endswith(".qzeros"))
+    value = made[name]
+    made[name] = Tensor(value.dtype, value.shape, b"\x89" + value.data[1:])
+    source = Model(config, made, dict(models.SIDE_FILES)).write(tmp_path / "broken")
+    said = refused(source, "compressed-tensors", tmp_path)
+    assert name.removesuffix("qzeros") in said
+    assert "has a zero point of 9 in group 0, and the config says symmetric" in said
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_awqs_converter_writes_the_same_bytes(family: str, tmp_path: Path) -> None:
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    model, _ = encoded(family, "awq")
+    found = relabelled(model.write(tmp_path / "awq"), tmp_path / "out", "compressed-tensors")
+    block: dict[str, Any] = dict(model.config["quantization_config"])
+    converter = AutoAWQConverter.from_autoawq_config(block)
+    theirs = converter.process({n: as_torch(t) for n, t in model.tensors.items()})
+    assert set(theirs) == set(found)
+    for name, value in theirs.items():
+        mine = found[name]
+        assert mine.shape == tuple(value.shape), name
+        data = value.contiguous().view(torch.uint8).numpy().tobytes()
+        assert data == mine.data, name
+
+
+# --- NVFP4 --------------------------------------------------------------------------------------
+
+
+def _exact(model: Model, dialect: str) -> Model:
+    """Global scales of 5/4 times a power of two, for which 5/4 and .8, rounded, are each other's
+    reciprocals; block scales without signs."""
+    power = -12 if dialect == "modelopt" else 12
+    for name, value in model.tensors.items():
+        if name.endswith(_SCALARS[dialect]):
+            data = struct.pack("<f", 1.25 * 2.0**power)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data)
+        elif value.dtype == "F8_E4M3":
+            data = bytes(byte & 0x7F or 0x38 for byte in value.data)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data)
+    return model
+
+
+_SCALARS = {
+    "modelopt": ("weight_scale_2", "input_scale"),
+    "compressed-tensors": ("weight_global_scale", "input_global_scale"),
+}
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_nvfp4_between_dialects(dialect: str, inputs: bool, tmp_path: Path) -> None:
+    other = next(name for name in _SCALARS if name != dialect)
+    model = models.numbers_only(models.nvfp4_moe(dialect, inputs=inputs))
+    source = _exact(model, dialect).write(tmp_path / "source")
+    made = relabelled(source, tmp_path / "out", other)
+    codes = {"modelopt": "weight", "compressed-tensors": "weight_packed"}
+    for name, value in model.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        if value.dtype == "U8":
+            assert made[f"{module}.{codes[other]}"] == value
+        elif parameter in _SCALARS[dialect]:
+            new = _SCALARS[other][_SCALARS[dialect].index(parameter)]
+            (mine,) = struct.unpack("<f", made[f"{module}.{new}"].data)
+            assert np.float32(1) / np.float32(mine) == struct.unpack("<f", value.data)[0]
+        else:
+            assert made[name] == value
+    assert relabelled(tmp_path / "out", tmp_path / "back", dialect) == model.tensors
+
+
+def test_a_scale_without_reciprocal_is_refused(tmp_path: Path) -> None:
+    model = models.numbers_only(models.nvfp4_moe("modelopt"))
+    _exact(model, "modelopt")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight_scale_2"
+    model.tensors[name] = Tensor("F32", (), struct.pack("<f", _without_reciprocal()))
+    source = model.write(tmp_path / "source")
+    said = refused(source, "compressed-tensors", tmp_path)
+    assert name.removesuffix("_scale_2").removesuffix(".weight") in said
+    assert "--nearest" in said
+    done = run_cli("relabel", source, tmp_path / "out", "--to", "compressed-tensors", "--nearest")
+    assert done.code == 0, done.err
+
+
+def _without_reciprocal() -> float:
+    """The first float32 above 1.5 to which no reciprocal rounds, by trying all near its own."""
+    value = np.float32(1.5)
+    while True:
+        near = np.float32(1) / value
+        around = [near]
+        for _ in range(3):
+            around += [
+                np.nextafter(around[-1], np.float32(9), dtype=np.float32),
+                np.nextafter(around[0], np.float32(0), dtype=np.float32),
+            ]
+        if all(np.float32(1) / one != value for one in around):
+            return float(value)
+        value = np.nextafter(value, np.float32(2), dtype=np.float32)
+
+
+@settings(deadline=None)
+@given(st.floats(2.0**-100, 2.0**100, width=32))
+def test_reciprocals_there_and_back(value: float) -> None:
+    """Of any scale: refused, or its divisor means it, and back it is the same bits."""
+    kind = TensorType("F32", (1,))
+    start = struct.pack("<f", value)
+    for there, back in (("divisor", "multiplier"), ("multiplier", "divisor")):
+        try:
+            (made,), _ = run_op(Reciprocal(there), [buffer(kind, start)])  # type: ignore[arg-type]
+        except RunError as error:
+            assert "no reciprocal" in str(error)  # noqa: PT017
+            continue
+        (again,), _ = run_op(Reciprocal(back), [buffer(kind, made)])  # type: ignore[arg-type]
+        assert again == start
+
+
+# --- FP8 ----------------------------------------------------------------------------------------
+
+
+def test_block_fp8_between_names(tmp_path: Path) -> None:
+    """Of Qwen3-MoE: names and config alone, and back the same tensors."""
+    model = models.qwen3_moe("fp8")
+    source = model.write(tmp_path / "source")
+    packed = relabelled(source, tmp_path / "packed", "compressed-tensors")
+    assert packed == {n.replace("_scale_inv", "_scale"): t for n, t in model.tensors.items()}
+    config = json.loads((tmp_path / "packed" / "config.json").read_bytes())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert group["weights"]["block_structure"] == [128, 128]
+    assert relabelled(tmp_path / "packed", tmp_path / "back", "fp8") == model.tensors
+
+
+def test_what_sglang_splits_is_refused(tmp_path: Path) -> None:
+    said = refused(models.deepseek_v3().write(tmp_path / "s"), "compressed-tensors", tmp_path)
+    assert "kv_b_proj" in said
+
+
+# --- MXFP4 to FP8 -------------------------------------------------------------------------------
+
+
+def _near(model: Model, low: int, high: int) -> dict[str, Array]:
+    """The model's exponents in a range, and the meaning of each weight."""
+    for name, value in model.tensors.items():
+        if value.dtype in ("U8", "F8_E8M0") and name.endswith("scale"):
+            random = np.random.default_rng(len(name))
+            data = random.integers(low, high + 1, value.shape, np.uint8)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data.tobytes())
+    return {}
+
+
+@pytest.mark.parametrize("encoding", ["mxfp4", "mxfp4 beside"])
+def test_mxfp4_becomes_the_same_numbers_in_fp8(encoding: str, tmp_path: Path) -> None:
+    model, _ = encoded("qwen3_moe", encoding)
+    _near(model, 108, 122)
+    source = model.write(tmp_path / "source")
+    made = relabelled(source, tmp_path / "out", "fp8")
+    scale = "scale" if encoding == "mxfp4 beside" else "weight_scale_inv"
+    assert any(name.endswith(f"up_proj.{scale}") for name in made)
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert config.get("expert_dtype") == ("fp8" if encoding == "mxfp4 beside" else None)
+    assert in_bf16(tmp_path / "out", tmp_path / "b") == in_bf16(source, tmp_path / "a")
+
+
+def _block(exponents: list[int], codes: int) -> list[Any]:
+    rows = len(exponents)
+    return [
+        buffer(TensorType("U8", (rows, 16)), bytes([codes | codes << 4]) * 16 * rows),
+        buffer(TensorType("U8", (rows, 1)), bytes(exponents)),
+    ]
+
+
+@pytest.mark.parametrize("code", range(16))
+def test_every_code_at_every_distance(code: int) -> None:
+    """A row of 6 at the top, and one of the code, d below: it is exact, or refused, as float64 says of
+    E4M3: a multiple of 2^-9 of at most four significant bits."""
+    sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for distance in range(30):
+        ins = _block([200, 200 - distance], 7)
+        packed = bytes([0x77] * 16 + [code | code << 4] * 16)
+        ins[0] = buffer(ins[0].type, packed)
+        held = sizes[code & 7] * 2.0 ** (6 - distance) % 2.0**-9 == 0
+        if not held:
+            with pytest.raises(RowError, match="row 1 has MXFP4 exponents"):
+                run_op(MxToBlockFp8("F32"), ins)
+            continue
+        (codes, scale), _ = run_op(MxToBlockFp8("F32"), ins)
+        back = [
+            buffer(TensorType("F8_E4M3", (2, 32)), codes),
+            buffer(TensorType("F32", (1, 1)), scale),
+        ]
+        decoded, _ = run_op(DequantFp8((128, 128)), back)
+        wanted, _ = run_op(DequantMxfp4(), ins)
+        assert decoded == wanted
+        theirs = torch.frombuffer(bytearray(codes), dtype=torch.float8_e4m3fn).float()[32]
+        assert abs(float(theirs)) == sizes[code & 7] * 2.0 ** (6 - distance)
+
+
+def test_exponents_too_far_apart_name_the_tensor(tmp_path: Path) -> None:
+    model, _ = encoded("qwen3_moe", "mxfp4")
+    said = refused(model.write(tmp_path / "source"), "fp8", tmp_path)
+    assert ".experts." in said
+    assert "it cannot be relabelled without loss" in said
+
+
+def test_blocks_of_zeros_have_a_scale_of_one() -> None:
+    (codes, scale), _ = run_op(MxToBlockFp8("F32"), _block([0, 254], 0))
+    assert set(codes) == {0}
+    assert struct.unpack("<f", scale) == (1.0,)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "to", "words"),
+    [
+        (lambda: models.qwen3_moe(), "fp8", "no quantized weight found"),
+        (lambda: models.qwen3_moe("fp8"), "gptq", "FP8 does not become gptq without rounding"),
+        (lambda: models.kimi(), "compressed-tensors", "already: use it as it is"),
+        (lambda: encoded("qwen3_moe", "mxfp4")[0], "modelopt", "MXFP4 becomes NVFP4 by"),
+        (lambda: encoded("qwen3_moe", "int8")[0], "gptq", "INT8 does not become gptq"),
+    ],
+)
+def test_what_has_no_other_form(make: Any, to: str, words: str, tmp_path: Path) -> None:
+    assert words in refused(make().write(tmp_path / "source"), to, tmp_path)
