@@ -253,3 +253,34 @@ def gpt_oss(layers: int = 2) -> tuple[Model, dict[str, Array]]:
     tensors |= models.bf16("model.norm.weight", hidden)
     tensors |= models.bf16("lm_head.weight", 32, hidden)
     return Model(config, tensors, dict(models.SIDE_FILES)), meaning
+
+
+def near(model: Model) -> Model:
+    """The model with exponents of MXFP4 that are close together: what FP8 holds under one scale."""
+    for name, value in model.tensors.items():
+        if value.dtype in ("U8", "F8_E8M0") and name.endswith("scale"):
+            random = np.random.default_rng(len(name))
+            data = random.integers(108, 123, value.shape, np.uint8)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data.tobytes())
+    return model
+
+
+NVFP4_SCALARS = {
+    "modelopt": ("weight_scale_2", "input_scale"),
+    "compressed-tensors": ("weight_global_scale", "input_global_scale"),
+}
+
+
+def nvfp4(dialect: str, *, inputs: bool = False) -> Model:
+    """Experts whose global scales are 5/4 times a power of two, for which 5/4 and .8, rounded, are each
+    other's reciprocals; block scales without signs."""
+    model = models.numbers_only(models.nvfp4_moe(dialect, inputs=inputs))
+    power = -12 if dialect == "modelopt" else 12
+    for name, value in model.tensors.items():
+        if name.endswith(NVFP4_SCALARS[dialect]):
+            data = struct.pack("<f", 1.25 * 2.0**power)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data)
+        elif value.dtype == "F8_E4M3":
+            data = bytes(byte & 0x7F or 0x38 for byte in value.data)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data)
+    return model

@@ -30,6 +30,8 @@ import gdn_models
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, run_cli, tree
+from encoded_models import encoded, gpt_oss, near
+from encoded_models import nvfp4 as one_nvfp4
 from models import numbers_only, nvfp4_moe
 
 import qconvert
@@ -345,6 +347,12 @@ SOURCES: Mapping[str, Callable[[], Model]] = {
     "fp8, listed apart": listed_apart,
     "exponents": lambda: gdn_models.model(scale="U8"),
     "mxfp4": mxfp4,
+    "mxfp4 experts": lambda: encoded("qwen3_moe", "mxfp4")[0],
+    "mxfp4, near": lambda: near(encoded("qwen3_moe", "mxfp4")[0]),
+    "int8 bytes": lambda: encoded("qwen3_moe", "int8 asymmetric")[0],
+    "awq": lambda: encoded("qwen3_moe", "awq")[0],
+    "gpt-oss": lambda: gpt_oss()[0],
+    "nvfp4 unsigned": lambda: one_nvfp4("modelopt"),
     "nvfp4": lambda: numbers_only(nvfp4_moe("modelopt")),
     "nvfp4 packed": lambda: numbers_only(nvfp4_moe("compressed-tensors")),
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
@@ -388,6 +396,14 @@ CASES: Mapping[str, Case] = {
     "unstack": Case("bf16 stacks", "experts unstack"),
     "dequant nvfp4": Case("nvfp4", "dequant"),
     "dequant nvfp4 packed": Case("nvfp4 packed", "dequant"),
+    "dequant mxfp4": Case("mxfp4 experts", "dequant"),
+    "dequant gpt-oss": Case("gpt-oss", "dequant"),
+    "dequant int8": Case("int8 bytes", "dequant"),
+    "dequant awq": Case("awq", "dequant"),
+    "relabel awq": Case("awq", "relabel --to compressed-tensors"),
+    "relabel awq to gptq": Case("awq", "relabel --to gptq-v2"),
+    "relabel mxfp4": Case("mxfp4, near", "relabel --to fp8"),
+    "relabel nvfp4": Case("nvfp4 unsigned", "relabel --to compressed-tensors --nearest"),
     "drop": Case("bf16", "recipe drop: {what: mtp}"),
     "fp8": Case("bf16", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 of fp8": Case("fp8", "recipe fp8: {block: 16, exponents: true}"),

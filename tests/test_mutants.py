@@ -478,6 +478,61 @@ MUTANTS = (
         "no fused name in the ignore list", "fuse, listed apart", "passes.fuse", "_reorder",
         "config=complete_ignore_lists(plan.config, _unquantized(tensors, moved))", "config=plan.config",
     ),
+    # --- encodings that are decoded, and codes in other forms
+    Mutant(
+        "MXFP4 nibbles exchanged", "dequant mxfp4", "ops.mx", "_table",
+        "codes[:, byte & 15] | codes[:, byte >> 4]", "codes[:, byte >> 4] | codes[:, byte & 15]",
+    ),
+    Mutant(
+        "exponents of MXFP4 biased by 128", "dequant mxfp4", "ops.mx", "_table",
+        "[:, None] - 127", "[:, None] - 128",
+    ),
+    Mutant(
+        "exponents of other blocks", "dequant mxfp4", "ops.mx", "DequantMxfp4.run",
+        "np.multiply(scale[start:stop, None],", "np.multiply(scale[start:stop][::-1, None],",
+    ),
+    Mutant(
+        "gpt-oss: rows of other columns", "dequant gpt-oss", "ops.mx", "DequantMxfp4Columns.run",
+        "array(made.data, np.uint16, kind.shape).T", "array(made.data, np.uint16, kind.shape)[::-1].T",
+    ),
+    Mutant(
+        "gpt-oss: scales of another expert", "dequant gpt-oss", "passes.dequant", "_unstacked",
+        "plan.tensors[scales].index(expert)", "plan.tensors[scales].index(experts - 1 - expert)",
+    ),
+    Mutant(
+        "INT8 without its zero points", "dequant int8", "ops.int8", "DequantInt8.run",
+        "zero = (stored ^ np.uint8(_MIDDLE)).astype(np.uint16)",
+        "zero = np.full_like(stored, _MIDDLE).astype(np.uint16)",
+    ),
+    Mutant(
+        "AutoAWQ in the order of GPTQ", "dequant awq", "ops.awq", "PLACES",
+        "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)",
+    ),
+    Mutant(
+        "zero points of AutoAWQ less one", "dequant awq", "ops.awq", "DequantAwq._decode",
+        "self.first + rows).astype(np.uint16)", "self.first + rows).astype(np.uint16) + 1",
+    ),
+    Mutant(
+        "zero points one off", "relabel awq", "formats.int_packed.repack", "RepackInts._take_apart",
+        "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(8)",
+        "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(7)",
+    ),
+    Mutant(
+        "scales of other groups", "relabel awq to gptq", "formats.int_packed.repack",
+        "RepackInts._take_apart", "_numbers(ins[1]).T, None", "_numbers(ins[1])[::-1].T, None",
+    ),
+    Mutant(
+        "the scale of the next smaller exponent", "relabel mxfp4", "formats.fp8.from_mxfp4",
+        "MxToBlockFp8.run", "largest - SHIFT, top", "largest - SHIFT - 1, top",
+    ),
+    Mutant(
+        "rows of a block from the last on", "relabel mxfp4", "formats.fp8.from_mxfp4",
+        "MxToBlockFp8.run", "target[part] = made", "target[part] = made[::-1]",
+    ),
+    Mutant(
+        "a multiplier where a divisor is read", "relabel nvfp4", "formats.nvfp4.dialects",
+        "Reciprocal.run", "near = one / value", "near = value.copy()",
+    ),
     # --- what is left out
     Mutant(
         "more dropped than draft layers", "drop", "passes.drop", "Drop.__call__",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
-from encoded_models import Array, encoded
+from encoded_models import NVFP4_SCALARS, encoded, near, nvfp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
@@ -136,40 +136,20 @@ def test_awqs_converter_writes_the_same_bytes(family: str, tmp_path: Path) -> No
 # --- NVFP4 --------------------------------------------------------------------------------------
 
 
-def _exact(model: Model, dialect: str) -> Model:
-    """Global scales of 5/4 times a power of two, for which 5/4 and .8, rounded, are each other's
-    reciprocals; block scales without signs."""
-    power = -12 if dialect == "modelopt" else 12
-    for name, value in model.tensors.items():
-        if name.endswith(_SCALARS[dialect]):
-            data = struct.pack("<f", 1.25 * 2.0**power)
-            model.tensors[name] = Tensor(value.dtype, value.shape, data)
-        elif value.dtype == "F8_E4M3":
-            data = bytes(byte & 0x7F or 0x38 for byte in value.data)
-            model.tensors[name] = Tensor(value.dtype, value.shape, data)
-    return model
-
-
-_SCALARS = {
-    "modelopt": ("weight_scale_2", "input_scale"),
-    "compressed-tensors": ("weight_global_scale", "input_global_scale"),
-}
-
-
 @pytest.mark.parametrize("inputs", [True, False])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_nvfp4_between_dialects(dialect: str, inputs: bool, tmp_path: Path) -> None:
-    other = next(name for name in _SCALARS if name != dialect)
-    model = models.numbers_only(models.nvfp4_moe(dialect, inputs=inputs))
-    source = _exact(model, dialect).write(tmp_path / "source")
+    other = next(name for name in NVFP4_SCALARS if name != dialect)
+    model = nvfp4(dialect, inputs=inputs)
+    source = model.write(tmp_path / "source")
     made = relabelled(source, tmp_path / "out", other)
     codes = {"modelopt": "weight", "compressed-tensors": "weight_packed"}
     for name, value in model.tensors.items():
         module, _, parameter = name.rpartition(".")
         if value.dtype == "U8":
             assert made[f"{module}.{codes[other]}"] == value
-        elif parameter in _SCALARS[dialect]:
-            new = _SCALARS[other][_SCALARS[dialect].index(parameter)]
+        elif parameter in NVFP4_SCALARS[dialect]:
+            new = NVFP4_SCALARS[other][NVFP4_SCALARS[dialect].index(parameter)]
             (mine,) = struct.unpack("<f", made[f"{module}.{new}"].data)
             assert np.float32(1) / np.float32(mine) == struct.unpack("<f", value.data)[0]
         else:
@@ -178,8 +158,7 @@ def test_nvfp4_between_dialects(dialect: str, inputs: bool, tmp_path: Path) -> N
 
 
 def test_a_scale_without_reciprocal_is_refused(tmp_path: Path) -> None:
-    model = models.numbers_only(models.nvfp4_moe("modelopt"))
-    _exact(model, "modelopt")
+    model = nvfp4("modelopt")
     name = "model.layers.0.mlp.experts.1.up_proj.weight_scale_2"
     model.tensors[name] = Tensor("F32", (), struct.pack("<f", _without_reciprocal()))
     source = model.write(tmp_path / "source")
@@ -245,21 +224,9 @@ def test_what_sglang_splits_is_refused(tmp_path: Path) -> None:
 # --- MXFP4 to FP8 -------------------------------------------------------------------------------
 
 
-def _near(model: Model, low: int, high: int) -> dict[str, Array]:
-    """The model's exponents in a range, and the meaning of each weight."""
-    for name, value in model.tensors.items():
-        if value.dtype in ("U8", "F8_E8M0") and name.endswith("scale"):
-            random = np.random.default_rng(len(name))
-            data = random.integers(low, high + 1, value.shape, np.uint8)
-            model.tensors[name] = Tensor(value.dtype, value.shape, data.tobytes())
-    return {}
-
-
 @pytest.mark.parametrize("encoding", ["mxfp4", "mxfp4 beside"])
 def test_mxfp4_becomes_the_same_numbers_in_fp8(encoding: str, tmp_path: Path) -> None:
-    model, _ = encoded("qwen3_moe", encoding)
-    _near(model, 108, 122)
-    source = model.write(tmp_path / "source")
+    source = near(encoded("qwen3_moe", encoding)[0]).write(tmp_path / "source")
     made = relabelled(source, tmp_path / "out", "fp8")
     scale = "scale" if encoding == "mxfp4 beside" else "weight_scale_inv"
     assert any(name.endswith(f"up_proj.{scale}") for name in made)

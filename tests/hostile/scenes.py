@@ -156,8 +156,8 @@ CALIBRATING = (
 # The mutation gives all words: see breaking/arguments.py.
 _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
-    "fp8", "relabel", "split", "join", "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo",
-    "experts stack", "mtp graft", "text",
+    "fp8", "relabel", "split", "join", "unprepare", "diff", "validate", "upload", "recipes show",
+    "clean", "demo", "experts stack", "mtp graft", "text",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS
