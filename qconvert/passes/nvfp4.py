@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
-from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
@@ -31,8 +30,8 @@ from qconvert.formats.nvfp4.config import (
     modelopt_config,
 )
 from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
-from qconvert.matrices.experts import Projection, check_described, routed_experts
-from qconvert.matrices.linears import check_sets, runtime_linears
+from qconvert.matrices.experts import Projection, check_described
+from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
@@ -53,7 +52,7 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK, Dialect
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
-from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.replace_weights import Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.plan.plan import LogEntry, Plan
 
@@ -151,25 +150,15 @@ class ToNvfp4:
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
-        every = self.targets == "all"
-        if every:
-            check_described(plan)
-        experts = None
-        if not every or plan.role_index.dims.num_experts:
-            experts = routed_experts(plan)
-        linears: dict[str, Linear] = {}
-        left: tuple[str, ...] = ()
-        keep = SHARED if self.shared_experts == "keep" else ()
-        if every:
-            linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks, keep=keep)
-            check_sets({module: one.kind for module, one in linears.items()}, ragged)
-            left = tuple(ragged)
+        keep = self.shared_experts == "keep"
+        found, _ = select(plan, self.targets, _in_blocks, keep_shared=keep)
+        experts = found.experts
         own = experts
         if experts is not None and not self._takes_drafts(plan):
             own = experts.without_drafts(plan)
-        if not linears and not (own is not None and own.projections):
+        if not found.linears and not (own is not None and own.projections):
             raise PlanError("no linear layer found that runtimes load in NVFP4")
-        found = self._with_shared(plan, Selection(own, linears, left))
+        found = self._with_shared(plan, replace(found, experts=own))
         check_tp(found.sizes, self.tp)
         return found
 

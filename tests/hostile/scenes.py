@@ -99,6 +99,8 @@ CONVERSIONS = (
     _conversion("nvfp4", "nvfp4 {src} {out} --dialect modelopt", src="bf16",
                 has="checkpoint data"),
     _conversion("fp8", "fp8 {src} {out} --ue8m0", src="bf16", has="checkpoint data"),
+    _conversion("mx", "mx {src} {out} --format mxfp4", src="bf16", has="checkpoint data"),
+    _conversion("int8", "int8 {src} {out}", src="bf16", has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",
            src="bf16"),
@@ -154,8 +156,8 @@ CALIBRATING = (
 # The mutation gives all words: see breaking/arguments.py.
 _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
-    "fp8", "split", "join", "unprepare", "diff", "validate", "upload", "recipes show", "clean", "demo",
-    "experts stack", "mtp graft", "text",
+    "fp8", "mx", "int8", "split", "join", "unprepare", "diff", "validate", "upload", "recipes show",
+    "clean", "demo", "experts stack", "mtp graft", "text",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS

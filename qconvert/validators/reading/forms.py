@@ -17,6 +17,7 @@ from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.validators.reading.decode import FP8, SCALES
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.nvfp4 import (
     BLOCK,
     FP4,
@@ -31,10 +32,12 @@ from qconvert.validators.reading.nvfp4 import (
 from qconvert.validators.reading.prepared import blocks_of
 from qconvert.validators.reading.quantization import (
     PackedInts,
+    float_block,
     fp8_block_of,
     gptq_ints,
     ints_of,
     states_mxfp4,
+    states_mxfp8,
 )
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
@@ -63,13 +66,14 @@ class Codes:
     `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
     rows / word], each stored minus `less`; None: all are the middle of the range, as those of
     `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side."""
+    groups lie side by side. `signed`: codes are I8, not packed."""
 
     bits: int
     symmetric: bool = True
     zeros: Source | None = None
     less: int = 0
     order: Source | None = None
+    signed: bool = False
 
     @property
     def word(self) -> int:
@@ -137,17 +141,18 @@ class Forms:
     def fp8_blocks(self) -> set[tuple[int, int]]:
         """Every block size that is stated for FP8 weights."""
         sizes = [block.get("weight_block_size") for block in self._blocks]
-        sizes += [w.get("block_structure") for w in self._groups if w.get("type") == "float"]
-        return {
+        found = {
             (size[0], size[1])
             for size in sizes
             if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
             if min(size) > 0
         }
+        return found | {block for w in self._groups if (block := float_block(w)) is not None}
 
     @cached_property
     def u8_exponents(self) -> bool:
-        return any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
+        stated = any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
+        return stated or states_mxfp8(self.checkpoint.quantization_configs)
 
     def scale_of(self, weight: str) -> Source:
         """The scale of an FP8 weight."""
@@ -175,6 +180,9 @@ class Forms:
             return self._packed(name, weight)
         if name.endswith(".qweight"):
             return self._gptq(name, weight)
+        scale = int8_scale(self.checkpoint, name)
+        if scale is not None:
+            return self._int8(name, weight, scale)
         rows, columns = _flat(shape)
         if weight.type.dtype in FP8:
             if len(shape) != 2:
@@ -256,6 +264,22 @@ class Forms:
         if scale.type.dtype not in ("U8", "F8_E8M0"):
             raise Unread(f"its scale is {scale.type.dtype}")
         return Form(MXFP4, packed, 0, rows, columns, Grid(scale, 0, rows, groups, (1, MX_BLOCK)))
+
+    def _int8(self, name: str, weight: Source, scale: Source) -> Form:
+        """compressed-tensors' int-quantized form, a scale for each row."""
+        stated = ints_of(self.checkpoint, name.removesuffix(".weight"))
+        if stated is None or stated.bits != 8 or stated.group is not None or not stated.symmetric:
+            raise Unread(
+                "it is I8, and the config states no symmetric INT8 with a scale a row for it"
+            )
+        if len(weight.type.shape) != 2:
+            raise Unread(f"INT8 of shape {list(weight.type.shape)}")
+        rows, columns = weight.type.shape
+        _fit(scale, (rows, 1), SCALES[:3], stated)
+        codes = Codes(8, signed=True)
+        return Form(
+            "w8a8", weight, 0, rows, columns, Grid(scale, 0, rows, 1, (1, columns)), codes=codes
+        )
 
     def _packed(self, name: str, packed: Source) -> Form:
         """compressed-tensors' form."""

@@ -17,6 +17,7 @@ from qconvert.checkpoint.family import Dims, Place
 from qconvert.core.names import scale_candidates, split_parameter
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import Form, Forms, Unread
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.nvfp4 import parts_of
 
 Key = tuple[str, int | None, int | None, str]  # role (or module), layer, expert, parameter
@@ -272,6 +273,6 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
     if name.endswith(".qweight"):
         module = name.removesuffix(".qweight")
         return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
-    if checkpoint[name].type.dtype in FP8:
+    if checkpoint[name].type.dtype in FP8 or int8_scale(checkpoint, name) is not None:
         return {scale for scale in scale_candidates(name) if scale in checkpoint}
     return set()

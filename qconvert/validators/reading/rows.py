@@ -92,7 +92,7 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     data = row_bytes(reader, matrix, start, stop)
     dtype = form.weight.type.dtype
     if form.codes is not None:
-        values = code_floats(data, form.codes.bits)
+        values = code_floats(data, form.codes.bits, signed=form.codes.signed)
     elif form.format == "fp8":
         values = fp8_floats(data, dtype)
     elif form.format in FP4:
