@@ -140,7 +140,7 @@ def test_other_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("mx --format mxfp4 --tp 64", "at tensor parallel 64 a rank would not get whole blocks"),
+        ("mx --tp 64", "at tensor parallel 64 a rank would not get whole blocks"),
         ("int8 --tp 3", "at tensor parallel 3 a rank would not get whole blocks"),
     ],
 )
@@ -156,16 +156,14 @@ def test_mxfp4_is_not_rounded_again(tmp_path: Path) -> None:
     source = qwen3_moe(hidden=64, intermediate=64)
     for name, one in source.tensors.items():
         source.tensors[name] = one._replace(data=b"\x00\x3c" * (len(one.data) // 2))
-    done = run_cli("mx", source.write(tmp_path / "s"), made, "--format", "mxfp4", "--jobs", "1")
+    done = run_cli("mx", source.write(tmp_path / "s"), made, "--jobs", "1")
     assert done.code == 0, done.err
-    done = run_cli("mx", made, tmp_path / "o", "--format", "mxfp8", "--dry-run")
+    done = run_cli("mx", made, tmp_path / "o", "--bits", "8", "--dry-run")
     assert done.code == 1
     assert "the source is MXFP4" in done.err
 
 
-@pytest.mark.parametrize(
-    "command", ["mx --format mxfp4", "mx --format mxfp8", "int8 --targets experts"]
-)
+@pytest.mark.parametrize("command", ["mx", "mx --bits 8", "int8 --targets experts"])
 def test_block_fp8_stays_beside_experts(command: str, tmp_path: Path) -> None:
     """Linears in blocks are a group of their own, with scales under compressed-tensors' name."""
     head, *rest = command.split()

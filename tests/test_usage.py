@@ -63,7 +63,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),
     ("kt",): ("--cpu", "int4", "--numa", "1", "--cpu-out", "cpu"),
     ("w4a16",): ("--rtn",), ("gptq4",): ("--rtn",),
-    ("nvfp4",): ("--dialect", "modelopt"), ("mx",): ("--format", "mxfp4"),
+    ("nvfp4",): ("--dialect", "modelopt"),
     ("split",): ("--pp", "1,1"),
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip

@@ -174,9 +174,7 @@ def test_rows_are_llm_compressors(
     scheme: str, targets: str, representable: Path, tmp_path: Path
 ) -> None:
     """MXFP4, MXFP8 and INT8: every tensor, and what the config says of them."""
-    command = {"MXFP4A16": "mx --format mxfp4", "MXFP8": "mx --format mxfp8", "INT8": "int8"}[
-        scheme
-    ]
+    command = {"MXFP4A16": "mx", "MXFP8": "mx --bits 8", "INT8": "int8"}[scheme]
     head, *rest = command.split()
     more = "--targets", targets, "--jobs", "1"
     done = run_cli(head, representable, tmp_path / "ours", *rest, *more)

@@ -1,9 +1,10 @@
 """mx: weights in MXFP4 or MXFP8; by default those of the routed experts, with all other layers as they
 are.
 
-The config follows what runtimes do with it: sglang 0.5.23 has a class for MXFP4 experts (`mxfp4.py`) and
-none for MXFP4 linears, nor for MXFP8 in compressed-tensors' form; vLLM 0.33 has all four
-(`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs in `compressed_tensors_moe/`).
+vLLM 0.33 loads all of it (`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs in
+`compressed_tensors_moe/`). sglang 0.5.23 has a class for MXFP4 experts (`mxfp4.py`), which in
+compressed-tensors' form its models of Kimi-K3 and DeepSeek-V4 alone fill (`models/kimi_k3.py`,
+`models/deepseek_v4.py`): others leave `weight_packed` unread without a word. It has none for the rest.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class ToMx:
     def _notes(self) -> list[str]:
         if self.format == "mxfp8":
             return ["loaded by vLLM 0.33; sglang 0.5.23 has no class for it"]
-        if self.targets == "all":
-            return ["sglang 0.5.23 has no class for MXFP4 linears: for it target experts"]
-        return ["weights only: activations stay bf16, or as the runtime chooses"]
+        return ["loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone"]
 
 
 PASSES = (ToMx,)
