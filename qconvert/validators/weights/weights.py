@@ -105,9 +105,7 @@ class Weights:
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
         if inputs:
-            yield Skipped(
-                f"{count(inputs, 'input scale')} (found by a calibration; the source has none)"
-            )
+            yield Skipped(f"{count(inputs, 'input scale')} (of activations; the source has none)")
         if moved:
             yield Skipped(
                 f"{count(len(moved), 'prepared tensor')} against weights (see `prepared`)"
