@@ -281,6 +281,16 @@ def listed_apart() -> Model:
     return model
 
 
+def _in_32(model: Model) -> Model:
+    """The model with routed experts of 32 columns, in BF16."""
+    model.config["text_config"]["moe_intermediate_size"] = 32
+    for name in [name for name in model.tensors if ".experts." in name]:
+        del model.tensors[name]
+        if name.endswith(".weight"):
+            model.tensors |= gdn_models.plain(name, 32, 32)
+    return model
+
+
 def mxfp4() -> Model:
     """A whole model with MXFP4 experts, in compressed-tensors' form."""
     model, left = gdn_models.model(), []
@@ -355,6 +365,8 @@ SOURCES: Mapping[str, Callable[[], Model]] = {
     "nvfp4 unsigned": lambda: one_nvfp4("modelopt"),
     "nvfp4": lambda: numbers_only(nvfp4_moe("modelopt")),
     "nvfp4 packed": lambda: numbers_only(nvfp4_moe("compressed-tensors")),
+    "bf16, experts of 32 columns": lambda: _in_32(gdn_models.model()),
+    "fp8, experts of 32 columns": lambda: _in_32(gdn_models.model(scale="F32")),
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
 }  # fmt: skip
 
@@ -408,6 +420,10 @@ CASES: Mapping[str, Case] = {
     "fp8": Case("bf16", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 of fp8": Case("fp8", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 rows": Case("bf16", "fp8 --channel"),
+    "int8": Case("bf16", "int8"),
+    "mxfp4": Case("bf16, experts of 32 columns", "mx"),
+    "mxfp4 beside fp8": Case("fp8, experts of 32 columns", "mx"),
+    "mxfp8": Case("bf16, experts of 32 columns", "mx --bits 8 --targets Linear"),
     "w4a16": Case("bf16", "recipe w4a16: {group: 16}"),
     "w4a16 of fp8": Case("fp8", "recipe w4a16: {group: 16}"),
     "w4a16 of stacks": Case("bf16 stacks", "recipe w4a16: {group: 16}"),

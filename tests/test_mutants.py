@@ -374,6 +374,49 @@ MUTANTS = (
         "left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))",
         "left = ['lm_head']",
     ),
+    # --- MXFP4, MXFP8 and INT8 a row
+    Mutant(
+        "MX scales half as large", "mxfp4", "formats.mx.encode", "_LARGEST_POWER",
+        '"mxfp4": 2', '"mxfp4": 3',
+    ),
+    Mutant(
+        "MX scales twice as large", "mxfp4", "formats.mx.encode", "_LARGEST_POWER",
+        '"mxfp4": 2', '"mxfp4": 1',
+    ),
+    Mutant(
+        "MX scales too small for E4M3", "mxfp8", "formats.mx.encode", "_LARGEST_POWER",
+        '"mxfp8": 8', '"mxfp8": 10',
+    ),
+    Mutant(
+        "MX exponents of another group", "mxfp4", "formats.mx.encode", "EncodeMx._groups",
+        "np.copyto(exponents[:, None], powers,", "np.copyto(exponents[:, None], np.roll(powers, 1),",
+    ),
+    Mutant(
+        "MX exponents rounded after codes", "mxfp8", "formats.mx.encode", "EncodeMx._groups",
+        "np.copyto(exponents[:, None], powers,", "np.copyto(exponents[:, None], powers + 1,",
+    ),
+    Mutant(
+        "MX called groups of 64", "mxfp8", "formats.mx.config", "mx_group_config",
+        '"group_size": MX_BLOCK', '"group_size": 2 * MX_BLOCK',
+    ),
+    Mutant(
+        "MXFP4 codes exchanged in bytes", "mxfp4 beside fp8", "ops.fp4", "pack",
+        "np.bitwise_or(pairs, beside, out=pairs)",
+        "np.bitwise_or(pairs << 4, pairs >> 8, out=pairs)",
+    ),
+    Mutant(
+        "INT8 scales of other rows", "int8", "formats.int_packed.packers", "KeepInt8.pack",
+        "_put(codes.scale, scale)", "_put(np.roll(codes.scale, 1), scale)",
+    ),
+    Mutant(
+        "INT8 codes packed", "int8", "formats.int_packed.packers", "KeepInt8.pack",
+        "kept.type.shape), codes.codes)", "kept.type.shape), codes.codes ^ -128)",
+    ),
+    Mutant(
+        "INT8's list without what stays", "int8", "passes.by_row", "compressed_block",
+        "left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))",
+        "left = ['lm_head']",
+    ),
     # --- NVFP4
     Mutant(
         "E2M1 codes exchanged in bytes", "nvfp4", "ops.fp4", "pack",

@@ -248,7 +248,10 @@ def test_modelopts_block(kind: str, tmp_path: Path) -> None:
     source = model.write(tmp_path / "source")
     assert nvfp4(source, tmp_path / "out", "modelopt").code == 0
     block = quantization(tmp_path / "out")
-    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    beside = json.loads((tmp_path / "out" / "hf_quant_config.json").read_bytes())
+    assert beside.keys() == {"producer", "quantization"}
+    same = {**block, "exclude_modules": block["ignore"], "kv_cache_quant_algo": None}
+    assert beside["quantization"] == without(same, ["quant_method", "ignore"])
     if kind == "bf16":
         assert block == {
             "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16,
@@ -508,6 +511,62 @@ def test_statistics_with_nothing_to_give_are_refused() -> None:
         ToNvfp4("modelopt", weight_only=True, stats="x")
     with pytest.raises(PlanError, match="of experts' inputs alone"):
         ToNvfp4("modelopt", "all", stats="x")
+
+
+@both
+@pytest.mark.parametrize("targets", ["experts", "Linear"])
+def test_a_constant_input_scale_is_of_all_that_is_quantized(
+    dialect: Dialect, targets: str, tmp_path: Path
+) -> None:
+    """1.5 multiplies, and 1 / 1.5 divides. The card says that no data is behind it."""
+    source, out = qwen3_moe().write(tmp_path / "source"), tmp_path / "out"
+    done = nvfp4(source, out, dialect, "--input-scale", "1.5", "--targets", targets)
+    assert done.code == 0, done.err
+    found, (weight, *_) = read_tensors(out), _PARAMETERS[dialect]
+    packed = [n.removesuffix(weight) for n, t in found.items() if t.dtype == "U8"]
+    assert len(packed) == 12 + (8 if targets == "Linear" else 0)
+    shape: tuple[int, ...] = ()
+    name, value = "input_scale", 1.5
+    if dialect == "compressed-tensors":
+        name, shape, value = "input_global_scale", (1,), 1 / 1.5
+    wants = Tensor("F32", shape, np.float32(value).tobytes())
+    assert {n: t for n, t in found.items() if "input" in n and "scale" in n} == {
+        f"{module}{name}": wants for module in packed
+    }
+    assert "the constant 1.5, found from no data" in (out / "README.md").read_text()
+    block = quantization(out)
+    if dialect == "modelopt":
+        assert block["quant_algo"] == "NVFP4"
+    else:
+        assert block["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+
+
+@both
+def test_a_constant_input_scale_of_mxfp4(dialect: Dialect, tmp_path: Path) -> None:
+    """As NVIDIA did for Kimi-K3."""
+    source, out = mxfp4_moe().write(tmp_path / "source"), tmp_path / "out"
+    done = nvfp4(source, out, dialect, "--input-scale", "1.0")
+    assert done.code == 0, done.err
+    ends = (".input_scale", ".input_global_scale")
+    scales = [t for name, t in read_tensors(out).items() if name.endswith(ends)]
+    assert len(scales) == 6
+    assert {np.frombuffer(t.data, np.float32)[0] for t in scales} == {1.0}
+    if dialect == "modelopt":
+        assert quantization(out)["quant_algo"] == "NVFP4"
+    else:
+        assert quantization(out)["config_groups"]["group_0"]["input_activations"] is not None
+
+
+def test_a_constant_input_scale_beside_another_word_is_refused() -> None:
+    for wrong in (0.0, float("nan")):
+        with pytest.raises(PlanError, match="input scale above 0"):
+            ToNvfp4(input_scale=wrong)
+    for other in ({"weight_only": True}, {"stats": "x"}):
+        with pytest.raises(PlanError, match="says otherwise"):
+            ToNvfp4(input_scale=1.0, **other)
+    # What stands in manifests of older versions is unchanged.
+    assert "input_scale" not in repr(ToNvfp4())
+    assert repr(ToNvfp4(input_scale=2.0)).endswith("tp=None, input_scale=2.0)")
 
 
 # --- MXFP4 --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ _BAD: dict[str, list[str]] = {
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
     "disk": _SIZES, "capability": _CHOICES,
+    "input_scale": ["", "0", "-1", "inf", "nan", "x"],
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
@@ -89,7 +90,7 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             continue
         if key in _FREE:
             continue
-        if words in (("nvfp4",), ("fp8",)) and key == "targets":
+        if words in (("nvfp4",), ("fp8",), ("mx",), ("int8",)) and key == "targets":
             key = "targets_of_two"
         values = _BAD[key]
         if words == ("validate",) and key == "out":
@@ -150,6 +151,8 @@ def test_a_bad_value_is_a_usage_error(
         "relabel s o",
         "relabel s o --to awq",
         "relabel s o --to fp8 --nearest",
+        "nvfp4 s o --dialect modelopt --input-scale 1 --weight-only",
+        "nvfp4 s o --dialect modelopt --input-scale 1 --stats x",
         "nvfp4 s o --dialect modelopt --targets all --stats d",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu w4a16",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu-out g",

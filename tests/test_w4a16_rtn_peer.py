@@ -5,6 +5,7 @@ the same scheme in the config. Installed by `make peers`; run with
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,34 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_scheme(source: Path, out: Path, scheme: Any) -> Path:
+@pytest.fixture(scope="module")
+def representable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, held to what a power of two can scale, with every finite bf16 below in one expert, and
+    sizes at and about 1.75 times a power of two, where the scale changes, in another."""
+    folder = tmp_path_factory.mktemp("model") / "representable"
+    shutil.copytree(source, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for weight in tensors.values():
+        weight.clamp_(-2.9e38, 2.9e38)
+    every = tensors["model.layers.0.mlp.experts.2.up_proj.weight"].view(torch.int16).view(-1)
+    bits = torch.arange(every.numel(), dtype=torch.int32) * 0x7F5A // every.numel()
+    every.copy_((bits | (torch.arange(every.numel()) % 3 == 0).int() << 15).to(torch.int16))
+    near = tensors["model.layers.0.mlp.experts.3.gate_proj.weight"]
+    rows = torch.arange(near.shape[0])[:, None]
+    powers = torch.exp2(rows % 250 - 126.0)
+    draw = torch.randn(near.shape, generator=torch.Generator().manual_seed(6))
+    near.copy_((draw / 9).clamp(-1, 1) * powers)
+    near[:, ::32] = (powers * (1.75 + (rows % 3 - 1) / 64)).to(near.dtype)
+    near[:, 1::32] = -1e-38
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def by_scheme(source: Path, out: Path, scheme: Any, left: list[str] = LEFT) -> Path:
     from llmcompressor.entrypoints.model_free import model_free_ptq
 
-    model_free_ptq(source, out, scheme=scheme, ignore=LEFT, device="cpu")
+    model_free_ptq(source, out, scheme=scheme, ignore=left, device="cpu")
     return out
 
 
@@ -141,6 +166,36 @@ def test_fp8_is_llm_compressors(
                 getattr(theirs_group, side), field
             )
     assert ours_group.weights.block_structure == theirs_group.weights.block_structure
+
+
+@pytest.mark.parametrize("targets", ["experts", "Linear"])
+@pytest.mark.parametrize("scheme", ["MXFP4A16", "MXFP8", "INT8"])
+def test_rows_are_llm_compressors(
+    scheme: str, targets: str, representable: Path, tmp_path: Path
+) -> None:
+    """MXFP4, MXFP8 and INT8: every tensor, and what the config says of them."""
+    command = {"MXFP4A16": "mx", "MXFP8": "mx --bits 8", "INT8": "int8"}[scheme]
+    head, *rest = command.split()
+    more = "--targets", targets, "--jobs", "1"
+    done = run_cli(head, representable, tmp_path / "ours", *rest, *more)
+    assert done.code == 0, done.err
+    ours = read_tensors(tmp_path / "ours")
+    left = LEFT if targets == "Linear" else [*LEFT, "re:.*self_attn.*"]
+    expected = read_tensors(by_scheme(representable, tmp_path / "theirs", scheme, left))
+    assert ours.keys() == expected.keys()
+    scales = [name for name in ours if name.endswith(".weight_scale")]
+    assert len(scales) == 24 + (8 if targets == "Linear" else 0)
+    assert [name for name in ours if ours[name] != expected[name]] == []
+    groups = [parsed(tmp_path / of).config_groups for of in ("ours", "theirs")]
+    (mine,), (other,) = (one.values() for one in groups)
+    for side in ("weights", "input_activations"):
+        own, its = getattr(mine, side), getattr(other, side)
+        assert (own is None) == (its is None)
+        for field in (
+            "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "scale_dtype",
+        ):  # fmt: skip
+            assert getattr(own, field, None) == getattr(its, field, None)
+    assert mine.format == other.format
 
 
 def read_by_us(folder: Path, module: str) -> bytes:

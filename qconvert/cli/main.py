@@ -18,8 +18,10 @@ from qconvert.cli.convert import dequant, plan, run
 from qconvert.cli.drafts import mtp, text
 from qconvert.cli.fp8 import fp8
 from qconvert.cli.house import clean, demo, recipes
+from qconvert.cli.int8 import int8
 from qconvert.cli.kt import amx, kt
 from qconvert.cli.layout import experts, fuse, unfuse
+from qconvert.cli.mx import mx
 from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
 from qconvert.cli.relabel import relabel
@@ -66,6 +68,8 @@ _CONVERSIONS = (
     w4a16,
     nvfp4,
     fp8,
+    int8,
+    mx,
     relabel,
     split,
     join,

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Literal, Unpack
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, STATS, TARGETS, TP, from_options
+from qconvert.cli.options import (
+    INPUT_SCALE,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    STATS,
+    TARGETS,
+    TP,
+    from_options,
+)
 
 if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
@@ -28,8 +37,9 @@ if TYPE_CHECKING:
 @STATS
 @click.option(
     "--weight-only", is_flag=True,
-    help="Store no input scales: activations stay bf16, as without --stats.",
+    help="Store no input scales: activations stay bf16, as without --stats and --input-scale.",
 )  # fmt: skip
+@INPUT_SCALE
 @CONVERSION
 def nvfp4(
     source: str,
@@ -40,6 +50,7 @@ def nvfp4(
     tp: int | None,
     stats: Path | None,
     weight_only: bool,
+    input_scale: float | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
@@ -56,6 +67,7 @@ def nvfp4(
     Examples:
       qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
+      qconvert nvfp4 Kimi-K3 out --dialect modelopt --input-scale 1.0
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
@@ -64,9 +76,13 @@ def nvfp4(
 
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
+    if input_scale is not None and (stats is not None or weight_only):
+        other = "--stats" if stats is not None else "--weight-only"
+        raise click.UsageError(f"--input-scale is a constant for all: omit {other}")
     with from_options():
         chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
         step = ToNvfp4(
-            dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp
-        )
+            dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
+            input_scale,
+        )  # fmt: skip
     convert(Recipe("nvfp4", (step,), options["max_shard_size"]), source, out, options)

@@ -193,6 +193,21 @@ class Share(click.FloatRange):
         return number
 
 
+class Positive(click.FloatRange):
+    """A number above 0 that a float32 holds, and not NaN, which comparisons let through."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-37, 1e37)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if number != number:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 class Renamed(click.Option):
     """An option with earlier spellings, which are taken until 0.2 and shown nowhere."""
 
@@ -340,6 +355,11 @@ IGNORE = click.option(
     "--ignore", multiple=True, type=Pattern(), metavar="NAME",
     help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
     "Repeatable.",
+)  # fmt: skip
+INPUT_SCALE = click.option(
+    "--input-scale", type=Positive(), metavar="X",
+    help="One constant scale for the activations of all that is quantized, by which they are divided; "
+    "no data is needed.",
 )  # fmt: skip
 STATS = click.option(
     "--stats", type=Folder(), metavar="DIR",

@@ -15,9 +15,6 @@ from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 
-# NVFP4 before what has no global scale; AWQ, which its config states, before GPTQ.
-_ENCODINGS = (fp8.read, nvfp4.read, packed.read, mxfp4.read, awq.read, gptq.read, int8.read)
-
 _GLOBAL_SCALES = tuple(names.global_scale for names in NVFP4.values())
 
 Read = tuple[Stored, tuple[str, ...]]
@@ -47,10 +44,16 @@ def _added(plan: Plan, module: str, formats: Sequence[Format]) -> Read | None:
 
 
 def _encoded(plan: Plan, module: str) -> Read | None:
-    for read in _ENCODINGS:
-        if (found := read(plan, module)) is not None:
-            return found
-    return None
+    """NVFP4 before what has no global scale; AWQ, which its config states, before GPTQ."""
+    return (
+        fp8.read(plan, module)
+        or nvfp4.read(plan, module)
+        or packed.read(plan, module)
+        or mxfp4.read(plan, module)
+        or awq.read(plan, module)
+        or gptq.read(plan, module)
+        or int8.read(plan, module)
+    )
 
 
 def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:

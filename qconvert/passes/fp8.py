@@ -7,7 +7,7 @@ the name of the model's first layer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from re import escape
 from typing import Any, ClassVar, Literal
@@ -17,12 +17,9 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
-from qconvert.core.roles import SHARED, Cut, Kind
+from qconvert.core.roles import Kind
 from qconvert.formats.fp8.config import compressed_config, fp8_config
 from qconvert.formats.fp8.encode import Dialect, EncodeFp8
-from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
-from qconvert.matrices.experts import check_described, routed_experts
-from qconvert.matrices.linears import check_sets
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.unquantized import (
     Named,
@@ -34,7 +31,8 @@ from qconvert.matrices.unquantized import (
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
-from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.ranks import check_size, check_tp, loads_at, loads_note
+from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.plan.plan import Plan
 
@@ -76,8 +74,7 @@ class ToFp8:
             )
         if self.exponents and self.dialect != "fp8":
             raise PlanError("scales that are powers of two are supported in dialect fp8 only")
-        if self.tp is not None and self.tp < 1:
-            raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
+        check_size(self.tp)
 
     @property
     def encoder(self) -> EncodeFp8:
@@ -101,11 +98,8 @@ class ToFp8:
             names = f"{module}.weight", f"{module}.{_SCALE[self.dialect]}"
             made.update(zip(names, results, strict=True))
         block = self._config(plan, chosen)
-        sizes = _loads_at(chosen, self._block_size)
-        notes = [
-            *shared_notes(plan, chosen, block),
-            f"loads at tensor parallel {', '.join(map(str, sizes)) or 'none of the usual sizes'}",
-        ]
+        sizes = loads_at(chosen, self._block_size or (1, 1))
+        notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
         return replace_weights(
             plan,
             chosen.entry(self.name, repr(self), notes),
@@ -117,20 +111,11 @@ class ToFp8:
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
-        every = self.targets == "all"
-        if every:
-            check_described(plan)
-        experts = None
-        if not every or plan.role_index.dims.num_experts:
-            experts = routed_experts(plan)
-        linears: dict[str, Linear] = {}
-        if every:
-            keep = SHARED if self.shared_experts == "keep" else ()
-            linears, _, unwanted = select_linears(plan, experts, keep=keep)
-            check_sets({module: one.kind for module, one in linears.items()}, unwanted)
-            kept = [m for m, kind in unwanted.items() if kind in keep]
+        found, unwanted = select(plan, self.targets, keep_shared=self.shared_experts == "keep")
+        experts, linears = found.experts, dict(found.linears)
+        if self.targets == "all":
             taken = experts.taken if experts is not None else ()
-            linears |= self._more(plan, {*linears, *kept, *taken})
+            linears |= self._more(plan, {*linears, *unwanted, *taken})
         if not linears and experts is None:
             raise PlanError("no linear layer found that runtimes load in FP8")
         found = with_shared(
@@ -141,7 +126,7 @@ class ToFp8:
             drafts=experts is not None and any(p.draft for p in experts.projections),
         )
         self._check_new(plan, found)
-        _check_tp(found, self._block_size, self.tp)
+        check_tp(found, self._block_size or (1, 1), self.tp)
         return found
 
     def _more(self, plan: Plan, known: Container[str]) -> dict[str, Linear]:
@@ -225,34 +210,6 @@ class ToFp8:
             plan, others, experts=experts, shared=bool(chosen.shared), drafts_too=bool(chosen.plain)
         )
         return compressed_config(self._block_size, targets, left)
-
-
-def _cut(matrices: Iterable[Matrix], block: tuple[int, int] | None, tp: int) -> list[Matrix]:
-    """The matrices of which each of `tp` ranks would not get whole blocks."""
-    found = []
-    for matrix in matrices:
-        high, wide = block or (1, 1)
-        if matrix.cut is Cut.COLUMNS and matrix.columns % (tp * wide if tp > 1 else 1):
-            found.append(matrix)
-        if matrix.cut is Cut.ROWS and matrix.rows % (tp * high if tp > 1 else 1):
-            found.append(matrix)
-    return found
-
-
-def _loads_at(chosen: Selection, block: tuple[int, int] | None) -> list[int]:
-    matrices = chosen.sizes
-    return [tp for tp in TP_SIZES if not _cut(matrices, block, tp)]
-
-
-def _check_tp(chosen: Selection, block: tuple[int, int] | None, tp: int | None) -> None:
-    """Raises PlanError where a rank would cut a block, naming the matrix."""
-    for matrix in _cut(chosen.sizes, block, tp) if tp is not None else ():
-        sizes = _loads_at(chosen, block)
-        raise PlanError(
-            f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "
-            f"[{matrix.rows}, {matrix.columns}]; it loads at "
-            + (", ".join(map(str, sizes)) or "none of the usual sizes")
-        )
 
 
 PASSES = (ToFp8,)

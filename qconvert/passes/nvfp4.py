@@ -8,32 +8,35 @@ which it builds as the model's first layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
+from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
-from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
     NAMES,
+    constant_input,
     group_config,
+    hf_quant_config,
     input_scale,
     mixed_config,
     modelopt_config,
 )
 from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
-from qconvert.matrices.experts import Projection, check_described, routed_experts
-from qconvert.matrices.linears import check_sets, runtime_linears
+from qconvert.matrices.experts import Projection, check_described
+from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
@@ -54,8 +57,9 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
-from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select_linears
+from qconvert.passes.replace_weights import Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
+from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import LogEntry, Plan
 
 
@@ -66,7 +70,9 @@ class ToNvfp4:
     experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
     `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
     quantized only where sglang would otherwise fuse them and not read them, and kept with `stats`, which
-    have no inputs of theirs. `tp` is a tensor-parallel size that the result must load at.
+    have no inputs of theirs. `input_scale` is one constant for the inputs of all that is quantized, as
+    modelopt stores it (their largest size / 2688). `tp` is a tensor-parallel size that the result must
+    load at.
 
     Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
     cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
@@ -82,8 +88,17 @@ class ToNvfp4:
     stats: str | None = None
     shared_experts: SharedExperts | None = None
     tp: int | None = None
+    input_scale: float | None = None
+
+    def __repr__(self) -> str:
+        return spelled(self, ("input_scale",))
 
     def __post_init__(self) -> None:
+        if self.input_scale is not None and not 0 < self.input_scale < inf:
+            raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
+        if self.input_scale is not None and (self.weight_only or self.stats is not None):
+            other = "weight_only" if self.weight_only else "stats"
+            raise PlanError(f"input_scale is a constant input scale, and {other} says otherwise")
         if self.stats is not None and self.weight_only:
             raise PlanError(
                 "weight_only stores no input scales, the only use of stats: leave one of them out"
@@ -112,12 +127,24 @@ class ToNvfp4:
         for group in shared_groups({module: kind for module, kind, _ in chosen}):
             made.update(quantized({module: matrices[module] for module in group}, self.dialect))
         if maxima is not None:
-            names = NAMES[self.dialect]
             for p in _projections(chosen):
                 value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
-                op = Constant("F32", names.scalar, pack("<f", value).hex())
-                made[f"{p.module}.{names.input}"] = apply(op)[0]
+                made |= self._input(p.module, value)
+        made |= self._inputs(matrices)
         return self._planned(plan, chosen, made, maxima)
+
+    def _inputs(self, modules: Iterable[str]) -> dict[str, Output]:
+        """The constant input scale of each matrix, by name; nothing where none is given."""
+        if self.input_scale is None:
+            return {}
+        value = constant_input(self.input_scale, self.dialect)
+        return {name: o for m in modules for name, o in self._input(m, value).items()}
+
+    def _input(self, module: str, value: float) -> dict[str, Output]:
+        """A matrix's input scale, by name."""
+        names = NAMES[self.dialect]
+        op = Constant("F32", names.scalar, pack("<f", value).hex())
+        return {f"{module}.{names.input}": apply(op)[0]}
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
@@ -142,35 +169,39 @@ class ToNvfp4:
                 raise PlanError(f"{module!r} is MXFP4, and no linear layer that runtimes load so")
         for group in shared_groups(kinds):
             made.update(relabelled(plan, group, self.dialect))
+        made |= self._inputs(modules)
+        inputs = self.input_scale is not None
         if self.dialect == "compressed-tensors":
-            block = relabelled_block(plan)
+            block = relabelled_block(plan, inputs=inputs)
         else:
-            block = modelopt_config(ignored_globs(plan, others, modules), inputs=False)
-        notes = "MXFP4 codes as they are, under NVFP4's scales", "weights only: no input scales"
+            block = modelopt_config(ignored_globs(plan, others, modules), inputs=inputs)
+        notes = "MXFP4 codes as they are, under NVFP4's scales", self._of_inputs()
         entry = LogEntry(self.name, repr(self), len(modules), None, notes, "matrices")
-        return replace_weights(plan, entry, {**others, **made}, dropped={}, block=block)
+        tensors = {**others, **made}
+        return _with_modelopt_file(
+            replace_weights(plan, entry, tensors, dropped={}, block=block, facts=self._facts())
+        )
+
+    def _of_inputs(self) -> str:
+        if self.input_scale is None:
+            return "weights only: no input scales"
+        return f"input scales are the constant {self.input_scale:g}, found from no data"
+
+    def _facts(self) -> dict[str, Any]:
+        """What the card says of input scales."""
+        return {} if self.input_scale is None else {"input_scale": self.input_scale}
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
-        every = self.targets == "all"
-        if every:
-            check_described(plan)
-        experts = None
-        if not every or plan.role_index.dims.num_experts:
-            experts = routed_experts(plan)
-        linears: dict[str, Linear] = {}
-        left: tuple[str, ...] = ()
-        keep = SHARED if self.shared_experts == "keep" else ()
-        if every:
-            linears, ragged, _ = select_linears(plan, experts, fits=_in_blocks, keep=keep)
-            check_sets({module: one.kind for module, one in linears.items()}, ragged)
-            left = tuple(ragged)
+        keep = self.shared_experts == "keep"
+        found, _ = select(plan, self.targets, _in_blocks, keep_shared=keep)
+        experts = found.experts
         own = experts
         if experts is not None and not self._takes_drafts(plan):
             own = experts.without_drafts(plan)
-        if not linears and not (own is not None and own.projections):
+        if not found.linears and not (own is not None and own.projections):
             raise PlanError("no linear layer found that runtimes load in NVFP4")
-        found = self._with_shared(plan, Selection(own, linears, left))
+        found = self._with_shared(plan, replace(found, experts=own))
         check_tp(found.sizes, self.tp)
         return found
 
@@ -202,15 +233,17 @@ class ToNvfp4:
     def _planned(
         self, plan: Plan, chosen: Selection, made: Named, maxima: InputMaxima | None
     ) -> Plan:
-        block, others = self._block(plan, chosen, inputs=maxima is not None)
-        return replace_weights(
+        inputs = maxima is not None or self.input_scale is not None
+        block, others = self._block(plan, chosen, inputs=inputs)
+        made_plan = replace_weights(
             plan,
             self._entry(plan, chosen, maxima, block),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
-            facts={"tp_sizes": _loads_at(chosen)},
+            facts={"tp_sizes": _loads_at(chosen), **self._facts()},
         )
+        return _with_modelopt_file(made_plan)
 
     def _block(
         self, plan: Plan, chosen: Selection, *, inputs: bool
@@ -242,7 +275,7 @@ class ToNvfp4:
             if maxima.unseen:
                 notes.append(f"{maxima.unseen} experts saw no token and take their layer's largest")
         else:
-            notes.append("weights only: no input scales")
+            notes.append(self._of_inputs())
         dims = plan.role_index.dims
         if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
             notes.append(self._of_drafts(plan))
@@ -263,6 +296,14 @@ class ToNvfp4:
                 "them (a recipe of `drop: {what: mtp}` and `nvfp4`) or serve without speculation"
             )
         return "MTP layers as they are"
+
+
+def _with_modelopt_file(plan: Plan) -> Plan:
+    """The plan with modelopt's own file beside a block in its dialect."""
+    block = plan.config["quantization_config"]
+    if block["quant_method"] != "modelopt":
+        return plan
+    return replace(plan, new_files={**plan.new_files, HF_QUANT_CONFIG: hf_quant_config(block)})
 
 
 def _loads_at(chosen: Selection) -> list[int]:

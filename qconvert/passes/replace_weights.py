@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.ignore import complete_ignore_lists
@@ -18,8 +18,15 @@ from qconvert.core.graph import Output, Source
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.int_packed.limits import Matrix
-from qconvert.matrices.experts import KINDS, STALE, STALE_RULE, Experts
-from qconvert.matrices.linears import quantizable
+from qconvert.matrices.experts import (
+    KINDS,
+    STALE,
+    STALE_RULE,
+    Experts,
+    check_described,
+    routed_experts,
+)
+from qconvert.matrices.linears import check_sets, quantizable
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
@@ -123,6 +130,30 @@ def select_linears(
         names = dict.fromkeys((*read, *(name for name in stale if name in plan.tensors)))
         found[module] = Linear(kind, stored, tuple(names))
     return found, left, unwanted
+
+
+def select(
+    plan: Plan,
+    targets: Literal["experts", "all"],
+    fits: Callable[[Stored], bool] = lambda stored: True,
+    *,
+    keep_shared: bool,
+) -> tuple[Selection, dict[str, Kind]]:
+    """The routed experts, or with targets `all` those there are and every linear that runtimes load
+    quantized and that `fits`; and the linears that are kept as they are. Raises PlanError for part of
+    what runtimes load as one."""
+    every = targets == "all"
+    if every:
+        check_described(plan)
+    experts = None
+    if not every or plan.role_index.dims.num_experts:
+        experts = routed_experts(plan)
+    if not every:
+        return Selection(experts, {}, ()), {}
+    keep = SHARED if keep_shared else ()
+    linears, left, unwanted = select_linears(plan, experts, fits=fits, keep=keep)
+    check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
+    return Selection(experts, linears, tuple(left)), unwanted
 
 
 def shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict[str, Linear]:

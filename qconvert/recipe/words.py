@@ -19,7 +19,7 @@ EXPERTS, LINEAR = "experts", "Linear"
 REFERENCE, _PEER = "reference", "peer"
 UNDERSAMPLED, _FEW = "undersampled", "few"
 _ALL = "all"
-_TWO_TARGETS = ("nvfp4", "fp8")
+_TWO_TARGETS = ("nvfp4", "fp8", "mx", "int8")
 
 
 def fields_of(name: str, words: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "fp8 exponents": ("fp8", "--ue8m0"),
     "fp8 packed": ("fp8", "--compressed-tensors"),
     "fp8 rows": ("fp8", "--channel"),
+    "int8 Linear": ("int8",),
+    "mxfp4": ("mx",),
     "kt": ("kt", "--cpu", "int4", "--numa", "1", "--gpu", "w4a16"),
     "nvfp4 ct": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 ct keep": ("nvfp4", "--dialect", "compressed-tensors", "--shared-experts", "keep"),
@@ -143,6 +145,9 @@ _SAMPLE = [
     Cell("qwen3_next", "fp8 exponents", fp8=True),
     Cell("qwen3_next", "fp8 rows"),
     Cell("qwen3_5_moe", "fp8 packed"),
+    Cell("qwen3_5", "int8 Linear"),
+    Cell("qwen3_moe", "int8 Linear"),
+    Cell("qwen3_moe", "mxfp4"),
 ]
 WHOLE_MATRIX = os.environ.get("QCONVERT_ALL") == "1"
 CELLS = _all_cells() if WHOLE_MATRIX else _SAMPLE
@@ -269,6 +274,9 @@ def _foretold(cell: Cell, out: Made) -> str:
     if cell.form == "w4a16 asymmetric":
         assert out.flags is None, "sglang takes no experts with zero points"
         return "no launch line in the card: experts with zero points"
+    if cell.form == "mxfp4" or (cell.form.startswith("int8") and cell.family not in _DENSE):
+        assert out.flags is None, "sglang has no class for these"
+        return "no launch line in the card: experts in MXFP4 or INT8"
     if "Linear" in cell.form and cell.form.startswith("nvfp4 modelopt") and cell.fp8:
         assert "modelopt's dialect has no place" in out.refusal
         return "refused: modelopt has no place for FP8 beside other linears"

@@ -66,6 +66,10 @@ FORMS = {
     "nvfp4-linear": Form(
         "nvfp4 --dialect compressed-tensors --weight-only --targets Linear", **_NVFP4
     ),
+    "int8": Form("int8 --targets Linear"),
+    "mxfp4": Form("mx"),
+    "mxfp4-linear": Form("mx --targets Linear"),
+    "mxfp8-linear": Form("mx --bits 8 --targets Linear"),
     "modelopt": Form("nvfp4 --dialect modelopt --weight-only", **_NVFP4),
     "modelopt-linear": Form("nvfp4 --dialect modelopt --weight-only --targets Linear", **_NVFP4),
 }
@@ -78,7 +82,9 @@ SAMPLE = (
     ("qwen3_5_moe", "bf16", "asymmetric"), ("qwen3_5_moe_text", "bf16", "gptq-linear"),
     ("qwen3_5_moe_text", "fp8", "linear-w8"), ("qwen3_moe", "bf16", "channel"),
     ("qwen3_moe", "fp8", "gptq"), ("qwen3_next", "fp8", "g32"), ("qwen3_next", "bf16", "modelopt"),
-    ("qwen3_next", "bf16", "linear"),
+    ("qwen3_next", "bf16", "linear"), ("qwen3_moe", "bf16", "int8"), ("qwen3_5", "bf16", "int8"),
+    ("qwen3_moe", "bf16", "mxfp4"), ("qwen3_5", "bf16", "mxfp4-linear"),
+    ("qwen3_moe", "bf16", "mxfp8-linear"), ("glm4_moe", "bf16", "int8"),
 )  # fmt: skip
 
 

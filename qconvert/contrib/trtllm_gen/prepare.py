@@ -70,6 +70,7 @@ class Prepare:
             (name for name in (_HF_QUANT, GUIDE) if name in plan.side_files),
             "prepare: config.json says what holds now",
         )
+        without = {name: text for name, text in plan.new_files.items() if name != _HF_QUANT}
         notes = [f"{base} is not NVFP4 and stays" for base in left]
         if not form.activations:
             notes.append(f"the source has no input scales, so {', '.join(DERIVED)} are not written")
@@ -88,7 +89,7 @@ class Prepare:
             config=_marked_config(plan, form),
             side_files=tuple(name for name in plan.side_files if name not in stale),
             dropped_files={**plan.dropped_files, **stale},
-            new_files={**plan.new_files, GUIDE: guide(form)},
+            new_files={**without, GUIDE: guide(form)},
             metadata={
                 **plan.metadata,
                 FACT: json.dumps({"name": LAYOUT, **_layout(form)}, sort_keys=True),

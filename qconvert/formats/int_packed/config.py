@@ -29,6 +29,19 @@ def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def int8_group_config(targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py` INT8_W8A8):
+    a scale a row, and activations scaled by token."""
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "targets": list(targets),
+        "format": "int-quantized",
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+
+
 def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
     """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang 0.5.23 and vLLM 0.33 read
     it). `dynamic` are patterns of modules that stay unquantized: GPTQModel's `-:`."""

@@ -244,7 +244,7 @@ def _round_plain(
 
     half = 1 << (scheme.bits - 1)
     largest = np.empty((weight.shape[0], 1), np.int32)
-    _largest(weight.view(np.int16), bits, largest)
+    largest_sizes(weight.view(np.int16), bits, largest)
     if int(largest.max()) >= _BF16_INFINITY:
         row = int(np.flatnonzero(largest >= _BF16_INFINITY)[0]) // groups
         raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
@@ -275,7 +275,7 @@ def _round_plain(
         np.minimum(codes, highest, out=codes)
 
 
-def _largest(weight: Int16s, work: Int32s, out: Int32s) -> None:
+def largest_sizes(weight: Int16s, work: Int32s, out: Int32s) -> None:
     """The bits of the largest size in each group [n, G] -> [n, 1]. Without their sign, bf16 numbers
     are in the order of their bits, NaN last. `work` has room for two copies of `weight`."""
     import numpy as np

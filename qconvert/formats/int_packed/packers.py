@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 
+INT8_ROWS = IntScheme(bits=8, group=None)  # what runtimes compute with INT8 activations
 _TILE = 1 << 16  # codes packed at a time
 
 
@@ -89,6 +90,38 @@ class PackQuantized:
             zeros[...] = _zero_words(codes, self.scheme, 0).T
         if self.scheme.actorder == "group":
             _put_g_idx(codes, self.scheme, more[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepInt8:
+    """compressed-tensors' int-quantized form (0.19, `compressors/naive_quantized/`): weight I8 [N, K],
+    weight_scale BF16 [N, 1]."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return ("weight", "weight_scale")
+
+    @property
+    def row_step(self) -> int:
+        return 1
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        return INT8_ROWS
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        if len(weight.shape) != 2 or not weight.shape[1]:
+            raise PlanError(f"expected a matrix to quantize, found {weight}")
+        return TensorType("I8", weight.shape), TensorType("BF16", (weight.shape[0], 1))
+
+    def loss(self, weight: TensorType) -> str:
+        return _loss(INT8_ROWS, weight)
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        import numpy as np
+
+        kept, scale = outs
+        np.copyto(array(kept.data, np.int8, kept.type.shape), codes.codes)
+        _put(codes.scale, scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qconvert import __version__
 from qconvert.core.encodings import NVFP4, Dialect, Nvfp4Names
 from qconvert.core.fused_names import with_fused_names
 from qconvert.ops.fp4 import BLOCK
@@ -22,6 +24,27 @@ NAMES: Mapping[Dialect, Nvfp4Names] = NVFP4
 def input_scale(amax: float, dialect: Dialect) -> float:
     """A matrix's input scale for the largest size of its inputs: 2688 / amax or amax / 2688."""
     return RANGE / amax if dialect == "compressed-tensors" else amax / RANGE
+
+
+def constant_input(value: float, dialect: Dialect) -> float:
+    """A constant multiplier, as modelopt's `input_scale` is, as the dialect stores it."""
+    return 1 / value if dialect == "compressed-tensors" else value
+
+
+def hf_quant_config(block: Mapping[str, Any]) -> str:
+    """hf_quant_config.json for modelopt's block of config.json. Both say the same under other keys
+    (modelopt 0.47, `torch/export/quant_utils.py` `get_quant_config`, which makes the file, and
+    `convert_hf_config.py`, which makes the block of it). TensorRT-LLM reads the file alone; of sglang
+    and vLLM it is asked for where config.json has no block."""
+    inner = {key: value for key, value in block.items() if key not in ("quant_method", "ignore")}
+    stated = {
+        "quant_algo": inner.pop("quant_algo"),
+        "kv_cache_quant_algo": inner.pop("kv_cache_quant_algo", None),
+        **inner,
+        "exclude_modules": list(block.get("ignore", ())),
+    }
+    whole = {"producer": {"name": "qconvert", "version": __version__}, "quantization": stated}
+    return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
 
 
 def group_config(targets: Sequence[str], *, inputs: bool) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def relabelled(plan: Plan, modules: tuple[str, ...], dialect: Dialect) -> dict[s
     return made
 
 
-def relabelled_block(plan: Plan) -> dict[str, Any]:
-    """The config's block with each MXFP4 group in NVFP4, weights only. Raises PlanError for a group
-    that is another format."""
+def relabelled_block(plan: Plan, *, inputs: bool = False) -> dict[str, Any]:
+    """The config's block with each MXFP4 group in NVFP4, weights only or with `inputs` too. Raises
+    PlanError for a group that is another format."""
     config = next(c for c in plan.checkpoint.quantization_configs if states_mxfp4(c.block))
     groups = config.block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -56,5 +56,5 @@ def relabelled_block(plan: Plan) -> dict[str, Any]:
                 f"{config.where}: {key} is {found[1]}-bit {found[0]} in groups of {found[2]}; only "
                 "models whose groups are all MXFP4 are relabelled"
             )
-        made[key] = group_config(group.get("targets") or [], inputs=False)
+        made[key] = group_config(group.get("targets") or [], inputs=inputs)
     return {**config.block, "format": "nvfp4-pack-quantized", "config_groups": made}

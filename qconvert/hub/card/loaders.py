@@ -52,13 +52,23 @@ def _takers_by_rule(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> l
         heads = text_config(config).get("linear_num_key_heads")
         order = takers_of_gdn(str(manifest.get("family")), groups, heads or 0)
         found = [name for name in found if name in order]
-    if manifest.get("experts") and _has_zero_points(quantization_of(config)):
-        found = [name for name in found if name != "sglang"]  # no experts so (0.5.23)
+    if _sglang_refuses(quantization_of(config), experts=bool(manifest.get("experts"))):
+        found = [name for name in found if name != "sglang"]
     if _vllm_refuses(quantization_of(config)):
         found = [name for name in found if name != "vllm"]
     if not _transformers_reads(quantization_of(config)):
         found = [name for name in found if name != TRANSFORMERS]
     return found
+
+
+def _sglang_refuses(block: Mapping[str, Any] | None, *, experts: bool) -> bool:
+    """Forms that sglang 0.5.23 has no class for: experts with zero points, or in INT8 with activations
+    (on NPUs alone); MXFP8; and MXFP4, which its classes of Kimi-K3 and DeepSeek-V4 alone read under
+    compressed-tensors' names (`models/kimi_k3.py`: others leave `weight_packed` unread, silently)."""
+    if any(one.get("scale_dtype") == "torch.uint8" for one, _ in _groups(block)):
+        return True
+    int8 = any(one.get("type") == "int" and inputs for one, inputs in _groups(block))
+    return experts and (int8 or _has_zero_points(block))
 
 
 def _vllm_refuses(block: Mapping[str, Any] | None) -> bool:
@@ -105,15 +115,21 @@ def command(
 
 
 def _has_zero_points(block: Mapping[str, Any] | None) -> bool:
+    return any(one.get("symmetric") is False for one, _ in _groups(block))
+
+
+def _groups(block: Mapping[str, Any] | None) -> list[tuple[Mapping[str, Any], bool]]:
+    """What compressed-tensors' groups state about weights, and whether activations are quantized too."""
     groups = (block or {}).get("config_groups")
-    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
-    return any(isinstance(one, Mapping) and one.get("symmetric") is False for one in weights)
+    found = groups.values() if isinstance(groups, Mapping) else ()
+    each = [(g.get("weights"), bool(g.get("input_activations"))) for g in found]
+    return [(weights, inputs) for weights, inputs in each if isinstance(weights, Mapping)]
 
 
 def _transformers_reads(block: Mapping[str, Any] | None) -> bool:
     """Whether transformers loads what quantization steps write. It does not support modelopt, sglang's
     linear_fp8_config, experts in GPTQ's packing, and experts of compressed-tensors with zero points,
-    group indices or global scales."""
+    group indices, global scales or exponents."""
     if block is None:
         return True
     method = str(block.get("quant_method"))
@@ -121,12 +137,10 @@ def _transformers_reads(block: Mapping[str, Any] | None) -> bool:
         return method not in ("modelopt", "gptq")
     if "linear_fp8_config" in block:
         return False
-    groups = block.get("config_groups")
-    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
     return all(
-        isinstance(one, Mapping)
-        and one.get("symmetric") is not False
+        one.get("symmetric") is not False
         and not one.get("actorder")
         and (one.get("type"), one.get("num_bits")) != ("float", 4)
-        for one in weights
+        and one.get("scale_dtype") != "torch.uint8"
+        for one, _ in _groups(block)
     )

@@ -79,6 +79,10 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     if isinstance(calibration, Mapping):
         settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
         lines.append(f"- calibrated: {_plain(settings)}")
+    if (constant := manifest.get("input_scale")) is not None:
+        lines.append(
+            f"- input scales of activations: the constant {constant:g}, found from no data"
+        )
     size = manifest["bytes"]
     lines.append(
         f"- {size['in']:,} bytes of tensors in, {size['dropped']:,} of them dropped; "

@@ -22,6 +22,7 @@ from qconvert.core.names import weight_candidates
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import FP8, readable_quantization
 from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
@@ -143,7 +144,10 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
     """Every module that is stored quantized, and its weight. A stack of experts is a module."""
     found: dict[str, str] = {}
     for name, source in checkpoint.items():
-        if name.endswith((".weight_packed", ".qweight")):
+        if (
+            name.endswith((".weight_packed", ".qweight"))
+            or int8_scale(checkpoint, name) is not None
+        ):
             found[name.rpartition(".")[0]] = name
         elif source.type.dtype in FP8 and not weight_candidates(name):
             found[name.removesuffix(".weight")] = name

@@ -23,8 +23,9 @@ from qconvert.core.names import scale_candidates, weight_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.headers.int_parts import int_parts
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import FP8, known_family, readable_quantization
-from qconvert.validators.reading.quantization import packed_ints, states_ue8m0
+from qconvert.validators.reading.quantization import packed_ints, states_mxfp8, states_ue8m0
 
 RULES = (
     Rule(
@@ -85,6 +86,7 @@ class Shapes:
         yield from _roles(checkpoint)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint)
+        yield from _int8(checkpoint)
         role_index = checkpoint.role_index
         roles = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
         yield from int_parts(checkpoint, roles)
@@ -122,7 +124,9 @@ def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
             shape = (*shape[:-1], _ANY if shape[-1] < 0 else ceil_div(shape[-1] * ints.bits, 32))
         elif place.parameter == "bias":
             shape = shape[:1]
-        elif place.parameter not in ("", "weight") or kind.dtype in _CODES:
+        elif place.parameter not in ("", "weight") or (
+            kind.dtype in _CODES and int8_scale(checkpoint, name) is None
+        ):
             continue
         if not _fits(kind.shape, shape) and not (
             either and len(shape) == 3 and _fits(kind.shape, (shape[0], shape[2], shape[1]))
@@ -249,7 +253,8 @@ def _linear_attention(dims: Dims, hidden: int, size: Sizes) -> dict[str, Shape]:
 
 
 def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
-    exponents = states_ue8m0(checkpoint.quantization_configs)
+    configs = checkpoint.quantization_configs
+    exponents = states_ue8m0(configs) or states_mxfp8(configs)
     for name, source in checkpoint.items():
         kind = source.type
         if kind.dtype not in FP8 or weight_candidates(name):
@@ -299,6 +304,18 @@ def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
                 f"the config states {stated}: expected {wanted} scales a row of {columns} columns"
             )
             yield Finding("QC038", "error", f"{stem}weight_scale", f"{message}, found {scale}")
+
+
+def _int8(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """compressed-tensors' INT8 with a scale a row."""
+    for name, source in checkpoint.items():
+        scale = int8_scale(checkpoint, name)
+        if scale is None or len(source.type.shape) != 2:
+            continue
+        rows = source.type.shape[0]
+        if scale.type.dtype not in _SCALE_DTYPES[:3] or scale.type.shape != (rows, 1):
+            message = f"expected a scale a row, [{rows}, 1], for {source.type}, found {scale.type}"
+            yield Finding("QC027", "error", scale.name, message)
 
 
 def _packed_faults(

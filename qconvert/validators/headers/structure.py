@@ -23,6 +23,7 @@ from qconvert.core.names import scale_candidates, split_parameter, weight_candid
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import (
     FP8,
     forms_in,
@@ -268,6 +269,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
             for name, source in checkpoint.items()
             if (source.type.dtype in (*FP8, "F4") and not weight_candidates(name))
             or name.endswith(_PACKED)
+            or int8_scale(checkpoint, name) is not None
         ),
         None,
     )

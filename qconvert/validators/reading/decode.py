@@ -96,10 +96,13 @@ def int4_floats(packed: Bytes) -> Floats:
     return out
 
 
-def code_floats(packed: Bytes, bits: int) -> Floats:
-    """Packed codes of 4 or 8 bits, bytes [n] -> codes minus the middle of their range, as float32."""
+def code_floats(packed: Bytes, bits: int, *, signed: bool = False) -> Floats:
+    """Packed codes of 4 or 8 bits, bytes [n] -> codes minus the middle of their range, as float32.
+    `signed` ones of 8 bits are that already."""
     import numpy as np
 
+    if signed:
+        return packed.view(np.int8).astype(np.float32)
     if bits == 4:
         return int4_floats(packed)
     return packed.astype(np.float32) - np.float32(128)

@@ -17,6 +17,7 @@ from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.validators.reading.decode import FP8, SCALES
+from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.nvfp4 import (
     BLOCK,
     FP4,
@@ -32,10 +33,12 @@ from qconvert.validators.reading.prepared import blocks_of
 from qconvert.validators.reading.quantization import (
     PackedInts,
     awq_ints,
+    float_block,
     fp8_block_of,
     gptq_ints,
     ints_of,
     states_mxfp4,
+    states_mxfp8,
 )
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
@@ -64,14 +67,16 @@ class Codes:
     `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
     rows / word], each stored minus `less`; None: all are the middle of the range, as those of
     `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side. `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which
-    hold rows in the order of rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
+    groups lie side by side. `signed`: codes are I8, not packed, and so are zero points [rows, groups].
+    `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows in the order of
+    rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
 
     bits: int
     symmetric: bool = True
     zeros: Source | None = None
     less: int = 0
     order: Source | None = None
+    signed: bool = False
     awq: bool = False
 
     @property
@@ -140,13 +145,13 @@ class Forms:
     def fp8_blocks(self) -> set[tuple[int, int]]:
         """Every block size that is stated for FP8 weights."""
         sizes = [block.get("weight_block_size") for block in self._blocks]
-        sizes += [w.get("block_structure") for w in self._groups if w.get("type") == "float"]
-        return {
+        found = {
             (size[0], size[1])
             for size in sizes
             if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
             if min(size) > 0
         }
+        return found | {block for w in self._groups if (block := float_block(w)) is not None}
 
     @cached_property
     def _awq(self) -> PackedInts | None:
@@ -154,7 +159,8 @@ class Forms:
 
     @cached_property
     def u8_exponents(self) -> bool:
-        return any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
+        stated = any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
+        return stated or states_mxfp8(self.checkpoint.quantization_configs)
 
     def scale_of(self, weight: str) -> Source:
         """The scale of an FP8 weight."""
@@ -185,6 +191,9 @@ class Forms:
         beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
         if weight.type.dtype == "I8" and beside is not None and beside.type.dtype == "F8_E8M0":
             return _mx(weight, beside)
+        scale = int8_scale(self.checkpoint, name)
+        if scale is not None:
+            return self._int8(name, weight, scale)
         rows, columns = _flat(shape)
         if weight.type.dtype in FP8:
             if len(shape) != 2:
@@ -273,6 +282,26 @@ class Forms:
         if scale is None or not states_mxfp4(self.checkpoint.quantization_configs):
             raise Unread(f"packed as {packed.type}, but the config states no MXFP4")
         return _mx(packed, scale)
+
+    def _int8(self, name: str, weight: Source, scale: Source) -> Form:
+        """compressed-tensors' int-quantized form."""
+        module = name.removesuffix(".weight")
+        stated, zeros = ints_of(self.checkpoint, module), self.checkpoint.get(f"{name}_zero_point")
+        if stated is None or stated.bits != 8 or stated.ordered:
+            raise Unread("it is I8, and the config states no INT8 for it with groups side by side")
+        if stated.symmetric != (zeros is None):
+            has = "no zero points" if zeros is None else "zero points"
+            raise Unread(f"it has {has}, and the config says symmetric: {stated.symmetric}")
+        if len(weight.type.shape) != 2:
+            raise Unread(f"INT8 of shape {list(weight.type.shape)}")
+        rows, columns = weight.type.shape
+        groups = _groups(stated, columns)
+        _fit(scale, (rows, groups), SCALES[:3], stated)
+        if zeros is not None:
+            _fit(zeros, (rows, groups), ("I8",), stated)
+        codes = Codes(8, stated.symmetric, zeros, signed=True)
+        grid = Grid(scale, 0, rows, groups, (1, columns // groups))
+        return Form("w8a8", weight, 0, rows, columns, grid, codes=codes)
 
     def _packed(self, name: str, packed: Source) -> Form:
         """compressed-tensors' form."""

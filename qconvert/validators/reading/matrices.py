@@ -298,6 +298,10 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
         return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
     if name.endswith("_blocks"):
         return {f"{name.removesuffix('_blocks')}_scales"}
-    if checkpoint[name].type.dtype in ("I8", *FP8):
+    dtype = checkpoint[name].type.dtype
+    if dtype == "I8":
+        ends = ("weight_scale", "weight_zero_point", "scale")
+        return {f"{name.removesuffix('.weight')}.{end}" for end in ends}
+    if dtype in FP8:
         return {scale for scale in scale_candidates(name) if scale in checkpoint}
     return set()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from qconvert.validators.reading.decode import Bytes, Floats
 
+    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 NVFP4, MXFP4 = "nvfp4", "mxfp4"
@@ -39,6 +40,7 @@ _LEAST_NORMAL = 2.0**-6  # of E4M3
 # and the rounding to bf16; a denormal scale may be rounded down by a third.
 _REACH, _REACH_DENORMAL = 6.5, 9.1
 _SLACK = 1 + 1e-5
+_MX_REACH, _MX_LEAST, _LEAST_EXPONENT = 8.0, 3.0, 2.0**-127
 _COARSE = 1.5  # a scale this much above its block's need was made for another block
 
 
@@ -234,6 +236,41 @@ def fp4_floats(packed: Bytes) -> Floats:
     return out
 
 
+def _steps(
+    expected: Floats, found: Floats, factor: Floats
+) -> tuple[Floats64, Floats64, Floats64, Floats64]:
+    """Of weights [n, K] and the factors of their blocks: their steps, their sizes in steps, half a step
+    of E2M1 there in steps, and how far they are off."""
+    import numpy as np
+
+    step = np.repeat(
+        np.abs(factor).astype(np.float64), expected.shape[1] // factor.shape[1], axis=1
+    )
+    size = np.abs(expected) / step
+    half = np.where(size < 2, 0.25, np.where(size < 4, 0.5, np.maximum(size - 6, 1.0)))
+    return step, size, half, np.abs(expected.astype(np.float64) - found)
+
+
+def mx_fits(expected: Floats, found: Floats, factor: Floats) -> tuple[Bools, str]:
+    """The same of MXFP4, `factor` [n, K / 32] being powers of two. The largest weight of a block is 8 of
+    them at most (OCP's rule), and more than 3 (that of rounding up)."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        step, size, half, error = _steps(expected, found, factor)
+        fits = (error <= half * step) & (size <= _MX_REACH)
+        fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
+        largest = np.abs(expected).reshape(*factor.shape, MX_BLOCK).max(axis=-1)
+        coarse = (factor > _LEAST_EXPONENT) & (largest > 0) & (largest / factor <= _MX_LEAST)
+    if not coarse.any():
+        return fits, ""
+    row, block = divmod(int(np.argmax(coarse)), coarse.shape[1])
+    return fits, (
+        f"row {row}, block {block}: its scale is {factor[row, block]:.4g}, but its largest weight is "
+        f"{largest[row, block]:.4g}"
+    )
+
+
 def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tuple[Bools, str]:
     """Which weights [n, K] are within half a step of the expected ones, and what is wrong with block
     scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales times the
@@ -242,10 +279,7 @@ def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tup
     import numpy as np
 
     with np.errstate(all="ignore"):
-        step = np.repeat(np.abs(factor).astype(np.float64), BLOCK, axis=1)
-        size = np.abs(expected) / step
-        half = np.where(size < 2, 0.25, np.where(size < 4, 0.5, np.maximum(size - 6, 1.0)))
-        error = np.abs(expected.astype(np.float64) - found)
+        step, size, half, error = _steps(expected, found, factor)
         normal = step >= _LEAST_NORMAL * unit / _SLACK
         fits = (error <= half * step * _SLACK) & (size <= np.where(normal, _REACH, _REACH_DENORMAL))
         fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))

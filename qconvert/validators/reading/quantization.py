@@ -59,10 +59,9 @@ def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
         sizes = [
             config.block.get("weight_block_size"),
             linear.get("weight_block_size") if isinstance(linear, Mapping) else None,
-            *(g.get("block_structure") for g in weight_groups(config) if g.get("type") == "float"),
         ]
-        for size in sizes:
-            block = _pair(size)
+        blocks = [_pair(size) for size in sizes]
+        for block in (*blocks, *map(float_block, weight_groups(config))):
             if block is not None:
                 found.setdefault(block, config.where)
     return found
@@ -77,6 +76,16 @@ def states_mxfp4(configs: Iterable[QuantConfig]) -> bool:
         for g in weight_groups(config)
     )
     return ("float", 4, 32) in kinds
+
+
+def _is_mxfp8(g: Mapping[str, Any]) -> bool:
+    return (g.get("type"), g.get("num_bits"), g.get("strategy")) == ("float", 8, "group")
+
+
+def states_mxfp8(configs: Iterable[QuantConfig]) -> bool:
+    """Whether 8-bit floats in groups of columns are stated, whose U8 scales are exponents
+    (compressed-tensors 0.19, `mxfp8-quantized`)."""
+    return any(_is_mxfp8(g) for config in configs for g in weight_groups(config))
 
 
 def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
@@ -244,11 +253,14 @@ def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
     """The block of a module's FP8 scales: of several that of the compressed-tensors group that covers
     the module, else the first that is stated; None if there is none."""
     blocks = fp8_blocks(checkpoint.quantization_configs)
-    own = _stated_for(checkpoint, module, _float_block) if len(blocks) > 1 else None
+    own = _stated_for(checkpoint, module, float_block) if len(blocks) > 1 else None
     return own or next(iter(blocks), None)
 
 
-def _float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
+def float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale of 8-bit floats, None where a group states none."""
+    if _is_mxfp8(g):
+        return _pair([1, g.get("group_size")])
     return _pair(g.get("block_structure")) if g.get("type") == "float" else None
 
 

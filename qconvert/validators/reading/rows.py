@@ -123,7 +123,7 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
     data = row_bytes(reader, matrix, start, stop)
     dtype = form.weight.type.dtype
     if form.codes is not None:
-        values = code_floats(data, form.codes.bits)
+        values = code_floats(data, form.codes.bits, signed=form.codes.signed)
     elif form.format == "fp8":
         values = fp8_floats(data, dtype)
     elif form.format in FP4:
@@ -193,6 +193,10 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
     """Those of stored rows [first, last)."""
     import numpy as np
 
+    if codes.signed:
+        signed = np.empty((last - first, grid.columns), np.int8)
+        reader.read(zeros, first * grid.columns, signed.view(np.uint8).data)
+        return signed.astype(np.float32)
     low, high = first // codes.word, -(-last // codes.word)
     groups = grid.columns
     if grid.transposed:

@@ -12,7 +12,7 @@ from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import as_bf16, equal_bytes, is_rounded, rounded
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.nvfp4 import FP4, halfway
+from qconvert.validators.reading.nvfp4 import FP4, MXFP4, halfway, mx_fits
 from qconvert.validators.reading.results import Results, is_worth
 from qconvert.validators.reading.rows import (
     group_of,
@@ -211,6 +211,9 @@ class Compare:
         if self.how == "nearest" and grid is not None and grid.global_scale is not None:
             factor = scales(folders.output, self.mine, *tile)
             fit, why = halfway(expected, found, factor, grid.global_scale.unit(folders.output))
+            return why if fit.all() else _say(fit, tile[0], expected, found)
+        if self.how == "nearest" and self.mine.format == MXFP4:
+            fit, why = mx_fits(expected, found, scales(folders.output, self.mine, *tile))
             return why if fit.all() else _say(fit, tile[0], expected, found)
         if self.how in ("equal", "rounded") or self.mine.form.codes is None:
             fits = self._fits(folders, tile, expected, found)

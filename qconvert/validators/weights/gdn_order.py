@@ -126,11 +126,11 @@ def said(checkpoint: Checkpoint, *, fused: bool) -> tuple[int | None, str]:
 def _rounded_anew(
     checkpoint: Checkpoint, stored: tuple[Matrix, ...], parts: tuple[Matrix, ...]
 ) -> bool:
-    """Whether no row can be found again: these were rounded to FP8 from the source's numbers."""
-    steps = (checkpoint.manifest or {}).get("passes", [])
-    coded = any(matrix.format == "fp8" for matrix in stored)
-    plain = any(matrix.format != "fp8" for matrix in parts)
-    return coded and (plain or "fp8" in {step.get("name") for step in steps})
+    """Whether no row can be found again: these were rounded to codes from the source's numbers."""
+    steps = {step.get("name") for step in (checkpoint.manifest or {}).get("passes", [])}
+    coded = {m.format for m in stored if m.format == "fp8" or m.form.codes is not None}
+    others = {matrix.format for matrix in parts}
+    return bool(coded) and (others != coded or not steps.isdisjoint(("fp8", "int8", "mx")))
 
 
 def _modules(checkpoint: Checkpoint) -> dict[int, dict[str, str]]:

@@ -48,7 +48,7 @@ RULES = (
     ),
 )
 
-# Per kind of float: bytes, all bits but the sign, the smallest that is no finite number.
+# Per kind: bytes, all bits but the sign, the smallest that is no finite number. Any I8 is one.
 _BITS: Mapping[str, tuple[int, int, int]] = {
     "BF16": (2, 0x7FFF, 0x7F80),
     "F16": (2, 0x7FFF, 0x7C00),
@@ -56,12 +56,13 @@ _BITS: Mapping[str, tuple[int, int, int]] = {
     "F64": (8, (1 << 63) - 1, 0x7FF << 52),
     "F8_E4M3": (1, 0x7F, 0x7F),
     "F8_E5M2": (1, 0x7F, 0x7C),
+    "I8": (1, 0xFF, 0x100),
 }
 _A_FEW = 8  # at level sample: tensors of each kind
 _STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
 # No weight of a trained model is as large; and the largest codes.
 _ABSURD = 2.0**15
-_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, **dict.fromkeys(FP4, 6.0)}
+_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, "w8a8": 128.0, **dict.fromkeys(FP4, 6.0)}
 _EXPONENTS = (64, 190)  # the range of scales that are exponents: 2^-63 to 2^63
 
 
@@ -88,7 +89,7 @@ class Values:
             begin = 0 if matrix.form.transposed else matrix.runs[0][0]
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
             codes = matrix.form.codes
-            if codes is not None and codes.symmetric:
+            if codes is not None and codes.symmetric and not codes.signed:
                 blanks[matrix.tensor] = _BLANK[codes.bits]
             if grid is not None:
                 graded.add(grid.scale.name)
@@ -318,7 +319,9 @@ class _Scales:
             end = min(start + step, stop)
             lines = row_bytes(folders.output, stored, start, end).reshape(end - start, -1)
             if form.codes is not None:
-                values = code_floats(lines.reshape(-1), form.codes.bits).reshape(len(lines), -1)
+                signed = form.codes.signed
+                values = code_floats(lines.reshape(-1), form.codes.bits, signed=signed)
+                values = values.reshape(len(lines), -1)
                 values -= zero_points(folders.output, stored, start, end)[:, column : column + 1]
                 groups = group_of(folders.output, form)
                 here = slice(column * wide, (column + 1) * wide)

@@ -23,7 +23,7 @@ from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
-from qconvert.validators.reading.nvfp4 import MXFP4, NVFP4, is_part
+from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_part
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 
@@ -105,9 +105,7 @@ class Weights:
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
         if inputs:
-            yield Skipped(
-                f"{count(inputs, 'input scale')} (found by a calibration; the source has none)"
-            )
+            yield Skipped(f"{count(inputs, 'input scale')} (of activations; the source has none)")
         if moved:
             yield Skipped(
                 f"{count(len(moved), 'prepared tensor')} against weights (see `prepared`)"
@@ -204,16 +202,16 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
         return "rounded"
     packed = mine.form.codes is not None
-    if mine.format not in ("fp8", NVFP4) and not packed:
+    if mine.format not in ("fp8", *FP4) and not packed:
         return "equal"
     manifest = folder.checkpoint.manifest or {}
     if mine.format == NVFP4 and yours.format == MXFP4:
         return "equal"  # the same codes, under other scales
-    if mine.format == NVFP4:
-        made = "nvfp4" in {step.get("name") for step in manifest.get("passes", [])}
-        return "nearest" if made or yours.format != NVFP4 else "equal"
     steps = {step.get("name") for step in manifest.get("passes", [])}
-    requantized = ("w4a16" if packed else "fp8") in steps
+    if mine.format in FP4:
+        made = ("nvfp4" if mine.format == NVFP4 else "mx") in steps
+        return "nearest" if made or yours.format != mine.format else "equal"
+    requantized = not steps.isdisjoint(("w4a16", "int8") if packed else ("fp8", "mx"))
     if packed and requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
         return "calibrated"
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
