@@ -18,6 +18,7 @@ from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
 from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
 
 pytestmark = [
@@ -42,7 +43,7 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "zero points": ("w4a16", "--rtn", "--asymmetric"),
     "linears": ("w4a16", "--rtn", "--targets", "Linear"),
     "shared too": ("w4a16", "--rtn", "--group-size", "32", "--targets", EXPERTS, "--targets", SHARED),
-    "shared kept": ("w4a16", "--rtn", "--group-size", "32", "--targets", EXPERTS),
+    "shared kept": ("w4a16", "--rtn", "--group-size", "32", "--shared-experts", "keep"),
     "fp8": ("fp8",),
     "fp8 exponents": ("fp8", "--ue8m0"),
     "fp8 experts": ("fp8", "--targets", "experts"),
@@ -184,6 +185,10 @@ def test_eight_bits_and_mx(
     """INT8 of weights and activations, MXFP4 and MXFP8, in compressed-tensors' forms: it takes INT8 in
     models without experts alone."""
     made = converted(folders, source(folders, family), *FROM[form].split(), *targets)
+    if form == "mxfp4" and not targets:
+        with pytest.raises(NotSimulated, match="experts in MXFP4"):
+            simulated(renamed(made, form), setting(Rank()))
+        return
     first, *_ = agree(renamed(made, form), hopper)
     assert first.whole is (form == "int8" and family not in SPARSE)
 

@@ -132,6 +132,9 @@ class CompressedTensors:
             for name in ("FusedMoE", "DeepEPMoE"):
                 self._groups[name] = self._groups["Linear"]
                 self._names.targets.append(name)
+        both = [self._groups.get(name) for name in ("FusedMoE", "Linear")]
+        if "mxfp4" in str(self._format) or any(one is not None and one.mx == 4 for one in both):
+            raise NotSimulated("experts in MXFP4 under compressed-tensors' names")
         projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
         found = [self._group(projection, "FusedMoE") for projection in projections]
         if any(group != found[0] for group in found):
