@@ -480,8 +480,6 @@ def test_sizes_without_a_runtime_are_a_mistake(tmp_path: Path) -> None:
 
 def test_a_runtime_that_is_not_simulated_is_said(tmp_path: Path) -> None:
     where = published("qwen3_moe").write(tmp_path / "qwen")
-    code, found, report = validated(where, "--for", "transformers")
-    assert (code, found) == (0, [])
-    assert any(
-        "the loader of transformers is not simulated" in text for text in report["not_checked"]
-    )
+    done = run_cli("validate", where, "--for", "transformers")
+    assert done.code == 2
+    assert "'transformers' is not one of sglang, vllm" in done.err

@@ -183,13 +183,20 @@ _MOST_WHY = 90
 class Loading:
     """At which tensor-parallel sizes a runtime of this version loads a folder whole. `sizes` are by the
     option with which it does ("" for none), with the bytes of weights that a rank then holds. `failed`:
-    at which it does not, and why; `draft`: why it does not load the draft in the folder."""
+    at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
+    nothing is said of its other sizes, or of any."""
 
     runtime: str
     version: str
     sizes: Mapping[str, Mapping[int, int]]
     failed: str = ""
     draft: str = ""
+    unknown: str = ""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether anything is said of the folder."""
+        return bool(self.sizes or self.failed)
 
     @property
     def least(self) -> tuple[int, str]:
@@ -204,15 +211,16 @@ class Loading:
             f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
             for option, numbers in self.sizes.items()
         ]
-        return (*found, *(f"{who} {text}" for text in (self.failed, self.draft) if text))
+        found += [f"{who} {text}" for text in (self.failed, self.draft) if text]
+        return (*found, *([f"{who}: {self.unknown}"] if self.unknown else []))
 
 
 def loads(
     config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
 ) -> dict[str, Loading]:
-    """What each simulated runtime says of a folder, by the runtime's name, where there are rules for its
-    class and quantization. `facts` are its manifest's: the order of fused rows, and which pipeline stage
-    it is. Nothing for folders of experts for CPUs or for kernels."""
+    """What each simulated runtime says of a folder, by the runtime's name, or why it is not simulated:
+    there are no rules for its class or quantization. `facts` are its manifest's: the order of fused
+    rows, and which pipeline stage it is. Nothing for folders of experts for CPUs or for kernels."""
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
@@ -229,8 +237,9 @@ def loads(
     if digest not in _SAID:
         if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
-        said = [_loading(name, config, named, order, place, alone=alone) for name in SIMULATED]
-        _SAID[digest] = tuple(one for one in said if one is not None)
+        _SAID[digest] = tuple(
+            _loading(name, config, named, order, place, alone=alone) for name in SIMULATED
+        )
     return {one.runtime: one for one in _SAID[digest]}
 
 
@@ -274,11 +283,11 @@ def _loading(
     stage: tuple[int, tuple[int, ...]] | None,
     *,
     alone: bool,
-) -> Loading | None:
+) -> Loading:
     """What one runtime says."""
     number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
-    failed = draft = ""
+    failed = draft = unknown = ""
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
@@ -292,8 +301,10 @@ def _loading(
                     config, tensors, setting, groups=groups, stage=number, every=False,
                     runtime=runtime,
                 )  # fmt: skip
-        except NotSimulated:
-            return None
+        except NotSimulated as reason:
+            at = f" at tp {tp}" if whole or failed else ""
+            unknown = f"not simulated{at}: {_short(str(reason))}"
+            break
         try:
             if not alone:
                 beside = drafted(
@@ -308,7 +319,7 @@ def _loading(
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
-    return Loading(runtime, SIMULATED[runtime], whole, failed, draft)
+    return Loading(runtime, SIMULATED[runtime], whole, failed, draft, unknown)
 
 
 def _why(answer: Answer) -> str:
@@ -326,4 +337,8 @@ def _why(answer: Answer) -> str:
             text = f"{name} is read wrong: {why}"
         else:
             text = f"{answer.ignored[0]} is not read"
+    return _short(text)
+
+
+def _short(text: str) -> str:
     return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY - 4]} ..."

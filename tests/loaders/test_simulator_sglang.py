@@ -14,9 +14,11 @@ import pytest
 from checkpoints import edit_json, run_cli, unjudged, write_shard
 
 from loaders.agreement import disagreements, headers, setting, simulated
+from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
 from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
 
 pytestmark = [
@@ -41,12 +43,14 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "zero points": ("w4a16", "--rtn", "--asymmetric"),
     "linears": ("w4a16", "--rtn", "--targets", "Linear"),
     "shared too": ("w4a16", "--rtn", "--group-size", "32", "--targets", EXPERTS, "--targets", SHARED),
-    "shared kept": ("w4a16", "--rtn", "--group-size", "32", "--targets", EXPERTS),
+    "shared kept": ("w4a16", "--rtn", "--group-size", "32", "--shared-experts", "keep"),
     "fp8": ("fp8",),
     "fp8 exponents": ("fp8", "--ue8m0"),
     "fp8 experts": ("fp8", "--targets", "experts"),
     "fp8 packed": ("fp8", "--compressed-tensors"),
     "fp8 packed experts": ("fp8", "--compressed-tensors", "--targets", "experts"),
+    "fp8 rows": ("fp8", "--channel"),
+    "fp8 rows, linears": ("fp8", "--channel", "--targets", "Linear"),
     "nvfp4": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 linears": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "Linear"),
     "modelopt": ("nvfp4", "--dialect", "modelopt"),
@@ -170,6 +174,40 @@ def test_quantized(family: str, fp8: bool, made: str, hopper: Server, folders: P
     folder = converted(folders, source(folders, family, fp8=fp8), *QUANTIZED[made])
     agree(folder, hopper)
     agree(folder, hopper, (Rank(), Rank(4, 3)), flags=NO_FUSION)
+
+
+@pytest.mark.parametrize("targets", [(), ("--targets", "Linear")], ids=["experts", "linears"])
+@pytest.mark.parametrize("form", FROM)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_bits_and_mx(
+    family: str, form: Form, targets: tuple[str, ...], hopper: Server, folders: Path
+) -> None:
+    """INT8 of weights and activations, MXFP4 and MXFP8, in compressed-tensors' forms: it takes INT8 in
+    models without experts alone."""
+    made = converted(folders, source(folders, family), *FROM[form].split(), *targets)
+    if form == "mxfp4" and not targets:
+        with pytest.raises(NotSimulated, match="experts in MXFP4"):
+            simulated(renamed(made, form), setting(Rank()))
+        return
+    first, *_ = agree(renamed(made, form), hopper)
+    assert first.whole is (form == "int8" and family not in SPARSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_that_are_exponents(family: str, hopper: Server, folders: Path) -> None:
+    """A copy of F8_E8M0 into F32 is the number; one of its byte is not, and nothing says so."""
+    folder = converted(folders, source(folders, family), "fp8", "--ue8m0", "--targets", "Linear")
+    right = hopper.load(folder)
+    (answer,) = agree(exponents(folder, "F8_E8M0"), hopper, (Rank(),))
+    assert answer.misread == {}
+    assert hopper.load(exponents(folder, "F8_E8M0")).parameters == right.parameters
+    (answer,) = agree(exponents(folder, "U8"), hopper, (Rank(),))
+    wrong = hopper.load(exponents(folder, "U8"))
+    if answer.refused is None:
+        assert {
+            name for name in wrong.parameters if wrong.parameters[name] != right.parameters[name]
+        }
+        assert answer.misread
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import Model, edit_json, run_cli, unjudged
 
 from loaders.agreement import config_of, disagreements, headers, once, setting, simulated
+from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.folders import source
 from loaders.published import FAMILIES, published
@@ -45,6 +46,8 @@ FORMS = (
     "nvfp4 --dialect compressed-tensors --weight-only",
     "nvfp4 --dialect compressed-tensors --weight-only --targets Linear",
     "nvfp4 --dialect modelopt --weight-only", "nvfp4 --dialect modelopt --weight-only --targets Linear",
+    "fp8", "fp8 --ue8m0", "fp8 --targets Linear", "fp8 --channel", "fp8 --channel --targets Linear",
+    "fp8 --compressed-tensors", "fp8 --compressed-tensors --targets Linear",
 )  # fmt: skip
 
 
@@ -126,6 +129,31 @@ def test_dequantized(family: str, vllm: Server, folders: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized(family: str, fp8: bool, form: str, vllm: Server, folders: Path) -> None:
     agree(converted(folders, source(folders, family, fp8=fp8), form), vllm)
+
+
+@pytest.mark.parametrize("targets", ["", " --targets Linear"], ids=["experts", "linears"])
+@pytest.mark.parametrize("form", FROM)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_bits_and_mx(
+    family: str, form: Form, targets: str, vllm: Server, folders: Path
+) -> None:
+    """INT8 of weights and activations, MXFP4 and MXFP8, in compressed-tensors' forms."""
+    made = converted(folders, source(folders, family), FROM[form] + targets)
+    agree(renamed(made, form), vllm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_that_are_exponents(family: str, vllm: Server, folders: Path) -> None:
+    """A copy of F8_E8M0 into F32 is the number; one of its byte is not, and nothing says so."""
+    folder = converted(folders, source(folders, family), "fp8 --ue8m0 --targets Linear")
+    right = vllm.load(folder)
+    (answer,) = agree(exponents(folder, "F8_E8M0"), vllm, (Rank(),))
+    assert answer.misread == {}
+    assert vllm.load(exponents(folder, "F8_E8M0")).parameters == right.parameters
+    (answer,) = agree(exponents(folder, "U8"), vllm, (Rank(),))
+    wrong = vllm.load(exponents(folder, "U8")).parameters
+    assert {name for name in right.parameters if wrong[name] != right.parameters[name]}
+    assert answer.misread
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

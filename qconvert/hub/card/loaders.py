@@ -31,6 +31,7 @@ def takers(
 ) -> tuple[str, ...]:
     """Released runtimes that load the folder, the one that it was made for first. `said`: the answers of
     simulated ones."""
+    said = _simulated(said)
     if amx_of(manifest) is not None:
         return (KTRANSFORMERS,)
     if manifest.get("trtllm_gen") is not None or manifest.get("draft") is not None:
@@ -42,6 +43,11 @@ def takers(
         found = [name for name in found if VARIABLE.get(name) in stage.get("environment", ())]
     made_for = consumer_of(manifest)
     return tuple(sorted(found, key=lambda name: name != made_for))
+
+
+def _simulated(said: Loads) -> Loads:
+    """Those that say something of the folder."""
+    return {name: one for name, one in said.items() if one.simulated}
 
 
 def _takers_by_rule(manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -95,6 +101,7 @@ def command(
     runtime: str, manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads = NOT_ASKED
 ) -> str:
     """The command that starts a runtime on the folder REPO."""
+    said = _simulated(said)
     stages = manifest["stage"]["of"] if manifest.get("stage") is not None else 1
     tp, option = said[runtime].least if runtime in said else (0, "")
     if runtime == "sglang":

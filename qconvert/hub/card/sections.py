@@ -186,6 +186,8 @@ def _sizes(said: Loads) -> list[str]:
             lines += ["", _plain(f"It does {one.failed.replace('not', 'not load', 1)}.")]
         if one.draft:
             lines += ["", _plain(f"It {one.draft}.")]
+        if one.unknown:
+            lines += ["", _plain(f"{one.runtime} {one.version}: {one.unknown}.")]
     return lines
 
 

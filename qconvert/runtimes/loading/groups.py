@@ -56,6 +56,29 @@ class Group:
         return pair_of(self.weights.get("block_structure")) if fits else None
 
     @property
+    def rows(self) -> str | None:
+        """The type of codes of 8 bits with a scale for each row, with activations quantized token by
+        token in the same type."""
+        inputs = self.inputs or {}
+        kind = self.weights.get("type", "int")
+        fits = (
+            self.bits == inputs.get("num_bits", 8) == 8 and self.symmetric
+            and self.strategy == "channel" and not self.weights.get("dynamic")
+            and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
+            and inputs.get("type", "int") == kind
+        )  # fmt: skip
+        return {"int": "I8", "float": "F8_E4M3"}.get(str(kind)) if fits else None
+
+    @property
+    def mx(self) -> int | None:
+        """The bits of MXFP4 and MXFP8."""
+        fits = (
+            not self.integers and self.group == 32 and self.symmetric and self.strategy == "group"
+            and (self.bits == 4 or self.weights.get("scale_dtype") == "torch.uint8")
+        )  # fmt: skip
+        return self.bits if fits else None
+
+    @property
     def is_integers(self) -> bool:
         static = not self.weights.get("dynamic")
         return (

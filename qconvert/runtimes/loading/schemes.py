@@ -213,6 +213,30 @@ class CompressedFp8:
 
 
 @dataclass(frozen=True, slots=True)
+class PerRow:
+    """compressed-tensors' codes of 8 bits, FP8 or integers (`codes`), with a scale for each row."""
+
+    codes: str
+    linear_name: str
+    experts_name: str
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        shape = layout.rows, layout.columns
+        yield "weight", _parameter(layout, "matrix", self.codes, shape, wrapped=wrapped)
+        yield "weight_scale", _parameter(layout, "rows", "F32", (layout.rows, 1), wrapped=wrapped)
+
+    def experts(self, moe: Moe) -> Named:
+        for which, rows, columns in (
+            ("w13", 2 * moe.columns, moe.hidden), ("w2", moe.hidden, moe.columns),
+        ):  # fmt: skip
+            yield (
+                f"{which}_weight",
+                moe.parameter(self.codes, (moe.slots, rows, columns), "weight"),
+            )
+            yield f"{which}_weight_scale", moe.parameter("F32", (moe.slots, rows, 1), "channel")
+
+
+@dataclass(frozen=True, slots=True)
 class PackedIntegers:
     """compressed-tensors' W4A16 and W8A16: codes packed along rows, scales of groups (`group` columns)
     or of rows (-1)."""

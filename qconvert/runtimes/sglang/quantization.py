@@ -22,6 +22,7 @@ from qconvert.runtimes.loading.schemes import (
     NoQuantization,
     PackedFp4,
     PackedIntegers,
+    PerRow,
     Quantization,
     Scheme,
     Unquantized,
@@ -131,6 +132,9 @@ class CompressedTensors:
             for name in ("FusedMoE", "DeepEPMoE"):
                 self._groups[name] = self._groups["Linear"]
                 self._names.targets.append(name)
+        both = [self._groups.get(name) for name in ("FusedMoE", "Linear")]
+        if "mxfp4" in str(self._format) or any(one is not None and one.mx == 4 for one in both):
+            raise NotSimulated("experts in MXFP4 under compressed-tensors' names")
         projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
         found = [self._group(projection, "FusedMoE") for projection in projections]
         if any(group != found[0] for group in found):
@@ -167,6 +171,13 @@ class CompressedTensors:
         block = group.block
         if _activations(form) and block is not None and self._setting.capability >= (8, 9):
             return self._fp8(block)
+        if _activations(form) and group.rows is not None and self._setting.capability >= (8, 9):
+            return self._rows(group.rows)
+        if group.mx is not None and not _activations(form):
+            raise LoadRefused(
+                "NotImplementedError", "No compressed-tensors compatible scheme was found", module,
+                f"the loader has no linear for MXFP{group.mx} in {form}",
+            )  # fmt: skip
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def _experts_of(self, module: str, group: Group) -> Scheme:
@@ -194,6 +205,18 @@ class CompressedTensors:
             return self._fp4(group)
         if group.block is not None:
             return self._fp8(group.block)
+        if group.rows == "I8":
+            raise LoadRefused(
+                "NotImplementedError", "The W8A8Int8 Fused MoE scheme is implemented only for NPU",
+                module, "the loader takes experts in INT8 with quantized activations only on NPUs",
+            )  # fmt: skip
+        if group.rows is not None:
+            return self._rows(group.rows)
+        if group.mx is not None and group.inputs is None:
+            raise LoadRefused(
+                "AttributeError", "'NoneType' object has no attribute 'num_bits'", module,
+                f"the loader has no experts for MXFP{group.mx} in {group.format or self._format}",
+            )  # fmt: skip
         raise NotSimulated(f"experts with {group.strategy} scales")
 
     def _integers(self, group: Group, *, triton: bool) -> PackedIntegers:
@@ -205,6 +228,13 @@ class CompressedTensors:
     def _fp8(self, block: tuple[int, int]) -> CompressedFp8:
         linear = self._groups.get("Linear")
         return CompressedFp8(*block, known=linear is not None and linear.block is not None)
+
+    def _rows(self, codes: str) -> PerRow:
+        kind = "Int8" if codes == "I8" else "Fp8"
+        return PerRow(
+            codes, f"CompressedTensorsLinearMethod[CompressedTensorsW8A8{kind}]",
+            f"CompressedTensorsFusedMoEMethod[CompressedTensorsW8A8{kind}MoE]",
+        )  # fmt: skip
 
     def _fp4(self, group: Group) -> PackedFp4:
         native = group.inputs is not None and self._setting.capability >= (10, 0)

@@ -18,6 +18,7 @@ from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     CompressedFp8,
     NoQuantization,
+    PerRow,
     Quantization,
     Scheme,
     Unquantized,
@@ -33,7 +34,7 @@ from qconvert.runtimes.vllm.matching import (
     skipped,
     target,
 )
-from qconvert.runtimes.vllm.schemes import Fp4, Fp8, Gptq, Integers, ModelFp4, ModelFp8
+from qconvert.runtimes.vllm.schemes import Fp4, Fp8, Gptq, Integers, ModelFp4, ModelFp8, Mx
 
 # Formats of compressed-tensors whose activations may be quantized too.
 _ACTIVATIONS = (
@@ -146,6 +147,10 @@ class CompressedTensors(_Base):
             return self._integers(group)
         if form in _ACTIVATIONS and group.block is not None:
             return CompressedFp8(*group.block, known=True)
+        if group.mx is not None and (group.mx == 8 or group.inputs is None):
+            return Mx(group.mx)
+        if form in _ACTIVATIONS and group.rows is not None:
+            return _rows(group.rows)
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def experts(self, module: str) -> Scheme:
@@ -171,6 +176,13 @@ class CompressedTensors(_Base):
             return self._integers(group)
         if group.is_nvfp4:
             return self._fp4(group)
+        if group.mx is not None and (group.mx == 8 or group.inputs is None):
+            return Mx(group.mx)
+        if group.rows is not None:
+            return _rows(group.rows)
+        if group.block is not None:
+            name = "CompressedTensorsW8A8Fp8MoEMethod"
+            return CompressedFp8(*group.block, known=True, experts_name=name)
         raise NotSimulated(f"experts with {group.strategy} scales")
 
     def head(self, module: str) -> Scheme | None:
@@ -189,6 +201,14 @@ class CompressedTensors(_Base):
 
     def _fp4(self, group: Group) -> Fp4:
         return Fp4(group.inputs is not None, group.inputs is not None)
+
+
+def _rows(codes: str) -> PerRow:
+    kind = "Int8" if codes == "I8" else "Fp8"
+    return PerRow(
+        codes, f"CompressedTensorsLinearMethod[CompressedTensorsW8A8{kind}]",
+        f"CompressedTensorsW8A8{kind}MoEMethod",
+    )  # fmt: skip
 
 
 class Modelopt(_Base):

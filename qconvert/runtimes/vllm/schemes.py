@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from qconvert.core.dtypes import Shape, ceil_div
-from qconvert.runtimes.loading.parameters import Layout, Parameter, Role, Wrapped
+from qconvert.runtimes.loading.parameters import ExpertRole, Layout, Parameter, Role, Wrapped
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
@@ -155,6 +155,42 @@ class Fp4(PackedFp4):
 
     def experts(self, moe: Moe) -> Named:
         yield from PackedFp4.experts(PackedFp4(True, self.inputs), moe)
+
+
+@dataclass(frozen=True, slots=True)
+class Mx:
+    """compressed-tensors' MXFP4, two codes in a byte, and MXFP8: exponents of 32 columns."""
+
+    bits: int
+
+    @property
+    def linear_name(self) -> str:
+        kind = "W4A4Mxfp4" if self.bits == 4 else "W8A8Mxfp8"
+        return f"CompressedTensorsLinearMethod[CompressedTensors{kind}]"
+
+    @property
+    def experts_name(self) -> str:
+        return f"CompressedTensors{'W4A4Mxfp4' if self.bits == 4 else 'W8A8Mxfp8'}MoEMethod"
+
+    @property
+    def _parts(self) -> tuple[tuple[str, str, int, ExpertRole], ...]:
+        """Names, types, and how many columns an element stands for."""
+        four = "weight_packed", "U8", 2
+        codes = four if self.bits == 4 else ("weight", "F8_E4M3", 1)
+        return (*codes, "weight"), ("weight_scale", "U8", 32, "group")
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        for name, dtype, many, _ in self._parts:
+            shape = layout.rows, layout.columns // many
+            yield name, Parameter(dtype, shape, LinearPart(layout, "matrix"))
+
+    def experts(self, moe: Moe) -> Named:
+        for name, dtype, many, role in self._parts:
+            for which, rows, columns in (
+                ("w13", 2 * moe.columns, moe.hidden), ("w2", moe.hidden, moe.columns),
+            ):  # fmt: skip
+                shape = moe.slots, rows, columns // many
+                yield f"{which}_{name}", moe.parameter(dtype, shape, role)
 
 
 @dataclass(frozen=True, slots=True)
