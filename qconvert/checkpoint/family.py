@@ -15,7 +15,7 @@ from typing import Any
 
 from qconvert.core.discovery import FAMILIES, discover
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.names import experts_module, parse, split_parameter
+from qconvert.core.names import experts_module, layer_template, parse, split_parameter
 from qconvert.core.roles import Kind
 
 Config = Mapping[str, Any]
@@ -162,6 +162,8 @@ class Family:
     def candidates(self, name: str) -> tuple[tuple[Role, ...], int | None, int | None, str]:
         """Roles whose template fits, with the layer, expert and parameter read from the name."""
         template, layer, expert = parse(name)
+        if "{I}" in template:
+            template = layer_template(name)
         module, parameter = split_parameter(template)
         roles = self._by_module.get(module, ())
         if not roles and parameter:

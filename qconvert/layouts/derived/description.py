@@ -20,7 +20,7 @@ from qconvert.checkpoint.family import (
     generic_dims,
     text_config,
 )
-from qconvert.core.names import parse, split_parameter
+from qconvert.core.names import layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.layouts.derived import drafts
 
@@ -84,11 +84,8 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
     of drafts, which no class builds. A class is saved under other names than it has itself, and a
     checkpoint holds one form."""
     names = list(names)
-    modules = {
-        name: module
-        for name, module in description.modules.items()
-        if "{I}" not in name  # two modules of one layer would be one
-    }
+    description = _numbered_apart(description, names)
+    modules = description.modules
     own = tuple(
         Role(_role(name, module), name, module.kind, _group(name, module), optional=True)
         for name, module in modules.items()
@@ -129,6 +126,27 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
     stated = _stated(family, description) if description.layers else {}
     groups = {**_found(family, names), **stated}
     return replace(family, dims=_dims(description, groups, numbered_on=bool(joins)))
+
+
+def _numbered_apart(description: Description, names: Iterable[str]) -> Description:
+    """Modules that a layer has several of, as LongCat's two attentions, are a role each: as one, all but
+    one would be lost. What a kind says of a layer (which matrices are fused, which are one projection)
+    does not hold of several, so that their matrices are just linears."""
+    apart: dict[str, str] = {}
+    for name in names:
+        template, _, _ = parse(name)
+        module, _ = split_parameter(template)
+        if "{I}" in module and module in description.modules:
+            apart[split_parameter(layer_template(name))[0]] = module
+    modules = {name: one for name, one in description.modules.items() if "{I}" not in name}
+    layers = dict(description.layers)
+    for name, template in apart.items():
+        one = description.modules[template]
+        plain = one.kind.linear and one.kind is not Kind.VISION
+        modules[name] = replace(one, kind=Kind.LINEAR) if plain else one
+        if template in description.layers:
+            layers[name] = description.layers[template]
+    return replace(description, modules=modules, layers=layers)
 
 
 def _of_draft(group: str, name: str = "") -> str:
