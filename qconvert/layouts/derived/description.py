@@ -20,7 +20,7 @@ from qconvert.checkpoint.family import (
     generic_dims,
     text_config,
 )
-from qconvert.core.names import layer_template, parse, split_parameter
+from qconvert.core.names import experts_module, layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.layouts.derived import drafts
 
@@ -49,7 +49,8 @@ class Description:
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
     experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
     a calibration cannot run the class a layer at a time. `layers` of each module and `sizes`, where the
-    class was built for the very config, else empty."""
+    class was built for the very config, else empty. `stacks_alone`: it reads no matrices of experts; those
+    of `modules` are what a packed checkpoint has in their place."""
 
     name: str
     class_name: str
@@ -61,14 +62,17 @@ class Description:
     layers: Mapping[str, tuple[int, ...]]
     sizes: Mapping[str, int]
     not_run: str = ""
+    stacks_alone: bool = False
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
     """The description that the process of `transformers_class` or a file of `classes/` holds."""
+    modules = {name: Module.read(text) for name, text in answer["modules"].items()}
+    packed = {} if answer["experts_unread"] else _packed(modules)
     return Description(
         str(answer["model_type"]),
         str(answer["class"]),
-        {name: Module.read(text) for name, text in answer["modules"].items()},
+        {**modules, **packed},
         dict(answer["keys"]),
         bool(answer["stacked_transposed"]),
         str(answer["experts_unread"]),
@@ -76,7 +80,24 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
         dict(answer.get("sizes", {})),
         str(answer.get("not_run", "")),
+        bool(packed),
     )
+
+
+def _packed(modules: Mapping[str, Module]) -> Mapping[str, Module]:
+    """Names of packed experts whose class reads them in stacks alone: a matrix each, below the stacks'
+    module, as llm-compressor stores Llama 4's."""
+    kinds = {module.kind: name for name, module in modules.items()}
+    if Kind.EXPERT_GATE in kinds or not kinds.keys() >= {Kind.STACKED_GATE_UP, Kind.STACKED_DOWN}:
+        return {}
+    return {
+        f"{experts_module(name)}.{{E}}.{projection}_proj": replace(stack, kind=kind)
+        for name, stack in modules.items()
+        if stack.kind is Kind.STACKED_DOWN
+        for projection, kind in (
+            ("gate", Kind.EXPERT_GATE), ("up", Kind.EXPERT_UP), ("down", Kind.EXPERT_DOWN),
+        )
+    }  # fmt: skip
 
 
 def family_of(description: Description, names: Iterable[str]) -> Family:
@@ -120,7 +141,10 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
             module.kind: name
             for known in (every, there)  # the names that it has are the last
             for name, module in description.modules.items()
-            if name in known and module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
+            if name in known
+            and module.kind.routed
+            and module.kind is not Kind.EXPERT_UNKNOWN
+            and not (description.stacks_alone and "{E}" in name)
         },
     )
     stated = _stated(family, description) if description.layers else {}
