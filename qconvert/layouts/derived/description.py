@@ -49,8 +49,8 @@ class Description:
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
     experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
     a calibration cannot run the class a layer at a time. `layers` of each module and `sizes`, where the
-    class was built for the very config, else empty. `stacks_alone`: it reads no matrices of experts; those
-    of `modules` are what a packed checkpoint has in their place."""
+    class was built for the very config, else empty. `stacks_alone`: it reads no matrices of
+    experts; those of `modules` are what a packed checkpoint has in their place."""
 
     name: str
     class_name: str
