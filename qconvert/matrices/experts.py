@@ -221,7 +221,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             f"{name!r}: expected [{dims.num_experts} experts, rows, columns], found "
             f"{plan.tensors[name].type}"
         )
-    transposed = _is_transposed(plan)
+    transposed = is_transposed(plan)
     base, apart = experts_module(name), plan.family.expert_names()
     for expert in range(dims.num_experts):
         stored, names = read_of_stack(plan, name, expert, transposed=transposed)
@@ -238,7 +238,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             yield Projection(layer, expert, part, draft, module, weight), names
 
 
-def _is_transposed(plan: Plan) -> bool:
+def is_transposed(plan: Plan) -> bool:
     """Whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is published
     so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a square matrix
     (H = I, or H = 2I) only those of the other stack."""
