@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from qconvert.checkpoint.family import Place
+from qconvert.checkpoint.family import Place, expert_inputs
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
@@ -136,7 +136,7 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
             raise PlanError(f"layer {layer}: its experts are missing")
     for layer, _ in layers:
         for expert in range(dims.num_experts):
-            for kind in PROJECTIONS:
+            for kind in projections_of(plan):
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
     for layer in drafts:
@@ -150,7 +150,12 @@ def _expected(plan: Plan, drafts: int) -> int:
     """Matrices of the experts of all the config's layers and so many draft layers."""
     dims = plan.role_index.dims
     layers = len(dims.groups.get("moe", ())) + drafts
-    return layers * dims.num_experts * len(PROJECTIONS)
+    return layers * dims.num_experts * len(projections_of(plan))
+
+
+def projections_of(plan: Plan) -> tuple[str, ...]:
+    """Those of PROJECTIONS that an expert of the plan's model has."""
+    return PROJECTIONS[1:] if plan.family.ungated else PROJECTIONS
 
 
 def check_described(plan: Plan) -> None:
@@ -254,7 +259,7 @@ def is_transposed(plan: Plan) -> bool:
 
 def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
     dims = plan.role_index.dims
-    hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
+    hidden, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
     wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
     found = projection.weight.rows, projection.weight.columns
     if found != wanted:

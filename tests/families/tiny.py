@@ -63,6 +63,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 0, "qk_head_dim": 64, "head_dim": 32},
     "minimax_m2": {"intermediate_size": 256},
     "mixtral": {"intermediate_size": 256},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
     "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
     "phimoe": {"intermediate_size": 256},
     "qwen2_5_vl": {"rope_parameters": _rope([8, 12, 12])},

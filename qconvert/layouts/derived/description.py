@@ -50,7 +50,8 @@ class Description:
     experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
     a calibration cannot run the class a layer at a time. `layers` of each module and `sizes`, where the
     class was built for the very config, else empty. `stacks_alone`: it reads no matrices of
-    experts; those of `modules` are what a packed checkpoint has in their place."""
+    experts; those of `modules` are what a packed checkpoint has in their place. `ungated`: experts are
+    two matrices, down(act(up))."""
 
     name: str
     class_name: str
@@ -63,6 +64,7 @@ class Description:
     sizes: Mapping[str, int]
     not_run: str = ""
     stacks_alone: bool = False
+    ungated: bool = False
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
@@ -81,6 +83,7 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         dict(answer.get("sizes", {})),
         str(answer.get("not_run", "")),
         bool(packed),
+        bool(answer.get("ungated", False)),
     )
 
 
@@ -135,6 +138,7 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         experts_unread=description.experts_unread,
         not_on_cpus=description.not_on_cpus,
         not_run=description.not_run,
+        ungated=description.ungated,
         class_name=description.class_name,
         layers_counted=not description.layers,
         expert_templates={
