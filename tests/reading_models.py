@@ -30,33 +30,40 @@ FAMILY = Family(
 """
 
 
-def remote(block: str = "block_sparse_moe", gate: str = "gate", words: str = "w1 w2 w3") -> Model:
+def remote(
+    block: str = "block_sparse_moe",
+    gate: str = "gate",
+    words: str = "w1 w2 w3",
+    *,
+    hidden: int = 64,
+    width: int = 96,
+) -> Model:
     """A MoE of two layers and experts that no class of transformers answers to."""
     tensors = {
         name: tensor("BF16", *shape)
         for name, shape in (
-            ("model.embed_tokens.weight", (64, 64)),
-            ("model.norm.weight", (64,)),
-            ("lm_head.weight", (64, 64)),
+            ("model.embed_tokens.weight", (64, hidden)),
+            ("model.norm.weight", (hidden,)),
+            ("lm_head.weight", (64, hidden)),
         )
     }
     first, down, third = words.split()
     for layer in range(2):
         at = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = tensor("BF16", 64)
+            tensors[f"{at}.{norm}.weight"] = tensor("BF16", hidden)
         for one in "qkvo":
-            tensors[f"{at}.self_attn.{one}_proj.weight"] = tensor("BF16", 64, 64)
-        tensors[f"{at}.{block}.{gate}.weight"] = tensor("BF16", 2, 64)
+            tensors[f"{at}.self_attn.{one}_proj.weight"] = tensor("BF16", hidden, hidden)
+        tensors[f"{at}.{block}.{gate}.weight"] = tensor("BF16", 2, hidden)
         for expert in range(2):
             inside = f"{at}.{block}.experts.{expert}"
             for word in (first, third):
-                tensors[f"{inside}.{word}.weight"] = tensor("BF16", 96, 64)
-            tensors[f"{inside}.{down}.weight"] = tensor("BF16", 64, 96)
+                tensors[f"{inside}.{word}.weight"] = tensor("BF16", width, hidden)
+            tensors[f"{inside}.{down}.weight"] = tensor("BF16", hidden, width)
     config = {
-        "model_type": "acme_moe", "architectures": ["AcmeForCausalLM"], "hidden_size": 64,
+        "model_type": "acme_moe", "architectures": ["AcmeForCausalLM"], "hidden_size": hidden,
         "auto_map": {"AutoModelForCausalLM": "modeling_acme.AcmeForCausalLM"},
-        "num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size": width,
         "torch_dtype": "bfloat16",
     }  # fmt: skip
     return Model(config, tensors)

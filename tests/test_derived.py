@@ -175,19 +175,27 @@ def test_the_owner_says_what_a_parameter_is(parameter: Parameter, kind: Kind) ->
     assert kind_of(parameter) is kind
 
 
-def test_two_modules_of_one_layer_are_no_role() -> None:
+def test_two_modules_of_one_layer_are_two_roles() -> None:
     """longcat_flash has two attentions a layer: as one role, one of them would be lost."""
+    names = [f"m.layers.0.attn.{n}.{p}_proj.weight" for n in (0, 1) for p in "qo"]
     family = family_of(
         parsed(
             {
                 "model_type": "x", "class": "X", "keys": {}, "stacked_transposed": False,
                 "experts_unread": "", "not_on_cpus": "",
-                "modules": {"m.layers.{L}.attn.{I}.q_proj": "QUERY 1", "m.layers.{L}.norm": "NORM 1"},
+                "modules": {
+                    "m.layers.{L}.attn.{I}.q_proj": "QUERY 1", "m.layers.{L}.norm.{I}": "NORM 1",
+                    "m.layers.{L}.attn.{I}.o_proj": "OUTPUT 1",
+                },
             }
         ),
-        ["m.layers.0.attn.0.q_proj.weight", "m.layers.0.attn.1.q_proj.weight", "m.layers.0.norm.weight"],
+        [*names, "m.layers.0.norm.0.weight"],
     )  # fmt: skip
-    assert [role.module for role in family.roles] == ["m.layers.{L}.norm"]
+    index = role_index(family, {"num_hidden_layers": 1}, [*names, "m.layers.0.norm.0.weight"])
+    assert (index.unknown, index.absent()) == ((), [])
+    assert index.kind("m.layers.0.norm.0.weight") is Kind.NORM
+    assert {index.kind(name) for name in names} == {Kind.LINEAR}
+    assert len({index.places[name].role for name in names}) == len(names)
 
 
 def test_hand_written_families_come_first() -> None:

@@ -97,6 +97,22 @@ def test_every_command_takes_it(words: tuple[str, ...], tmp_path: Path) -> None:
             assert "--architecture" not in text
 
 
+def test_a_cpu_folder_says_whose_layout_it_is(tmp_path: Path) -> None:
+    source, out = remote(hidden=256, width=256).write(tmp_path / "source"), tmp_path / "out"
+    asked = ("amx", source, out, "--method", "int8", "--numa", "1", "--jobs", "1")
+    made = run_cli(*asked, "--architecture", ALIKE)
+    assert made.code == 0, made.err
+    assert json.loads((out / "qconvert.json").read_bytes())["reading"] == {"architecture": ALIKE}
+    checked = run_cli(
+        "validate", out, "--against", source, "--level", "full", "--json", "--jobs", "1"
+    )
+    report = json.loads(checked.out)
+    assert checked.code == 0, report["findings"]
+    assert len(report["measures"]) == 2 * 2 * 3, "the source is read as the folder was made"
+    other = run_cli("validate", out, "--architecture", "mixtral", "--level", "headers")
+    assert "says it was made with --architecture MixtralForCausalLM, and it is read " in other.out
+
+
 def test_names_that_are_not_its_own_are_refused(tmp_path: Path) -> None:
     source = remote("moe", "chooser", "g d u").write(tmp_path / "source")
     said = run_cli("inspect", source, "--architecture", "qwen3_moe")
@@ -141,8 +157,14 @@ def test_a_family_in_a_file(tmp_path: Path) -> None:
     # Code is never taken from a folder: without the file nothing is known of the family.
     found = api.open_checkpoint(out)
     assert found.family.undescribed == "it was made with --family acme.py; name that file again"
-    # Another file makes another plan.
+    # Another file makes another plan, and is said.
+    assert "it was made" not in checked.out
     file.write_text(FAMILY_FILE + "# changed\n")
+    edited = run_cli(*against, "--family", file)
+    assert edited.code == 0
+    assert (
+        "warning QC053 qconvert.json: says it was made with --family acme.py (sha256 " in edited.out
+    )
     assert run_cli(*asked).code == 1
 
 

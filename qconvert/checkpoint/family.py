@@ -15,7 +15,7 @@ from typing import Any
 
 from qconvert.core.discovery import FAMILIES, discover
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.names import experts_module, parse, split_parameter
+from qconvert.core.names import experts_module, layer_template, parse, split_parameter
 from qconvert.core.roles import Kind
 
 Config = Mapping[str, Any]
@@ -108,7 +108,8 @@ class Family:
     they are known. `class_name` is the class of transformers that a derived family was read from.
     `experts_unread` says why its routed experts cannot be told apart into gate, up and down;
     `not_on_cpus` why kt-kernel's CPU kernels, down(silu(gate) * up), do not compute what they do;
-    `not_run` why a calibration cannot run its class a layer at a time;
+    `not_run` why a calibration cannot run its class a layer at a time; `ungated` says that its experts
+    are two matrices, down(act(up));
     `undescribed` why there is no description at all, in a generic family. "" where there is no such
     reason. `layers_counted`: which layers have a block is read from the names, so that one which
     lacks it as a whole is not missed.
@@ -126,6 +127,7 @@ class Family:
     experts_unread: str = ""
     not_on_cpus: str = ""
     not_run: str = ""
+    ungated: bool = False
     undescribed: str = ""
     layers_counted: bool = False
     expert_templates: Mapping[Kind, str] = field(default_factory=dict)
@@ -162,6 +164,8 @@ class Family:
     def candidates(self, name: str) -> tuple[tuple[Role, ...], int | None, int | None, str]:
         """Roles whose template fits, with the layer, expert and parameter read from the name."""
         template, layer, expert = parse(name)
+        if "{I}" in template:
+            template = layer_template(name)
         module, parameter = split_parameter(template)
         roles = self._by_module.get(module, ())
         if not roles and parameter:
@@ -220,6 +224,12 @@ class Family:
             and ".layers.{L}." in f".{found.template}"
             and dims.num_layers <= found.layer < dims.num_layers + dims.mtp_layers
         )
+
+
+def expert_inputs(config: Config, dims: Dims) -> int:
+    """The width of what goes into a routed expert: hidden_size, unless the layer projects hidden states
+    to a smaller one first (Nemotron 3; transformers 5.17, models/nemotron_h/)."""
+    return first_int(text_config(config), "moe_latent_size") or dims.hidden_size
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,16 @@ def parse(name: str) -> Parsed:
     return Parsed(".".join(parts), layer, expert)
 
 
+def layer_template(name: str) -> str:
+    """The template with the numbers of modules within a layer as they are: two attentions of one layer
+    differ in them."""
+    template = parse(name).template
+    if "{I}" not in template:
+        return template
+    pairs = zip(template.split("."), name.split("."), strict=True)
+    return ".".join(own if part == "{I}" else part for part, own in pairs)
+
+
 def split_parameter(name: str) -> tuple[str, str]:
     """`a.b.weight` -> (`a.b`, `weight`); a bare parameter such as `a.A_log` -> (`a.A_log`, ``)."""
     module, _, last = name.rpartition(".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from qconvert.checkpoint.family import Place
+from qconvert.checkpoint.family import Place, expert_inputs
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
@@ -137,7 +137,7 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
             raise PlanError(f"layer {layer}: its experts are missing")
     for layer, _ in layers:
         for expert in range(dims.num_experts):
-            for kind in PROJECTIONS:
+            for kind in projections_of(plan):
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
     for layer in drafts:
@@ -151,7 +151,12 @@ def _expected(plan: Plan, drafts: int) -> int:
     """Matrices of the experts of all the config's layers and so many draft layers."""
     dims = plan.role_index.dims
     layers = len(dims.groups.get("moe", ())) + drafts
-    return layers * dims.num_experts * len(PROJECTIONS)
+    return layers * dims.num_experts * len(projections_of(plan))
+
+
+def projections_of(plan: Plan) -> tuple[str, ...]:
+    """Those of PROJECTIONS that an expert of the plan's model has."""
+    return PROJECTIONS[1:] if plan.family.ungated else PROJECTIONS
 
 
 def check_described(plan: Plan) -> None:
@@ -222,7 +227,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             f"{name!r}: expected [{dims.num_experts} experts, rows, columns], found "
             f"{plan.tensors[name].type}"
         )
-    transposed = _is_transposed(plan)
+    transposed = is_transposed(plan)
     base, apart = experts_module(name), plan.family.expert_names()
     for expert in range(dims.num_experts):
         stored, names = read_of_stack(plan, name, expert, transposed=transposed)
@@ -239,7 +244,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             yield Projection(layer, expert, part, draft, module, weight), names
 
 
-def _is_transposed(plan: Plan) -> bool:
+def is_transposed(plan: Plan) -> bool:
     """Whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is published
     so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a square matrix
     (H = I, or H = 2I) only those of the other stack."""
@@ -255,7 +260,7 @@ def _is_transposed(plan: Plan) -> bool:
 
 def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
     dims = plan.role_index.dims
-    hidden, intermediate = dims.hidden_size, dims.moe_intermediate_size
+    hidden, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
     wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
     found = projection.weight.rows, projection.weight.columns
     if found != wanted:

@@ -124,6 +124,11 @@ class Stack:
 def _role_index(plan: Plan) -> RoleIndex:
     found = plan.role_index
     check_experts(plan, "there is nothing to stack or unstack")
+    if found.family.ungated:
+        raise PlanError(
+            "its experts have no gate projection, so there is no stack of gate and up to make or cut; "
+            "keep them as they are"
+        )
     if found.family.stacked_transposed:
         raise PlanError(
             f"published {found.family.name} checkpoints stack experts as [E, H, 2I] and [E, I, H]: "

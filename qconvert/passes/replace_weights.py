@@ -171,8 +171,9 @@ def shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict[
         stale = [f"{module}{end}" for end in STALE if f"{module}{end}" in plan.tensors]
         found[module] = Linear(kind, stored, tuple(dict.fromkeys((*read, *stale))))
     kinds = {(module.rpartition(".")[0], one.kind) for module, one in found.items()}
+    whole = SHARED[1:] if plan.family.ungated else SHARED
     for parent in dict.fromkeys(parent for parent, _ in kinds):
-        for kind in SHARED:
+        for kind in whole:
             if (parent, kind) not in kinds and not any(m.startswith(f"{parent}.") for m in known):
                 raise PlanError(f"{parent}: a matrix of a shared expert is missing")
     return found

@@ -21,6 +21,7 @@ from qconvert.core.names import parse
 from qconvert.core.shown import shortened
 from qconvert.layouts.derived.description import Description, described
 from qconvert.layouts.derived.find import class_of
+from qconvert.matrices.experts import is_transposed
 from qconvert.passes.as_class import MROPE, VISION_FILES
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.plan import LogEntry, Plan
@@ -100,7 +101,7 @@ def _has_head(plan: Plan) -> bool:
 
 
 def _check_stacks(plan: Plan, found: Description) -> None:
-    if plan.family.stacked_transposed == found.stacked_transposed:
+    if is_transposed(plan) == found.stacked_transposed:
         return
     for name, output in plan.tensors.items():
         if plan.role_index.kind(name).routed and len(output.type.shape) == 3:
@@ -137,9 +138,10 @@ def _names(plan: Plan, found: Description, names: Iterable[str]) -> dict[str, st
         raise PlanError(f"layers of {blocks} would be layers of one block")
     for name in later:
         match = next(((old, new) for old, new in prefixes if name.startswith(old)), None)
-        if match is not None:
+        draft = family.is_mtp(name, dims)
+        if match is not None and (draft or len(plan.tensors[name].type.shape) < 2):
             known[name] = match[1] + name.removeprefix(match[0])
-        elif family.is_mtp(name, dims):
+        elif draft:
             known[name] = name
         else:
             raise PlanError(

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from headers import HeaderSet
 
+from qconvert import api
 from qconvert.checkpoint.family import family_for, role_index
 from qconvert.core.roles import Kind
 
@@ -82,6 +83,15 @@ def test_every_name_has_a_role(model: str) -> None:
     for name, place in taken.places.items():
         if name.endswith(("router.weight", ".gate.weight", ".gate.wg.weight")):
             assert place.role.kind is Kind.ROUTER, name
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", MODELS)
+def test_validate_has_no_error_on_it(model: str, tmp_path: Path) -> None:
+    """The models of tests/headers: test_header_rules.py; tiny families: test_commands.py."""
+    headers.write_sparse(published(model), tmp_path)
+    report = api.validate(tmp_path, level="headers")
+    assert [finding for finding in report.findings if finding.severity == "error"] == []
 
 
 # The command line, on a disk that holds any model.

@@ -47,6 +47,11 @@ torch.manual_seed(0)
 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 model.save_pretrained(sys.argv[1])
 """
+READ = """
+import sys, transformers
+_, said = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not said["missing_keys"] and not said["unexpected_keys"], said
+"""
 LOAD = """
 import sys, json, torch, transformers
 logits = []
@@ -139,10 +144,18 @@ def test_a_new_class_needs_no_file(site: Path, source: Path, tmp_path: Path) -> 
     packed = [n for n in read_tensors(tmp_path / "w4") if n.endswith("weight_packed")]
     assert len(packed) == 2 * 8 * 3
     sound("nvfp4", source, tmp_path / "fp4", "--dialect", "modelopt", *jobs)
+    sound("fp8", source, tmp_path / "fp8", *jobs)
+    sound("dequant", tmp_path / "fp8", tmp_path / "bf16", *jobs)
+    back = read_tensors(tmp_path / "bf16")
+    assert {name: tensor.shape for name, tensor in back.items()} == {
+        name: tensor.shape for name, tensor in names.items()
+    }
+    _python(site, READ, tmp_path / "bf16")
     sound("amx", source, tmp_path / "amx", "--method", "int8", "--numa", "1", *jobs)
     sound("split", source, tmp_path / "stages", "--pp", "1,1", *jobs)
-    for made in ("stacked", "w4", "fp4", "amx", "stages"):
+    for made in ("stacked", "w4", "fp4", "fp8", "amx", "stages"):
         sound("validate", tmp_path / made, "--against", source, "--level", "full", *jobs)
+    sound("validate", tmp_path / "bf16", "--against", tmp_path / "fp8", "--level", "full", *jobs)
     # An answer for each set of names: experts apart, stacked, by stage.
     kept = [*(tmp_path / "cache" / "qconvert" / "families").iterdir()]
     assert 1 <= len(kept) <= 6

@@ -24,13 +24,26 @@ SIZES: Mapping[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "n_embd": 256, "n_layer": LAYERS, "n_head": 4,
     "d_model": 256, "num_layers": LAYERS,
 }  # fmt: skip
-# What single families need beside them.
+
+
+def _rope(sections: list[int]) -> dict[str, Any]:
+    """Of a multi-modal model: the sections add up to half of what is rotated."""
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+
+
+# What single families need beside them, in their text_config where there is one.
 OWN: Mapping[str, Mapping[str, Any]] = {
+    "axk1": {"head_dim": 32},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"head_dim": 32},
-    "deepseek_v32": {"head_dim": 32},
-    "dots1": {"intermediate_size": 512},
-    "glm5_next": {"num_key_value_heads": 4},
+    "deepseek_v32": {"head_dim": 32, "num_key_value_heads": 4},
+    "dots1": {"intermediate_size": 512, "num_experts_per_tok": 2},
+    "gemma4": {"per_layer_config": {}},
+    "gemma4_text": {"per_layer_config": {}},
+    "glm4v_moe": {"rope_parameters": _rope([4, 6, 6]) | {"partial_rotary_factor": 0.5}},
+    "glm5_next": {"num_key_value_heads": 4, "qk_rope_head_dim": 0},
+    "glm_moe_dsa": {"num_key_value_heads": 4},
     "gpt_oss": {"intermediate_size": 256},
     "granitemoe": {"intermediate_size": 256},
     "granitemoehybrid": {
@@ -41,15 +54,20 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 16,
         "use_mamba_kernels": False, "intermediate_size": 256,
     },
+    "kimi_k25": {"head_dim": 32},
     "laguna": {"num_attention_heads_per_layer": [4] * LAYERS},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1,
     },
-    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+    # transformers saves rows for its zero experts, which compute nothing and are not published.
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 0, "qk_head_dim": 64, "head_dim": 32},
     "minimax_m2": {"intermediate_size": 256},
     "mixtral": {"intermediate_size": 256},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
     "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
     "phimoe": {"intermediate_size": 256},
+    "qwen2_5_vl": {"rope_parameters": _rope([8, 12, 12])},
+    "step3p7": {"sliding_window": 64},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -60,17 +78,18 @@ def config_of(model_type: str, given: Mapping[str, Any]) -> Any:
 
     hf: Any = transformers
     values = hf.AutoConfig.for_model(model_type, **given).to_dict()
-    small = _small(values)
-    small.update(OWN.get(model_type, {}))
+    own = dict(OWN.get(model_type, {}))
+    small = _small(values, own)
+    small.get("text_config", small).update(own)
     small.pop("model_type")
     return hf.AutoConfig.for_model(model_type, **small)
 
 
-def _small(values: Mapping[str, Any]) -> dict[str, Any]:
+def _small(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _small(value)
+            found[key] = _small(value, own if key == "text_config" else {})
         elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list):
             kinds = list(dict.fromkeys(value))  # every kind of layer that there is
             found[key] = [kinds[i % len(kinds)] for i in range(LAYERS)]

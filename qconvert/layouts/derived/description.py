@@ -20,7 +20,7 @@ from qconvert.checkpoint.family import (
     generic_dims,
     text_config,
 )
-from qconvert.core.names import parse, split_parameter
+from qconvert.core.names import experts_module, layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.layouts.derived import drafts
 
@@ -49,7 +49,9 @@ class Description:
     of num_experts and moe_intermediate_size; `experts_unread` and `not_on_cpus` say why routed
     experts are not told apart, or not computed by kt-kernel's CPU kernels ("": they are), `not_run` why
     a calibration cannot run the class a layer at a time. `layers` of each module and `sizes`, where the
-    class was built for the very config, else empty."""
+    class was built for the very config, else empty. `stacks_alone`: it reads no matrices of
+    experts; those of `modules` are what a packed checkpoint has in their place. `ungated`: experts are
+    two matrices, down(act(up))."""
 
     name: str
     class_name: str
@@ -61,14 +63,18 @@ class Description:
     layers: Mapping[str, tuple[int, ...]]
     sizes: Mapping[str, int]
     not_run: str = ""
+    stacks_alone: bool = False
+    ungated: bool = False
 
 
 def parsed(answer: Mapping[str, Any]) -> Description:
     """The description that the process of `transformers_class` or a file of `classes/` holds."""
+    modules = {name: Module.read(text) for name, text in answer["modules"].items()}
+    packed = {} if answer["experts_unread"] else _packed(modules)
     return Description(
         str(answer["model_type"]),
         str(answer["class"]),
-        {name: Module.read(text) for name, text in answer["modules"].items()},
+        {**modules, **packed},
         dict(answer["keys"]),
         bool(answer["stacked_transposed"]),
         str(answer["experts_unread"]),
@@ -76,7 +82,25 @@ def parsed(answer: Mapping[str, Any]) -> Description:
         {module: tuple(layers) for module, layers in answer.get("layers", {}).items()},
         dict(answer.get("sizes", {})),
         str(answer.get("not_run", "")),
+        bool(packed),
+        bool(answer.get("ungated", False)),
     )
+
+
+def _packed(modules: Mapping[str, Module]) -> Mapping[str, Module]:
+    """Names of packed experts whose class reads them in stacks alone: a matrix each, below the stacks'
+    module, as llm-compressor stores Llama 4's."""
+    kinds = {module.kind: name for name, module in modules.items()}
+    if Kind.EXPERT_GATE in kinds or not kinds.keys() >= {Kind.STACKED_GATE_UP, Kind.STACKED_DOWN}:
+        return {}
+    return {
+        f"{experts_module(name)}.{{E}}.{projection}_proj": replace(stack, kind=kind)
+        for name, stack in modules.items()
+        if stack.kind is Kind.STACKED_DOWN
+        for projection, kind in (
+            ("gate", Kind.EXPERT_GATE), ("up", Kind.EXPERT_UP), ("down", Kind.EXPERT_DOWN),
+        )
+    }  # fmt: skip
 
 
 def family_of(description: Description, names: Iterable[str]) -> Family:
@@ -84,11 +108,8 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
     of drafts, which no class builds. A class is saved under other names than it has itself, and a
     checkpoint holds one form."""
     names = list(names)
-    modules = {
-        name: module
-        for name, module in description.modules.items()
-        if "{I}" not in name  # two modules of one layer would be one
-    }
+    description = _numbered_apart(description, names)
+    modules = description.modules
     own = tuple(
         Role(_role(name, module), name, module.kind, _group(name, module), optional=True)
         for name, module in modules.items()
@@ -117,18 +138,43 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         experts_unread=description.experts_unread,
         not_on_cpus=description.not_on_cpus,
         not_run=description.not_run,
+        ungated=description.ungated,
         class_name=description.class_name,
         layers_counted=not description.layers,
         expert_templates={
             module.kind: name
             for known in (every, there)  # the names that it has are the last
             for name, module in description.modules.items()
-            if name in known and module.kind.routed and module.kind is not Kind.EXPERT_UNKNOWN
+            if name in known
+            and module.kind.routed
+            and module.kind is not Kind.EXPERT_UNKNOWN
+            and not (description.stacks_alone and "{E}" in name)
         },
     )
     stated = _stated(family, description) if description.layers else {}
     groups = {**_found(family, names), **stated}
     return replace(family, dims=_dims(description, groups, numbered_on=bool(joins)))
+
+
+def _numbered_apart(description: Description, names: Iterable[str]) -> Description:
+    """Modules that a layer has several of, as LongCat's two attentions, are a role each: as one, all but
+    one would be lost. What a kind says of a layer (which matrices are fused, which are one projection)
+    does not hold of several, so that their matrices are just linears."""
+    apart: dict[str, str] = {}
+    for name in names:
+        template, _, _ = parse(name)
+        module, _ = split_parameter(template)
+        if "{I}" in module and module in description.modules:
+            apart[split_parameter(layer_template(name))[0]] = module
+    modules = {name: one for name, one in description.modules.items() if "{I}" not in name}
+    layers = dict(description.layers)
+    for name, template in apart.items():
+        one = description.modules[template]
+        plain = one.kind.linear and one.kind is not Kind.VISION
+        modules[name] = replace(one, kind=Kind.LINEAR) if plain else one
+        if template in description.layers:
+            layers[name] = description.layers[template]
+    return replace(description, modules=modules, layers=layers)
 
 
 def _of_draft(group: str, name: str = "") -> str:

@@ -78,7 +78,8 @@ def kind_of(parameter: Parameter) -> Kind:
 
 
 def _stack(parameter: Parameter, last: str) -> Kind:
-    if len(parameter.shape) != 3 or parameter.shape[0] != parameter.num_experts:
+    # LongCat's gate_up_proj has room for the experts that compute nothing, and no checkpoint holds.
+    if len(parameter.shape) != 3 or parameter.shape[0] < parameter.num_experts:
         return Kind.EXPERT_UNKNOWN  # biases, and stacks of another order
     kinds = {"gate_up_proj": Kind.STACKED_GATE_UP, "down_proj": Kind.STACKED_DOWN}
     return kinds.get(last, Kind.EXPERT_UNKNOWN)

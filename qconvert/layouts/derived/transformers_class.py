@@ -11,8 +11,10 @@ published name by the module that owns it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +33,9 @@ _WIDTH_KEYS = (
     "intermediate_size", "ffn_hidden_size", "expert_dim",
 )  # fmt: skip
 _NOT_THREE = "its experts are not stored as gate, up and down projections"
+UNGATED = "its experts have no gate projection"
 _UNNAMED = "its experts are stored under another name than `experts`"
+_GATE_FIRST = re.compile(r"gate, up = .*\.chunk\(2, dim=-1\)")
 _SILU = ("SiLU", "SiLUActivation", "silu")
 
 
@@ -46,7 +50,9 @@ def build(values: Mapping[str, Any]) -> Any:
     import transformers
 
     hf: Any = transformers
-    given = {k: v for k, v in values.items() if k not in ("transformers_version", "auto_map")}
+    given = {
+        k: _untagged(v) for k, v in values.items() if k not in ("transformers_version", "auto_map")
+    }
     given.pop("quantization_config", None)
     try:
         config = hf.AutoConfig.for_model(**given)
@@ -57,6 +63,17 @@ def build(values: Mapping[str, Any]) -> Any:
     except Exception as error:
         # Whatever a class raises for a config that it was not made for: the caller says it.
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def _untagged(value: Any) -> Any:
+    """A setting as it was: transformers writes infinity, which JSON has not, as an object with a
+    `__float__` (configuration_utils.py, 5.17)."""
+    if isinstance(value, Mapping):
+        tag = value.get("__float__")
+        if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: _untagged(inner) for key, inner in value.items()}
+    return [_untagged(inner) for inner in value] if isinstance(value, list) else value
 
 
 def class_of(hf: Any, config: Any) -> Any:
@@ -191,7 +208,7 @@ def _sizes(text: Any, experts: Any | None, modules: Mapping[str, Any]) -> dict[s
         down = getattr(experts, "down_proj", None)
         if down is not None:
             found["num_experts"] = int(down.shape[0])
-            width = down.shape[1 if getattr(experts, "is_transposed", False) else 2]
+            width = down.shape[1 if _is_transposed(experts) else 2]
             found["moe_intermediate_size"] = int(width)
         return found
     counts = [
@@ -221,6 +238,8 @@ def kind(found: Class, name: str) -> Kind | None:
             return (Kind.EXPERT_GATE, Kind.EXPERT_UP)[source]
         if stacked is Kind.STACKED_DOWN and sources == 1:
             return Kind.EXPERT_DOWN
+        if is_ungated(found) and target.endswith(".up_proj") and sources == 1:
+            return Kind.EXPERT_UP
         return Kind.EXPERT_UNKNOWN if stacked.routed else Kind.UNKNOWN
     if stacked.routed:
         return stacked if names == ["Transpose"] else Kind.EXPERT_UNKNOWN
@@ -238,15 +257,37 @@ def kind(found: Class, name: str) -> Kind | None:
     return Kind.LINEAR if parameter.linear and stacked is not Kind.VISION else stacked
 
 
+def _is_transposed(experts: Any) -> bool:
+    """Whether stacks hold inputs before outputs: [E, H, 2I] and [E, I, H]. A class without the decorator
+    says it by their shapes."""
+    if is_marked(experts):
+        return bool(experts.is_transposed)
+    both, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if both is None or down is None:
+        return False
+    return tuple(both.shape[1:]) == (down.shape[2], 2 * down.shape[1])
+
+
+def _says_its_order(experts: Any) -> bool:
+    """Whether a class without the decorator computes gate from the first half of `gate_up_proj` and has
+    no other parameters: Llama4TextExperts and LongcatFlashExperts do (transformers 5.17)."""
+    held = dict(experts.named_parameters(recurse=False))
+    return held.keys() == {"gate_up_proj", "down_proj"} and bool(
+        _GATE_FIRST.search(inspect.getsource(type(experts)))
+    )
+
+
 def why_not_read(found: Class) -> str:
     """Why routed experts cannot be told apart into gate, up and down, "" if they can."""
     experts = found.experts
     if experts is None:
         return ""
     if not is_marked(experts):
-        return f"{type(experts).__name__} does not say how its stacks are ordered"
+        known = _says_its_order(experts)
+        return "" if known else f"{type(experts).__name__} does not say how its stacks are ordered"
     if not experts.has_gate:
-        return "its experts have no gate projection"
+        held = dict(experts.named_parameters(recurse=False)).keys()
+        return "" if held == {"up_proj", "down_proj"} else "its experts have no gate projection"
     if not experts.is_concatenated:
         return "its experts interleave the rows of gate and up"
     if experts.has_bias:
@@ -254,16 +295,25 @@ def why_not_read(found: Class) -> str:
     return ""
 
 
+def is_ungated(found: Class) -> bool:
+    """Whether experts are down(act(up)), as Nemotron-H's: two matrices each, and no stack of both."""
+    experts = found.experts
+    return experts is not None and is_marked(experts) and not experts.has_gate
+
+
 def why_not_on_cpus(found: Class) -> str:
     """Why kt-kernel's CPU kernels, which compute down(silu(gate) * up), do not compute this model's
     experts, "" if they do."""
-    import inspect
-
     from transformers.integrations import moe
 
     experts = found.experts
     if experts is None or why_not_read(found):
         return why_not_read(found)
+    if is_ungated(found):
+        return UNGATED
+    if not is_marked(experts):
+        # Llama 4 scales what goes into an expert, LongCat's zero experts give their input back.
+        return f"{type(experts).__name__} computes its experts in a way of its own"
     if type(experts)._apply_gate is not moe._default_apply_gate:
         return f"{type(experts).__name__} combines gate and up in a way of its own"
     function = getattr(experts, "act_fn", None)
@@ -307,7 +357,11 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
         layers = targets.get(parse(read).template, set()) if layer is not None else set()
         tower = not found.parameters[read].language
         roles.setdefault(module, (one, tower, set()))[2].update(layers)
-    if not unread_experts and any(one is Kind.EXPERT_UNKNOWN for one, _, _ in roles.values()):
+    ungated = is_ungated(found) and not unread_experts
+    unknown = [name for name, (one, _, _) in roles.items() if one is Kind.EXPERT_UNKNOWN]
+    if ungated:  # no command makes or reads a stack of `up_proj`
+        unknown = [name for name in unknown if "{E}" in name]
+    if not unread_experts and unknown:
         unread_experts = _NOT_THREE
     sets: list[set[int]] = [set()]
     stated = model.config.get_text_config().to_dict()
@@ -326,7 +380,7 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
             for key in [next((k for k in keys if stated.get(k) == found.sizes.get(size)), None)]
             if size in found.sizes and key is not None
         },
-        "stacked_transposed": bool(getattr(experts, "is_transposed", False)),
+        "stacked_transposed": experts is not None and _is_transposed(experts),
         "experts_unread": unread_experts,
         "not_on_cpus": unread_experts or why_not_on_cpus(found),
         "modules": {
@@ -337,13 +391,20 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
             module: sorted(found) for module, (_, _, found) in sorted(roles.items()) if found
         },
         "unread": sorted(unread - roles.keys()),
-        **_not_run(model, unread_experts),
+        **({"ungated": True} if ungated else {}),
+        **_not_run(found, unread_experts),
     }
 
 
-def _not_run(model: Any, unread_experts: str) -> dict[str, str]:
+def _not_run(found: Class, unread_experts: str) -> dict[str, str]:
     """Why its layers cannot be run one by one, where that is all that stands against a calibration."""
-    why = "" if unread_experts else why_not_run(model)
+    if unread_experts:
+        return {}
+    if is_ungated(found):
+        return {"not_run": UNGATED}
+    if found.experts is not None and not is_marked(found.experts):
+        return {"not_run": f"{type(found.experts).__name__} does not mark what its experts take"}
+    why = why_not_run(found.model)
     return {"not_run": why} if why else {}
 
 

@@ -11,7 +11,7 @@ QC052, in projections, checks whether the model's class takes the stated form an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,9 +174,24 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
                 message = f"is {source.type}, but {MANIFEST} says it was dequantized"
                 yield Finding("QC053", "error", name, message)
     yield from _draft_count(checkpoint, manifest)
+    yield from _reading(checkpoint, manifest)
     pair = manifest.get("pair")
     if pair is not None:
         yield from _pair(checkpoint, manifest, pair)
+
+
+def _reading(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
+    """The class or the file that the folder is read by now must be the one that it was made by."""
+    made, now = manifest.get("reading"), checkpoint.reading
+    if made is not None and now is not None and now.fact != made:
+        message = f"says it was made {_as_stated(made)}, and it is read {_as_stated(now.fact)}"
+        yield Finding("QC053", "warning", MANIFEST, message)
+
+
+def _as_stated(reading: Mapping[str, str]) -> str:
+    if "architecture" in reading:
+        return f"with --architecture {reading['architecture']}"
+    return f"with --family {reading['family_file']} (sha256 {reading['sha256'][:12]})"
 
 
 def _draft_count(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:

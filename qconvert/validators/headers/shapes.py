@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Config, Dims, first_int, text_config
+from qconvert.checkpoint.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import scale_candidates, weight_candidates
 from qconvert.validation.findings import Finding, Rule
@@ -155,6 +155,7 @@ def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]
     vocab, twice = size("vocab_size"), _times(2, hidden)
     shared = size("shared_expert_intermediate_size")
     several = _times(first_int(text, "n_shared_experts") or _ANY, each)
+    inputs = expert_inputs(config, dims) or _ANY
     found: dict[str, Shape] = {
         **dict.fromkeys(("embed_tokens", "lm_head", "shared_head.head"), (vocab, hidden)),
         **dict.fromkeys(_NORMS, (hidden,)),
@@ -162,14 +163,15 @@ def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]
         "router": (experts, hidden),
         "router.e_score_correction_bias": (experts,),
         "shared_expert_gate": (1, hidden),
-        "stacked_experts.gate_up_proj": (experts, _times(2, each), hidden),
-        "stacked_experts.down_proj": (experts, hidden, each),
+        "stacked_experts.gate_up_proj": (experts, _times(2, each), inputs),
+        "stacked_experts.down_proj": (experts, inputs, each),
     }
-    for prefix, rows in (
-        ("mlp.", dense), ("experts.", each), ("shared_expert.", shared), ("shared_experts.", several),
+    for prefix, rows, columns in (
+        ("mlp.", dense, hidden), ("experts.", each, inputs), ("shared_expert.", shared, hidden),
+        ("shared_experts.", several, hidden),
     ):  # fmt: skip
-        found |= {f"{prefix}{name}": (rows, hidden) for name in ("gate_proj", "up_proj")}
-        found[f"{prefix}down_proj"] = (hidden, rows)
+        found |= {f"{prefix}{name}": (rows, columns) for name in ("gate_proj", "up_proj")}
+        found[f"{prefix}down_proj"] = (columns, rows)
     attention = _latent(text, hidden) or _grouped(hidden, size, _gates(text, family))
     return found | attention | _linear_attention(dims, hidden, size)
 
