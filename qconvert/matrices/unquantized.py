@@ -173,6 +173,12 @@ def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None
                 "checkpoint first (qconvert dequant)"
             )
     first, *others = [module for module, fp8 in linears.items() if fp8]
+    if f"{first}.scale" in plan.tensors:
+        raise PlanError(
+            f"{first!r} is FP8 under the name `scale`: its FP8 layers have the names of DeepSeek-V4, "
+            "for which no other config has a place: dequantize the checkpoint first (a recipe of "
+            "`dequant` and this step is one read)"
+        )
     block = fp8_scheme(plan.checkpoint, first).block
     for module in others:
         if (other := fp8_scheme(plan.checkpoint, module).block) != block:

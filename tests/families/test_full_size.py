@@ -142,3 +142,34 @@ def _ran(words: list[str | Path], model: str, name: str, tensors: int) -> tuple[
         with Path(table).open("a", encoding="utf-8") as file:
             file.write(line)
     return code, text
+
+
+# The models that are published in 4 bits, in BF16, FP8 and NVFP4. Kimi-K3 has no public config that was
+# found, and is not here.
+FOUR_BITS = {
+    "gpt-oss-120b": {"bf16": "dequant: {}"},
+    "deepseek-v4-flash": {
+        "bf16": "dequant: {}",
+        "fp8": "relabel: {to: fp8}",
+        "nvfp4": "dequant: {}\n- nvfp4: {dialect: modelopt}",
+    },
+    "kimi-k2.5": {
+        "bf16": "dequant: {}",
+        "fp8": "fp8: {}",
+        "nvfp4": "nvfp4: {dialect: compressed-tensors, targets: all}",
+    },
+}
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", FOUR_BITS)
+def test_what_is_published_in_four_bits_is_planned(model: str, tmp_path: Path) -> None:
+    found, source = published(model), tmp_path / "source"
+    source.mkdir()
+    headers.write_sparse(found, source)
+    for form, passes in FOUR_BITS[model].items():
+        recipe = tmp_path / f"{form}.yaml"
+        recipe.write_text(f"passes:\n- {passes}\n")
+        words = ["run", recipe, source, tmp_path / "out", "--dry-run"]
+        code, text = _ran(words, model, f"to {form}", len(found.tensors))
+        assert code == 0, (form, text)

@@ -1,0 +1,88 @@
+"""What `relabel` makes, in sglang's and vLLM's own loaders, with the options that its card prints. Skips
+itself without its environment (`make loaders`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from loaders.client import PYTHON, Rank, Server
+from loaders.folders import assert_whole, converted, source
+from loaders.test_sglang_quantized import launch_flags
+
+pytestmark = [
+    pytest.mark.loader,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs a runtime's loader: make loaders"),
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published checkpoint, what makes it a quantized one ("": it is), and what it becomes."""
+
+    family: str
+    fp8: bool
+    command: str
+    to: str
+
+
+CELLS = {
+    "gptq to compressed-tensors": Cell(
+        "qwen3_moe", False, "w4a16 --rtn --packing gptq", "compressed-tensors"
+    ),
+    "compressed-tensors to gptq": Cell("glm4_moe", False, "w4a16 --rtn", "gptq"),
+    "linears to gptq-v2": Cell("qwen3_next", False, "w4a16 --rtn --targets Linear", "gptq-v2"),
+    "linears to compressed-tensors": Cell(
+        "deepseek_v3", False, "w4a16 --rtn --packing gptq-v2 --targets Linear", "compressed-tensors"
+    ),
+    "nvfp4 to compressed-tensors": Cell(
+        "glm4_moe", False, "nvfp4 --dialect modelopt", "compressed-tensors --nearest"
+    ),
+    "nvfp4 to modelopt": Cell(
+        "qwen3_moe", False, "nvfp4 --dialect compressed-tensors", "modelopt --nearest"
+    ),
+    "fp8 to compressed-tensors": Cell("qwen3_moe", True, "", "compressed-tensors"),
+    "fp8 of compressed-tensors": Cell("qwen3_5_moe_text", False, "fp8 --compressed-tensors", "fp8"),
+    "mxfp4 to fp8": Cell("qwen3_moe", False, "mx", "fp8"),
+}
+# GPTQ's g_idx is read for act-order only; weight-only NVFP4 has no input scales; vLLM drops biases that
+# no tensor has (as in test_vllm.py and test_sglang_quantized.py).
+_UNREAD = (".g_idx",)
+_UNWRITTEN = (
+    "input_scale", "input_global_scale", "w13_bias", "w2_bias", "_g_idx", "_g_idx_sort_indices",
+    "_blockscale_swizzled",
+)  # fmt: skip
+cells = pytest.mark.parametrize("name", CELLS)
+
+
+def _made(name: str, folders: Path) -> Path:
+    cell = CELLS[name]
+    folder = source(folders, cell.family, fp8=cell.fp8)
+    if cell.command:
+        command, *options = cell.command.split()
+        folder = converted(folders, command, folder, *options)
+    return converted(folders, "relabel", folder, "--to", *cell.to.split())
+
+
+@cells
+@pytest.mark.parametrize("rank", [Rank(), Rank(2, 1)], ids=str)
+def test_sglang_loads_it(
+    name: str, rank: Rank, hopper: Server, blackwell: Server, folders: Path
+) -> None:
+    cell, out = CELLS[name], _made(name, folders)
+    flags = launch_flags(out)
+    assert flags is not None, "the card has no launch line"
+    server = blackwell if "nvfp4" in name else hopper
+    loaded = server.load(out, rank, flags=flags)
+    assert_whole(loaded, cell.family, unread=_UNREAD, unwritten=_UNWRITTEN)
+
+
+@cells
+@pytest.mark.skipif(not (PYTHON.parent.parent / "vllm").is_dir(), reason="needs vLLM's loader")
+def test_vllm_loads_it(name: str, vllm: Server, folders: Path) -> None:
+    cell, out = CELLS[name], _made(name, folders)
+    for rank in (Rank(), Rank(2, 1)):
+        loaded = vllm.load(out, rank)
+        assert_whole(loaded, cell.family, unread=_UNREAD, unwritten=_UNWRITTEN)
