@@ -20,6 +20,9 @@ Cases:
   amx      BF16 experts to AMXINT4 and AMXINT8, two NUMA shards, compared with kt-kernel's converter
   w4a16    BF16 experts to packed INT4, groups of 128, compared with llm-compressor's model_free_ptq;
            checks that the tensors of both are the same bytes
+  encoders  BF16 experts to FP8 (blocks, rows), INT8, MXFP4, MXFP8 and NVFP4, compared with
+           llm-compressor's model_free_ptq
+  decoders  what those and w4a16 make, back to BF16, compared with compressed-tensors' converter
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
 
@@ -54,6 +57,30 @@ group = {"targets": [r"re:.*\\.mlp\\.experts\\..*"], "weights": weights}
 model_free_ptq(sys.argv[1], sys.argv[2], max_workers=int(sys.argv[3]), device="cpu",
     config=QuantizationConfig(config_groups={"group_0": group}, format="pack-quantized"))
 """
+_SCHEME = """
+import sys
+from llmcompressor.entrypoints.model_free import model_free_ptq
+model_free_ptq(sys.argv[1], sys.argv[2], max_workers=int(sys.argv[3]), device="cpu", scheme=sys.argv[4],
+    ignore=["lm_head", "re:.*embed_tokens", "re:.*self_attn.*", "re:.*mlp.gate$", "re:.*norm"])
+"""
+_DEQUANTIZER = """
+import sys
+from compressed_tensors.entrypoints.convert import convert_checkpoint
+from compressed_tensors.entrypoints.convert.converters import ct_dequantizer
+convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_workers=int(sys.argv[3]),
+    converter=ct_dequantizer.CompressedTensorsDequantizer(sys.argv[1]))
+"""
+# What writes experts in an encoding, llm-compressor's scheme (None: it has none for weights alone), and
+# the bytes of a weight.
+_ENCODED: dict[str, tuple[tuple[str, ...], str | None, float]] = {
+    "fp8 block": (("fp8", "--compressed-tensors", "--targets", "experts"), "FP8_BLOCK", 1),
+    "fp8 rows": (("fp8", "--channel", "--targets", "experts"), "FP8_DYNAMIC", 1),
+    "int8": (("int8", "--targets", "experts"), "INT8", 1),
+    "mxfp4": (("mx",), "MXFP4A16", 17 / 32),
+    "mxfp8": (("mx", "--bits", "8"), "MXFP8", 33 / 32),
+    "nvfp4": (("nvfp4", "--dialect", "compressed-tensors"), "NVFP4A16", 9 / 16),
+    "w4a16": (("w4a16", "--rtn"), None, 33 / 64),
+}
 # As sitecustomize.py it is imported by every interpreter, workers included.
 _NO_HASH = """
 import xxhash
@@ -308,6 +335,42 @@ def _w4a16(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     yield from _compare("w4a16", source, read, written, contenders, options.runs, peer)
 
 
+def _encoders(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = _bf16_moe(options)
+    source, read = _made(work, model)
+    out, cores = str(work / "out"), str(len(os.sched_getaffinity(0)))
+    for name, ((command, *more), scheme, each) in _ENCODED.items():
+        if scheme is None:  # a case of its own
+            continue
+        contenders = [Contender("qconvert", _qconvert(command, str(source), out, *more))]
+        peer = None if options.no_peer else "llm-compressor"
+        if peer:
+            theirs = [sys.executable, "-c", _SCHEME, str(source), out, cores, scheme]
+            contenders.append(Contender(peer, theirs))
+        written = int(read / 2 * each)
+        case = f"encoders {name}"
+        yield from _compare(case, source, read, written, contenders, options.runs, peer)
+
+
+def _decoders(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    plain, _ = _made(work, _bf16_moe(options))
+    out, cores = str(work / "out"), str(len(os.sched_getaffinity(0)))
+    written = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
+    for name, ((command, *more), _, _) in _ENCODED.items():
+        source = work / name.replace(" ", "-")
+        timed(_qconvert(command, str(plain), str(source), *more))
+        read = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        contenders = [Contender("qconvert", _qconvert("dequant", str(source), out))]
+        # It decodes in BF16 where scales are BF16, and NVFP4 not at all under a class of its own.
+        peer = None if options.no_peer else "compressed-tensors"
+        if peer:
+            theirs = [sys.executable, "-c", _DEQUANTIZER, str(source), out, cores]
+            contenders.append(Contender(peer, theirs))
+        case = f"decoders {name}"
+        yield from _compare(case, source, read, written, contenders, options.runs, peer)
+        remove(source)
+
+
 def _same_tensors(first: Path, second: Path) -> int:
     """How many tensors two folders have, if name, type and content are equal. SystemExit if not."""
     import torch
@@ -373,6 +436,8 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "jobs": _jobs,
     "amx": _amx,
     "w4a16": _w4a16,
+    "encoders": _encoders,
+    "decoders": _decoders,
     "validate": _validate,
 }
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
 from encoded_models import ENCODINGS, FAMILIES, Array, encoded, gpt_oss
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
+from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
 from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
@@ -211,3 +214,47 @@ def test_modelopt_decodes_mxfp8_the_same(tmp_path: Path) -> None:
         theirs = tensor.dequantize(torch.bfloat16, scale=scale)
         assert torch.equal(as_torch(found[name]), theirs), name
         assert values.shape == codes.shape
+
+
+# --- which scheme covers a module ---------------------------------------------------------------
+
+_TARGETS = (
+    "Linear", "model.layers.0.mlp.up_proj", "re:.*up_proj$", "re:model.layers.1.*", "re:.*mlp.*",
+    "re:up_proj", "up_proj", "re:.*self_attn.(q|k)_proj", "layers.0", "lm_head", "Embedding",
+)  # fmt: skip
+
+
+@pytest.mark.peer
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.sampled_from(_TARGETS), max_size=4, unique=True),
+    st.lists(st.sampled_from(_TARGETS), max_size=3, unique=True),
+)
+def test_modules_are_matched_as_compressed_tensors_matches_them(
+    targets: list[str], ignore: list[str]
+) -> None:
+    from compressed_tensors.utils import match_named_modules
+
+    def block(**linears: int) -> torch.nn.Module:
+        return torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in linears})
+
+    layers = [
+        torch.nn.ModuleDict(
+            {
+                "self_attn": block(q_proj=1, k_proj=1, o_proj=1),
+                "mlp": block(up_proj=1, down_proj=1),
+            }
+        )
+        for _ in range(2)
+    ]
+    model = torch.nn.ModuleDict(
+        {
+            "model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)}),
+            "lm_head": torch.nn.Linear(1, 1),
+        }
+    )
+    linears = {name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    theirs = {name for name, _ in match_named_modules(model, targets, ignore)} & linears
+    covered, left = (Entries.of(dict.fromkeys(each, True)) for each in (targets, ignore))
+    ours = {name for name in linears if covered.find(name) and not left.find(name)}
+    assert ours == theirs
