@@ -374,6 +374,22 @@ MUTANTS = (
         "left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))",
         "left = ['lm_head']",
     ),
+    Mutant(
+        "FP8 scales of one of several matrices", "fp8 matrices", "formats.fp8.tensor",
+        "TensorScale.run", "np.array([max(each)], np.int32)", "np.array([min(each) - 384], np.int32)",
+    ),
+    Mutant(
+        "FP8 of matrices with half the scale", "fp8 matrices packed", "formats.fp8.tensor", "_number",
+        "<< 16).view(np.float32)", "<< 16).view(np.float32) * np.float32(0.5)",
+    ),
+    Mutant(
+        "FP8 of matrices called channels", "fp8 matrices packed", "formats.fp8.config",
+        "fp8_tensor_group_config", '"strategy": "tensor"', '"strategy": "channel"',
+    ),
+    Mutant(
+        "FP8 of channels called matrices", "fp8 rows", "formats.fp8.config", "fp8_group_config",
+        '"strategy": "channel"', '"strategy": "tensor"',
+    ),
     # --- MXFP4, MXFP8 and INT8 a row
     Mutant(
         "MX scales half as large", "mxfp4", "formats.mx.encode", "_LARGEST_POWER",
