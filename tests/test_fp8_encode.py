@@ -258,6 +258,6 @@ def test_options_of_a_scale_a_matrix() -> None:
         ({"tensor": True, "input_scale": -1.0}, "above 0"),
     ):
         with pytest.raises(PlanError, match=said):
-            ToFp8(**wrong)  # type: ignore[arg-type]
+            ToFp8(**wrong)
     # What stands in manifests of older versions is unchanged.
     assert repr(ToFp8()).endswith("tp=None)")

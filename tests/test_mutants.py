@@ -307,8 +307,8 @@ MUTANTS = (
         '"num_bits": scheme.bits', '"num_bits": 4',
     ),
     Mutant(
-        "targets of another", "w4a16", "passes.w4a16", "ExpertsToW4A16._quantization",
-        "targets = experts", 'targets = ["re:.*self_attn.*"]',
+        "targets of another", "w4a16", "passes.by_row", "compressed_block",
+        'rf"re:{but}.*{escape(path)}.*" for', '"re:.*self_attn.*" for',
     ),
     Mutant(
         "version 2 called the first", "gptq v2", "formats.int_packed.config", "gptq_config",
@@ -430,8 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "INT8's list without what stays", "int8", "passes.by_row", "compressed_block",
-        "left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))",
-        "left = ['lm_head']",
+        '"ignore": list(left)', '"ignore": ["lm_head"]',
     ),
     # --- NVFP4
     Mutant(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,6 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.formats.fp8.config import (
-    compressed_config,
     fp8_config,
     fp8_group_config,
     fp8_tensor_group_config,
@@ -34,14 +33,13 @@ from qconvert.matrices.stored import read_matrix
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,
-    expert_targets,
     ignored,
-    shared_paths,
 )
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.constant import Constant
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
+from qconvert.passes.by_row import compressed_block
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.ranks import check_size, check_tp, loads_at, loads_note
 from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
@@ -271,19 +269,17 @@ class ToFp8:
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
             inputs = self.input_scale is not None
             return fp8_config(self._block_size, left, exponents=self.exponents, inputs=inputs)
-        experts = chosen.experts is not None
-        targets = ["Linear"]
-        if not chosen.plain:
-            targets = expert_targets(plan.family.expert_paths) if experts else []
-            if chosen.shared:
-                targets += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
         left = ignored(
-            plan, others, experts=experts, shared=bool(chosen.shared), drafts_too=bool(chosen.plain)
+            plan,
+            others,
+            experts=chosen.experts is not None,
+            shared=bool(chosen.shared),
+            drafts_too=bool(chosen.plain),
         )
-        group = fp8_group_config(self._block_size, targets)
+        group = partial(fp8_group_config, self._block_size)
         if self.tensor:
-            group = fp8_tensor_group_config(targets, inputs=self.input_scale is not None)
-        return compressed_config(group, left)
+            group = partial(fp8_tensor_group_config, inputs=self.input_scale is not None)
+        return compressed_block(plan, chosen, group, left)
 
 
 PASSES = (ToFp8,)

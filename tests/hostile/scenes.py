@@ -99,7 +99,7 @@ CONVERSIONS = (
     _conversion("nvfp4", "nvfp4 {src} {out} --dialect modelopt", src="bf16",
                 has="checkpoint data"),
     _conversion("fp8", "fp8 {src} {out} --ue8m0", src="bf16", has="checkpoint data"),
-    _conversion("mx", "mx {src} {out}", src="bf16", has="checkpoint data"),
+    _conversion("mx", "mx {src} {out}", src="made", has="checkpoint data"),
     _conversion("int8", "int8 {src} {out}", src="bf16", has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",

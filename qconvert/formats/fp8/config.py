@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -19,17 +19,6 @@ def fp8_config(
         **({} if block is None else {"weight_block_size": list(block)}),
         **({"scale_fmt": "ue8m0"} if exponents else {}),
         "modules_to_not_convert": list(left),
-    }
-
-
-def compressed_config(group: Mapping[str, Any], left: Iterable[str]) -> dict[str, Any]:
-    """compressed-tensors' block (0.19) of one group."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(left),
     }
 
 
