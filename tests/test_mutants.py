@@ -347,11 +347,11 @@ MUTANTS = (
     ),
     # --- FP8
     Mutant(
-        "E4M3 rounded down", "fp8", "formats.fp8.encode", "to_e4m3",
-        "np.uint16((1 << (_DROPPED - 1)) - 1)", "np.uint16(0)",
+        "E4M3 rounded down", "fp8", "formats.fp8.encode", "_codes",
+        "((1 << (_DROPPED - 1)) - 1)", "0",
     ),
     Mutant(
-        "E4M3 below 2^-6 cut", "fp8 rows", "formats.fp8.encode", "_small_codes",
+        "E4M3 below 2^-6 cut", "fp8 rows", "formats.fp8.encode", "_codes",
         "np.rint(", "np.floor(",
     ),
     Mutant(
@@ -366,8 +366,8 @@ MUTANTS = (
         "FP8 scales too small", "fp8 rows", "formats.fp8.encode", "LARGEST", "448.0", "512.0",
     ),
     Mutant(
-        "FP8 without a sign", "fp8", "formats.fp8.encode", "to_e4m3",
-        "np.uint16(0x80), out=odd", "np.uint16(0), out=odd",
+        "FP8 without a sign", "fp8", "formats.fp8.encode", "_codes",
+        "upper >> 8 & 0x80", "upper >> 8 & 0",
     ),
     Mutant(
         "FP8's list without what stays", "fp8", "passes.fp8", "ToFp8._config",

