@@ -420,6 +420,8 @@ CASES: Mapping[str, Case] = {
     "fp8": Case("bf16", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 of fp8": Case("fp8", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 rows": Case("bf16", "fp8 --channel"),
+    "fp8 matrices": Case("bf16", "fp8 --tensor"),
+    "fp8 matrices packed": Case("bf16", "fp8 --tensor --compressed-tensors"),
     "int8": Case("bf16", "int8"),
     "mxfp4": Case("bf16, experts of 32 columns", "mx"),
     "mxfp4 beside fp8": Case("fp8, experts of 32 columns", "mx"),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import run_cli
+from checkpoints import read_tensors, run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import deepseek_v3, qwen3_moe
+from models import cast, deepseek_v3, qwen3_moe
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.formats.fp8.encode import EncodeFp8
+from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
+from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.passes.fp8 import ToFp8
 
 BLOCK = EncodeFp8("fp8", (128, 128))
@@ -175,3 +179,85 @@ def test_refusals(source: str, options: str, said: str, tmp_path: Path) -> None:
     )
     assert done.code != 0
     assert said in done.err
+
+
+# --- one scale a matrix --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("limit", [None, 60_000])
+def test_matrices_share_the_scale_of_the_largest_weight(dialect: Any, limit: int | None) -> None:
+    """Codes and scales of two matrices by torch's arithmetic, the second smaller by far."""
+    weights = [heavy(300, 500, seed=1), heavy(77, 513, seed=2) / 64]
+    kinds = [TensorType("BF16", tuple(weight.shape)) for weight in weights]
+    given = [
+        buffer(kind, weight.view(torch.int16).numpy().tobytes())
+        for kind, weight in zip(kinds, weights, strict=True)
+    ]
+    maxima = [
+        buffer(TensorType("BF16", kind.shape[:1]), run_op(RowMaxima(), [one], limit)[0][0])
+        for kind, one in zip(kinds, given, strict=True)
+    ]
+    op = TensorScale(dialect)
+    (stored,) = op.infer(*(one.type for one in maxima))
+    (scale,), _ = run_op(op, maxima)
+    dtype = torch.float32 if dialect == "fp8" else torch.bfloat16
+    own = torch.frombuffer(bytearray(scale), dtype=dtype)
+    amax = max(weight.abs().max() for weight in weights)
+    assert own.item() == (amax.to(dtype) / 448).item()
+    for weight, one in zip(weights, given, strict=True):
+        (codes,), _ = run_op(EncodeFp8Tensor(None, dialect), [one, buffer(stored, scale)], limit)
+        quotient = (weight.to(dtype) / own).clamp(-448, 448)
+        wanted = quotient.to(torch.float8_e4m3fn).view(torch.uint8)
+        found = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
+        assert torch.equal(found.reshape(weight.shape), wanted)
+
+
+@pytest.mark.parametrize(("dialect", "least"), [("fp8", 1.0), ("compressed-tensors", 2.0**-7)])
+def test_a_matrix_of_zeros_has_a_scale(dialect: Any, least: float) -> None:
+    maxima = [buffer(TensorType("BF16", (3,)), bytes(6))]
+    (scale,), _ = run_op(TensorScale(dialect), maxima)
+    dtype = torch.float32 if dialect == "fp8" else torch.bfloat16
+    assert torch.frombuffer(bytearray(scale), dtype=dtype).item() == least
+
+
+@pytest.mark.parametrize("options", [[], ["--compressed-tensors"]])
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+def test_a_scale_a_matrix(source: str, options: list[str], tmp_path: Path) -> None:
+    """Of q, k and v, and of gate and up, one; the constant input scale stands beside each."""
+    model = deepseek_v3() if source == "fp8" else cast("BF16")
+    folder, out = model.write(tmp_path / "s"), tmp_path / "o"
+    words = "--tensor", "--input-scale", "1.5", *options
+    done = run_cli("fp8", folder, out, *words, "--jobs", "1")
+    assert done.code == 0, done.err
+    found = read_tensors(out)
+    modules = [n.removesuffix(".weight") for n, t in found.items() if t.dtype == "F8_E4M3"]
+    assert len(modules) > 8
+    for module in modules:
+        assert found[f"{module}.weight_scale"].shape == (1,)
+        constant = np.float32(1.5).tobytes()
+        assert found[f"{module}.input_scale"] == ("F32", (1,), constant)
+        other = module.replace("gate_proj", "up_proj").replace("q_proj", "k_proj")
+        if f"{other}.weight_scale" in found:
+            assert found[f"{module}.weight_scale"] == found[f"{other}.weight_scale"]
+    block = json.loads((out / "config.json").read_text())["quantization_config"]
+    if options:
+        (group,) = block["config_groups"].values()
+        assert group["weights"]["strategy"] == group["input_activations"]["strategy"] == "tensor"
+        assert group["input_activations"]["dynamic"] is False
+    else:
+        assert block["activation_scheme"] == "static"
+        assert "weight_block_size" not in block
+    assert "the constant 1.5, found from no data" in (out / "README.md").read_text()
+
+
+def test_options_of_a_scale_a_matrix() -> None:
+    for wrong, said in (
+        ({"tensor": True, "exponents": True}, "by block only"),
+        ({"input_scale": 1.0}, "add tensor"),
+        ({"tensor": True, "input_scale": -1.0}, "above 0"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            ToFp8(**wrong)
+    # What stands in manifests of older versions is unchanged.
+    assert repr(ToFp8()).endswith("tp=None)")

@@ -307,8 +307,8 @@ MUTANTS = (
         '"num_bits": scheme.bits', '"num_bits": 4',
     ),
     Mutant(
-        "targets of another", "w4a16", "passes.w4a16", "ExpertsToW4A16._quantization",
-        "targets = experts", 'targets = ["re:.*self_attn.*"]',
+        "targets of another", "w4a16", "passes.by_row", "compressed_block",
+        'rf"re:{but}.*{escape(path)}.*" for', '"re:.*self_attn.*" for',
     ),
     Mutant(
         "version 2 called the first", "gptq v2", "formats.int_packed.config", "gptq_config",
@@ -347,11 +347,11 @@ MUTANTS = (
     ),
     # --- FP8
     Mutant(
-        "E4M3 rounded down", "fp8", "formats.fp8.encode", "to_e4m3",
-        "np.uint16((1 << (_DROPPED - 1)) - 1)", "np.uint16(0)",
+        "E4M3 rounded down", "fp8", "formats.fp8.encode", "_codes",
+        "((1 << (_DROPPED - 1)) - 1)", "0",
     ),
     Mutant(
-        "E4M3 below 2^-6 cut", "fp8 rows", "formats.fp8.encode", "_small_codes",
+        "E4M3 below 2^-6 cut", "fp8 rows", "formats.fp8.encode", "_codes",
         "np.rint(", "np.floor(",
     ),
     Mutant(
@@ -366,13 +366,29 @@ MUTANTS = (
         "FP8 scales too small", "fp8 rows", "formats.fp8.encode", "LARGEST", "448.0", "512.0",
     ),
     Mutant(
-        "FP8 without a sign", "fp8", "formats.fp8.encode", "to_e4m3",
-        "np.uint16(0x80), out=odd", "np.uint16(0), out=odd",
+        "FP8 without a sign", "fp8", "formats.fp8.encode", "_codes",
+        "upper >> 8 & 0x80", "upper >> 8 & 0",
     ),
     Mutant(
         "FP8's list without what stays", "fp8", "passes.fp8", "ToFp8._config",
         "left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))",
         "left = ['lm_head']",
+    ),
+    Mutant(
+        "FP8 scales of one of several matrices", "fp8 matrices", "formats.fp8.tensor",
+        "TensorScale.run", "np.array([max(each)], np.int32)", "np.array([min(each) - 384], np.int32)",
+    ),
+    Mutant(
+        "FP8 of matrices with half the scale", "fp8 matrices packed", "formats.fp8.tensor", "_number",
+        "<< 16).view(np.float32)", "<< 16).view(np.float32) * np.float32(0.5)",
+    ),
+    Mutant(
+        "FP8 of matrices called channels", "fp8 matrices packed", "formats.fp8.config",
+        "fp8_tensor_group_config", '"strategy": "tensor"', '"strategy": "channel"',
+    ),
+    Mutant(
+        "FP8 of channels called matrices", "fp8 rows", "formats.fp8.config", "fp8_group_config",
+        '"strategy": "channel"', '"strategy": "tensor"',
     ),
     # --- MXFP4, MXFP8 and INT8 a row
     Mutant(
@@ -414,8 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "INT8's list without what stays", "int8", "passes.by_row", "compressed_block",
-        "left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))",
-        "left = ['lm_head']",
+        '"ignore": list(left)', '"ignore": ["lm_head"]',
     ),
     # --- NVFP4
     Mutant(

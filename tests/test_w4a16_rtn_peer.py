@@ -102,7 +102,15 @@ def by_scheme(source: Path, out: Path, scheme: Any, left: list[str] = LEFT) -> P
     return out
 
 
-def theirs(source: Path, out: Path, weights: dict[str, Any], targets: list[str]) -> Path:
+def theirs(
+    source: Path,
+    out: Path,
+    weights: dict[str, Any],
+    targets: list[str],
+    *,
+    form: str = "pack-quantized",
+    inputs: dict[str, Any] | None = None,
+) -> Path:
     from compressed_tensors.quantization import QuantizationConfig
     from llmcompressor.entrypoints.model_free import model_free_ptq
 
@@ -112,9 +120,10 @@ def theirs(source: Path, out: Path, weights: dict[str, Any], targets: list[str])
                 "group_0": {
                     "targets": targets,
                     "weights": {"type": "int", "symmetric": True, **weights},
+                    "input_activations": inputs,
                 }
             },
-            "format": "pack-quantized",
+            "format": form,
             "ignore": LEFT,
         }
     )
@@ -166,6 +175,40 @@ def test_fp8_is_llm_compressors(
                 getattr(theirs_group, side), field
             )
     assert ours_group.weights.block_structure == theirs_group.weights.block_structure
+
+
+FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)
+
+
+def test_fp8_a_matrix_is_compressed_tensors(source: Path, tmp_path: Path) -> None:
+    """It has a scale of its own for q, k and v. Ours is that of the largest weight of the three: whose
+    it is has its bytes, and what runtimes fuse with nothing."""
+    done = run_cli("fp8", source, tmp_path / "ours", "--tensor", "--compressed-tensors")
+    assert done.code == 0, done.err
+    ours = read_tensors(tmp_path / "ours")
+    number = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    expected = read_tensors(
+        theirs(source, tmp_path / "theirs", number, ["Linear"], form="float-quantized",
+               inputs={**number, "symmetric": True, "dynamic": True})
+    )  # fmt: skip
+    assert ours.keys() == expected.keys()
+    scales = {n.removesuffix(".weight_scale") for n in ours if n.endswith(".weight_scale")}
+    assert len(scales) == 32
+    same = {m for m in scales if all(ours[n] == expected[n] for n in parts(m))}
+    for module in scales:
+        above, _, last = module.rpartition(".")
+        (kinds,) = (kinds for kinds in FUSED if last in kinds)
+        assert any(f"{above}.{kind}" in same for kind in kinds), module
+        shared = {ours[f"{above}.{kind}.weight_scale"].data for kind in kinds}
+        largest = {expected[f"{above}.{kind}.weight_scale"].data for kind in kinds}
+        assert len(shared) == 1
+        assert shared <= largest
+    rest = [n for n in ours if n.removesuffix("_scale").removesuffix(".weight") not in scales]
+    assert [name for name in rest if ours[name] != expected[name]] == []
+
+
+def parts(module: str) -> tuple[str, str]:
+    return f"{module}.weight", f"{module}.weight_scale"
 
 
 @pytest.mark.parametrize("targets", ["experts", "Linear"])

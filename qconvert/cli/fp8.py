@@ -8,7 +8,7 @@ from typing import Literal, Unpack
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+from qconvert.cli.options import INPUT_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
 
 
 @click.command()
@@ -24,6 +24,7 @@ from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_
     help="Rows and columns that share a scale.",
 )  # fmt: skip
 @click.option("--channel", is_flag=True, help="Store a scale for each row instead.")
+@click.option("--tensor", is_flag=True, help="Store a scale for each matrix instead.")
 @click.option(
     "--ue8m0", is_flag=True,
     help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: ue8m0).",
@@ -31,6 +32,7 @@ from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_
 @TARGETS
 @SHARED_EXPERTS
 @TP
+@INPUT_SCALE
 @CONVERSION
 def fp8(
     source: str,
@@ -38,24 +40,29 @@ def fp8(
     packed: bool,
     block: int | None,
     channel: bool,
+    tensor: bool,
     ue8m0: bool,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
+    input_scale: float | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
 
     Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
     the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
-    weights in BF16, byte for byte. Embeddings, head, norms and routers are unchanged. Activations are
-    scaled by the runtime. --targets takes `experts` and `Linear` (the default) only.
+    weights in BF16, byte for byte; but with --tensor q, k and v share a scale, as gate and up do, since
+    runtimes keep one of them. Embeddings, head, norms and routers are unchanged. Activations are scaled
+    by the runtime, or by the constant of --input-scale. --targets takes `experts` and `Linear` (the
+    default) only.
 
     \b
     Examples:
       qconvert fp8 Qwen/Qwen3-235B-A22B out --dry-run
       qconvert fp8 DeepSeek-V3-bf16 out --ue8m0
       qconvert fp8 Qwen/Qwen3-32B out --channel
+      qconvert fp8 Qwen/Qwen3-32B out --tensor --input-scale 1.0
       qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
     """
     from qconvert.passes.fp8 import BLOCK, ToFp8
@@ -64,6 +71,13 @@ def fp8(
 
     if channel and block is not None:
         raise click.UsageError("--channel stores a scale a row: omit --block")
+    if tensor and (channel or block is not None):
+        other = "--channel" if channel else "--block"
+        raise click.UsageError(f"--tensor stores a scale a matrix: omit {other}")
+    if input_scale is not None and not tensor:
+        raise click.UsageError(
+            "runtimes take --input-scale beside a scale a matrix only: add --tensor"
+        )
     with from_options():
         step = ToFp8(
             dialect="compressed-tensors" if packed or channel else "fp8",
@@ -72,5 +86,7 @@ def fp8(
             **fields_of("fp8", {"targets": targets or (LINEAR,)}),
             shared_experts=shared_experts,
             tp=tp,
+            tensor=tensor,
+            input_scale=input_scale,
         )
     convert(Recipe("fp8", (step,), options["max_shard_size"]), source, out, options)

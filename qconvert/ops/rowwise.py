@@ -41,6 +41,73 @@ def row_parts(
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """Base of ops that decode a matrix [N, K] row by row and encode it with scales of all of it: the
+    decoder's arguments (the matrix where there is none) and the scale -> results with a row for each."""
+
+    decoder: RowOp | None
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        raise NotImplementedError
+
+    def own_scratch(self, weight: TensorType) -> int:
+        """Working memory of `encode`."""
+        raise NotImplementedError
+
+    def encode(
+        self, weight: Buffer, scale: Buffer, outs: Sequence[Buffer], scratch: memoryview
+    ) -> None:
+        """Decoded rows to results."""
+        raise NotImplementedError
+
+    def decoded(self, *args: TensorType) -> TensorType:
+        return args[0] if self.decoder is None else self.decoder.infer(*args[:-1])[0]
+
+    def row_step(self, *args: TensorType) -> int:
+        return 1 if self.decoder is None else self.decoder.row_step(*args[:-1])
+
+    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
+        cut = [
+            (start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in self.infer(*args)
+        ]
+        taken: tuple[tuple[int, TensorType], ...]
+        if self.decoder is None:
+            taken = ((start * args[0].row_nbytes, args[0].with_rows(stop - start)),)
+        else:
+            taken = tuple(self.decoder.rows(start, stop, *args[:-1]).args)
+        return Part((*taken, (0, args[-1])), tuple(cut))
+
+    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
+        weight = self.decoded(*args)
+        return row_parts(self, weight.shape[0], weight.row_nbytes, limit, *args)
+
+    def scratch(self, *args: TensorType) -> int:
+        """The decoded rows, where there is a decoder, and what that needs."""
+        weight = self.decoded(*args)
+        own = self.own_scratch(weight)
+        if self.decoder is None:
+            return own
+        return aligned(weight.nbytes) + max(own, self.decoder.scratch(*args[:-1]))
+
+    def loss(self, *args: TensorType) -> str | None:
+        raise NotImplementedError
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        counts: Mapping[str, int] = {}
+        weight = ins[0]
+        if self.decoder is not None:
+            args = [b.type for b in ins[:-1]]
+            (kind,) = self.decoder.infer(*args)
+            weight = Buffer(kind, scratch[: kind.nbytes])
+            scratch = scratch[aligned(kind.nbytes) :]
+            counts = self.decoder.run(ins[:-1], [weight], scratch[: self.decoder.scratch(*args)])
+        self.encode(weight, ins[-1], outs, scratch)
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
 class Recode:
     """Decode a matrix [N, K] to BF16 and encode it again: the decoder's arguments -> the encoders'
     results, one encoder's after another's. Without a decoder the argument is BF16 already.

@@ -7,7 +7,7 @@ linears stay as they are; their experts are encoded with the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from re import escape
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,
-    expert_targets,
     fp8_block,
     ignored,
     shared_paths,
@@ -106,31 +105,38 @@ class ByRow:
         fp8 = fp8_block(plan, runtime_linears(plan, others))
         if fp8 is not None:
             others = with_weight_scales(others)
-        return compressed_block(plan, chosen, others, self.group, fp8), others
+        experts = chosen.experts is not None
+        left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
+        return compressed_block(plan, chosen, self.group, left, fp8=fp8), others
 
 
 def compressed_block(
-    plan: Plan, chosen: Selection, others: Named, group: Group, fp8: tuple[int, int] | None = None
+    plan: Plan,
+    chosen: Selection,
+    group: Group,
+    left: Sequence[str],
+    *,
+    fp8: tuple[int, int] | None = None,
+    but: str = "",
 ) -> dict[str, Any]:
-    """compressed-tensors' block for what is chosen, in the group's own format. Where `Linear` means
-    those that stay in FP8, in blocks `fp8`, others go by name, also by that of what they are fused
-    to."""
-    experts = chosen.experts is not None
+    """compressed-tensors' block for what is chosen, in the group's own format; `left` are the modules
+    that stay unquantized. Where `Linear` means those that stay in FP8, in blocks `fp8`, others go by
+    name, also by that of what they are fused to: runtimes find a class before the parts. `but`: how
+    patterns of experts begin, to except some."""
     targets = ["Linear"]
     if not chosen.plain or fp8 is not None:
-        targets = expert_targets(plan.family.expert_paths) if experts else []
-        if chosen.shared:
-            targets += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
+        paths = plan.family.expert_paths if chosen.experts and chosen.experts.projections else ()
+        below = [f"{path}." for path in paths] + (shared_paths(plan) if chosen.shared else [])
+        targets = [rf"re:{but}.*{escape(path)}.*" for path in below]
         targets += with_fused_names(chosen.plain)
     first = group(targets)
     groups: dict[str, Mapping[str, Any]] = {"group_0": first}
     if fp8 is not None:
         groups["group_1"] = fp8_group_config(fp8)
-    left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
     return {
         "quant_method": "compressed-tensors",
         "format": first["format"] if fp8 is None else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": left,
+        "ignore": list(left),
     }

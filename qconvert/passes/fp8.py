@@ -1,4 +1,5 @@
-"""fp8: weights in FP8, in blocks or rows; by default those of all linear layers that runtimes load so.
+"""fp8: weights in FP8, with scales of blocks, rows or matrices; by default those of all linear layers
+that runtimes load so.
 
 The config follows what runtimes do with it (read in sglang 0.5.23 and vLLM 0.33). Draft (MTP) layers are
 quantized with the model's, as DeepSeek and Qwen publish them: sglang looks up those of Qwen3-Next under
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from re import escape
+from functools import partial
+from math import inf
+from struct import pack
 from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
@@ -18,22 +21,30 @@ from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
-from qconvert.formats.fp8.config import compressed_config, fp8_config
+from qconvert.formats.fp8.config import (
+    fp8_config,
+    fp8_group_config,
+    fp8_tensor_group_config,
+)
 from qconvert.formats.fp8.encode import Dialect, EncodeFp8
+from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
+from qconvert.formats.nvfp4.scales import DecodedMaxima, RowMaxima
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,
-    expert_targets,
     ignored,
-    shared_paths,
 )
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
+from qconvert.ops.constant import Constant
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
+from qconvert.passes.by_row import compressed_block
+from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.ranks import check_size, check_tp, loads_at, loads_note
 from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
+from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import Plan
 
 BLOCK = 128
@@ -46,10 +57,12 @@ _SCALE = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 class ToFp8:
     """All linear layers that runtimes load in FP8, or with `targets: experts` the routed experts. One
     scale for each square of `block` rows and columns, or (None) for each row, which dialect
-    compressed-tensors alone has. `exponents`: scales are powers of two (ue8m0), in dialect fp8 only.
-    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
-    quantized only where sglang would otherwise fuse them and not read them. `tp` is a tensor-parallel
-    size that the result must load at.
+    compressed-tensors alone has; with `tensor` for each matrix, whatever `block` says, and those that
+    runtimes compute as one share it. `input_scale` is then one constant for the inputs of all that is
+    quantized (their largest size / 448). `exponents`: scales are powers of two (ue8m0), by block in
+    dialect fp8 only. `shared_experts` says whether shared experts beside routed ones are quantized too
+    or kept; None: quantized only where sglang would otherwise fuse them and not read them. `tp` is a
+    tensor-parallel size that the result must load at.
 
     Raises PlanError where the dialect has no such scales, where layers in another quantized form would
     stay, where a rank would cut a block, and as `routed_experts` does.
@@ -64,13 +77,25 @@ class ToFp8:
     targets: Literal["experts", "all"] = "all"
     shared_experts: SharedExperts | None = None
     tp: int | None = None
+    tensor: bool = False
+    input_scale: float | None = None
+
+    def __repr__(self) -> str:
+        return spelled(self, ("tensor", "input_scale"))
 
     def __post_init__(self) -> None:
+        if self.tensor and self.exponents:
+            raise PlanError("scales that are powers of two are supported by block only")
+        if self.input_scale is not None and not self.tensor:
+            raise PlanError("runtimes take input scales beside a scale a tensor only: add tensor")
+        if self.input_scale is not None and not 0 < self.input_scale < inf:
+            raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
         if self.block is not None and self.block < 1:
             raise PlanError(f"expected a block of 1 or more, found {self.block}")
-        if self.block is None and self.dialect == "fp8":
+        if self.block is None and self.dialect == "fp8" and not self.tensor:
             raise PlanError(
-                "quant_method fp8 has scales by block: take dialect compressed-tensors for a scale a row"
+                "quant_method fp8 has scales by block or tensor: take dialect compressed-tensors for a "
+                "scale a row"
             )
         if self.exponents and self.dialect != "fp8":
             raise PlanError("scales that are powers of two are supported in dialect fp8 only")
@@ -82,13 +107,37 @@ class ToFp8:
 
     @property
     def _block_size(self) -> tuple[int, int] | None:
-        return None if self.block is None else (self.block, self.block)
+        return None if self.block is None or self.tensor else (self.block, self.block)
+
+    @property
+    def _by_blocks(self) -> bool:
+        """Whether the result is what DeepSeek and Qwen publish."""
+        return self.dialect == "fp8" and not self.tensor
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)
         others = self._others(plan, chosen)
         check_nothing_packed(others)
         self._check_left(plan, others)
+        made = self._tensors(chosen) if self.tensor else self._each(chosen)
+        block = self._config(plan, chosen)
+        sizes = loads_at(chosen, self._block_size or (1, 1))
+        notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
+        facts: dict[str, Any] = {"tp_sizes": sizes}
+        if self.input_scale is not None:
+            facts["input_scale"] = self.input_scale
+            notes.append(f"input scales are the constant {self.input_scale:g}, found from no data")
+        return replace_weights(
+            plan,
+            chosen.entry(self.name, repr(self), notes),
+            {**others, **made},
+            dropped=chosen.dropped(plan),
+            block=block,
+            facts=facts,
+        )
+
+    def _each(self, chosen: Selection) -> dict[str, Output]:
+        """The tensors of each matrix, by name."""
         made: dict[str, Output] = {}
         for module, _, stored in chosen:
             try:
@@ -97,17 +146,28 @@ class ToFp8:
                 raise PlanError(f"{module}: {error}") from error
             names = f"{module}.weight", f"{module}.{_SCALE[self.dialect]}"
             made.update(zip(names, results, strict=True))
-        block = self._config(plan, chosen)
-        sizes = loads_at(chosen, self._block_size or (1, 1))
-        notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
-        return replace_weights(
-            plan,
-            chosen.entry(self.name, repr(self), notes),
-            {**others, **made},
-            dropped=chosen.dropped(plan),
-            block=block,
-            facts={"tp_sizes": sizes},
-        )
+        return made
+
+    def _tensors(self, chosen: Selection) -> dict[str, Output]:
+        """The same with a scale for those that are computed as one."""
+        matrices = {module: stored for module, _, stored in chosen}
+        made: dict[str, Output] = {}
+        for group in shared_groups({module: kind for module, kind, _ in chosen}):
+            maxima = []
+            for module in group:
+                stored = matrices[module]
+                op = DecodedMaxima(stored.decoder, (RowMaxima(),))
+                maxima.append(apply(op if stored.decoder else RowMaxima(), *stored.args)[0])
+            (scale,) = apply(TensorScale(self.dialect), *maxima)
+            for module in group:
+                stored = matrices[module]
+                encoder = EncodeFp8Tensor(stored.decoder, self.dialect)
+                made[f"{module}.weight"] = apply(encoder, *stored.args, scale)[0]
+                made[f"{module}.weight_scale"] = scale
+                if self.input_scale is not None:
+                    constant = Constant("F32", (1,), pack("<f", self.input_scale).hex())
+                    made[f"{module}.input_scale"] = apply(constant)[0]
+        return made
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
@@ -129,6 +189,16 @@ class ToFp8:
         check_tp(found, self._block_size or (1, 1), self.tp)
         return found
 
+    @property
+    def _plain_kinds(self) -> tuple[Kind, ...]:
+        """What stays in BF16. But for scales by block kv_b_proj does: sglang splits it after loading,
+        and would round scales of rows to one (`deepseek_weight_loader.py`). With a scale a matrix, what
+        sglang 0.5.23 fuses in classes of its own does too: those take no two scales (`deepseek_v2.py`
+        concatenates them, `qwen3_next.py` `_make_packed_weight_loader` looks for four)."""
+        if self._by_blocks:
+            return ()
+        return (Kind.KV_UP, *_PUBLISHED) if self.tensor else (Kind.KV_UP,)
+
     def _more(self, plan: Plan, known: Container[str]) -> dict[str, Linear]:
         """Linears that other formats leave and FP8 does not: those of `_PUBLISHED` kinds, those of draft
         layers, and all that are FP8 in the source, since a config has place for one form of it."""
@@ -140,7 +210,7 @@ class ToFp8:
             draft = plan.family.is_mtp(name, plan.role_index.dims)
             if name in known or module in known or parameter != "weight" or not kind.linear:
                 continue
-            if self.dialect != "fp8" and kind is Kind.KV_UP:
+            if kind in self._plain_kinds:
                 continue
             if coded or kind in _PUBLISHED or (draft and kind.quantizable):
                 stored, names = read_matrix(plan, module)
@@ -148,14 +218,13 @@ class ToFp8:
         return found
 
     def _others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
-        """The tensors that stay. In compressed-tensors' dialect kv_b_proj does so in BF16: sglang splits
-        it after loading, and would round scales of rows to one (`deepseek_weight_loader.py`)."""
+        """The tensors that stay, of `_plain_kinds` in BF16."""
         found = chosen.others(plan)
         for name, output in list(found.items()):
             module, parameter = split_parameter(name)
             coded = output.type.dtype in WEIGHT_DTYPES and parameter == "weight"
-            split = coded and plan.role_index.kind(name) is Kind.KV_UP
-            if split and self.dialect != "fp8" and self.targets == "all":
+            plain = coded and plan.role_index.kind(name) in self._plain_kinds
+            if plain and self.targets == "all":
                 stored, names = read_matrix(plan, module)
                 assert stored.decoder is not None
                 found |= {name: apply(stored.decoder, *stored.args)[0]}
@@ -165,7 +234,7 @@ class ToFp8:
 
     def _check_new(self, plan: Plan, chosen: Selection) -> None:
         """Raises PlanError where every matrix has this form already."""
-        if self.dialect == "fp8" and all(
+        if self._by_blocks and all(
             f"{module}.weight_scale_inv" in plan.tensors and self._is_same(plan, module)
             for module, _, _ in chosen
         ):
@@ -185,7 +254,7 @@ class ToFp8:
             if output.type.dtype not in WEIGHT_DTYPES:
                 continue
             module, _ = split_parameter(name)
-            same = self.dialect == "fp8" and f"{module}.weight_scale_inv" in others
+            same = self._by_blocks and f"{module}.weight_scale_inv" in others
             if not (same and self._is_same(plan, module)):
                 raise PlanError(
                     f"{name!r} is FP8 in another form, and stays so, for which the config has no place: "
@@ -197,19 +266,20 @@ class ToFp8:
         transformers takes all other linears for FP8."""
         others = self._others(plan, chosen)
         if self.dialect == "fp8":
-            assert self._block_size is not None
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
-            return fp8_config(self._block_size, left, exponents=self.exponents)
-        experts = chosen.experts is not None
-        targets = ["Linear"]
-        if not chosen.plain:
-            targets = expert_targets(plan.family.expert_paths) if experts else []
-            if chosen.shared:
-                targets += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
+            inputs = self.input_scale is not None
+            return fp8_config(self._block_size, left, exponents=self.exponents, inputs=inputs)
         left = ignored(
-            plan, others, experts=experts, shared=bool(chosen.shared), drafts_too=bool(chosen.plain)
+            plan,
+            others,
+            experts=chosen.experts is not None,
+            shared=bool(chosen.shared),
+            drafts_too=bool(chosen.plain),
         )
-        return compressed_config(self._block_size, targets, left)
+        group = partial(fp8_group_config, self._block_size)
+        if self.tensor:
+            group = partial(fp8_tensor_group_config, inputs=self.input_scale is not None)
+        return compressed_block(plan, chosen, group, left)
 
 
 PASSES = (ToFp8,)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from math import inf
 from pathlib import Path
-from re import escape
 from struct import pack
 from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
-from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
@@ -42,7 +40,6 @@ from qconvert.matrices.unquantized import (
     Named,
     draft_as_first_layer,
     fp8_block,
-    shared_paths,
     with_weight_scales,
 )
 from qconvert.matrices.unquantized_nvfp4 import (
@@ -55,6 +52,7 @@ from qconvert.matrices.unquantized_nvfp4 import (
 )
 from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK
+from qconvert.passes.by_row import compressed_block
 from qconvert.passes.input_scales import InputMaxima, input_maxima
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
 from qconvert.passes.replace_weights import Selection, replace_weights, select
@@ -329,25 +327,12 @@ def _packed_block(
     *,
     drafts: bool,
 ) -> dict[str, Any]:
-    """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name. `drafts`:
-    experts of draft layers are packed too."""
+    """compressed-tensors' block. `drafts`: experts of draft layers are packed too."""
     kept = [] if drafts else draft_patterns(plan)
     own = "".join(f"(?!{pattern})" for pattern in kept)
-    paths = [f"{path}." for path in plan.family.expert_paths] if _projections(chosen) else []
-    paths += shared_paths(plan) if chosen.shared else []
-    targets = [rf"re:{own}.*{escape(path)}.*" for path in paths]
-    if chosen.plain:
-        targets = ["Linear"] if fp8 is None else [*targets, *with_fused_names(chosen.plain)]
-    config: dict[str, Any] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized" if fp8 is None else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group_config(targets, inputs=inputs)},
-        "ignore": ignored_names(plan, others, drafts=drafts),
-    }
-    if fp8 is not None:
-        config["config_groups"]["group_1"] = fp8_group_config(fp8)
-    return config
+    left = ignored_names(plan, others, drafts=drafts)
+    group = partial(group_config, inputs=inputs)
+    return compressed_block(plan, chosen, group, left, fp8=fp8, but=own)
 
 
 def _modelopt_block(

@@ -28,7 +28,7 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
-from qconvert.formats.fp8.config import compressed_config, fp8_config
+from qconvert.formats.fp8.config import fp8_config, fp8_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.packers import Packing, packer
@@ -162,19 +162,14 @@ class Relabel:
     ) -> dict[str, Any]:
         packed = _Packed.of(plan, modules)
         if self.to == "compressed-tensors":
-            return {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "quantization_status": "compressed",
-                "config_groups": {"group_0": group_config(scheme, packed.targets(plan))},
-                "ignore": ignored(
-                    plan,
-                    others,
-                    experts=packed.experts,
-                    shared=packed.shared,
-                    drafts_too=packed.drafts,
-                ),
-            }
+            left = ignored(
+                plan,
+                others,
+                experts=packed.experts,
+                shared=packed.shared,
+                drafts_too=packed.drafts,
+            )
+            return _compressed(group_config(scheme, packed.targets(plan)), left)
         named = with_draft_names(plan, runtime_linears(plan, others))
         left = [left_pattern(name for name in named if name not in modules)]
         if not packed.experts and plan.role_index.dims.num_experts:
@@ -212,13 +207,8 @@ class Relabel:
         if dialect == "modelopt":
             block = modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
         else:
-            block = {
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "quantization_status": "compressed",
-                "config_groups": {"group_0": nvfp4_group(packed.targets(plan), inputs=inputs)},
-                "ignore": ignored_names(plan, others, drafts=packed.drafts),
-            }
+            left = ignored_names(plan, others, drafts=packed.drafts)
+            block = _compressed(nvfp4_group(packed.targets(plan), inputs=inputs), left)
         return self._planned(
             plan, {**others, **made}, block, len(found), "codes and block scales as they are"
         )
@@ -243,7 +233,7 @@ class Relabel:
         left = ignored(
             plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
         )
-        config = compressed_config(block, packed.targets(plan), left)
+        config = _compressed(fp8_group_config(block, packed.targets(plan)), left)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
     def _own_fp8(self, plan: Plan, weights: list[str]) -> Plan:
@@ -295,6 +285,17 @@ class Relabel:
         if done.config.get("expert_dtype") == "fp4":
             done = replace(done, config={**done.config, "expert_dtype": "fp8"})
         return done
+
+
+def _compressed(group: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """compressed-tensors' block of one group, in that group's format."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": group["format"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": left,
+    }
 
 
 _NAMES: Mapping[type | None, str] = {

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from re import escape
+from functools import partial
 from typing import Any, ClassVar
 
 from qconvert.core.errors import PlanError
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
 from qconvert.core.roles import SHARED
-from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.int_packed.config import (
     gptq_config,
     group_config,
@@ -43,7 +41,6 @@ from qconvert.matrices.unquantized import (
     Named,
     all_experts,
     check_nothing_packed,
-    expert_targets,
     fp8_block,
     has_exponents,
     ignored,
@@ -54,6 +51,7 @@ from qconvert.matrices.unquantized import (
 from qconvert.matrices.unquantized_nvfp4 import with_draft_names
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
+from qconvert.passes.by_row import compressed_block
 from qconvert.passes.replace_weights import (
     Selection,
     replace_weights,
@@ -366,32 +364,15 @@ class ExpertsToW4A16:
         others: Named,
         fp8: tuple[int, int] | None,
     ) -> dict[str, Any]:
-        """compressed-tensors' block. Where `Linear` means the FP8 ones, packed ones go by name, also
-        by that of what they are fused to: runtimes find a class before the parts."""
-        experts = expert_targets(plan.family.expert_paths) if chosen.experts else []
-        if chosen.shared:
-            experts += [rf"re:.*{escape(path)}.*" for path in shared_paths(plan)]
-        plain = chosen.plain
-        if not plain:
-            targets = experts
-        elif fp8 is None:
-            targets = ["Linear"]
-        else:
-            targets = [*experts, *with_fused_names(plain)]
-        config: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group_config(self.scheme, targets)},
-            "ignore": ignored(
-                plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared)
-            ),
-        }
+        """compressed-tensors' block."""
+        left = ignored(plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared))
         exponents = has_exponents(others) and not chosen.linears
-        if fp8 is not None and exponents and all(runtime_linears(plan, others).values()):
+        beside = fp8 is not None and exponents and all(runtime_linears(plan, others).values())
+        group = partial(group_config, self.scheme)
+        config = compressed_block(plan, chosen, group, left, fp8=None if beside else fp8)
+        config["format"] = "pack-quantized"
+        if fp8 is not None and beside:
             config["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
-        elif fp8 is not None:
-            config["config_groups"]["group_1"] = fp8_group_config(fp8)
         return config
 
     def _gptq_quantization(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:

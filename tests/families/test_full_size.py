@@ -170,6 +170,6 @@ def test_what_is_published_in_four_bits_is_planned(model: str, tmp_path: Path) -
     for form, passes in FOUR_BITS[model].items():
         recipe = tmp_path / f"{form}.yaml"
         recipe.write_text(f"passes:\n- {passes}\n")
-        words = ["run", recipe, source, tmp_path / "out", "--dry-run"]
+        words: list[str | Path] = ["run", recipe, source, tmp_path / "out", "--dry-run"]
         code, text = _ran(words, model, f"to {form}", len(found.tensors))
         assert code == 0, (form, text)

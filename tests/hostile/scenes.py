@@ -101,7 +101,7 @@ CONVERSIONS = (
     _conversion("fp8", "fp8 {src} {out} --ue8m0", src="bf16", has="checkpoint data"),
     _conversion("relabel", "relabel {src} {out} --to compressed-tensors",
                 has="checkpoint data fp8"),
-    _conversion("mx", "mx {src} {out}", src="bf16", has="checkpoint data"),
+    _conversion("mx", "mx {src} {out}", src="made", has="checkpoint data"),
     _conversion("int8", "int8 {src} {out}", src="bf16", has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",

@@ -66,6 +66,11 @@ FORMS = {
     "nvfp4-linear": Form(
         "nvfp4 --dialect compressed-tensors --weight-only --targets Linear", **_NVFP4
     ),
+    "fp8-tensor": Form("fp8 --tensor --targets Linear"),
+    "fp8-static": Form("fp8 --tensor --input-scale 2.5 --targets Linear"),
+    "fp8-packed-static": Form(
+        "fp8 --tensor --compressed-tensors --input-scale 2.5 --targets Linear"
+    ),
     "int8": Form("int8 --targets Linear"),
     "mxfp4": Form("mx"),
     "mxfp4-linear": Form("mx --targets Linear"),
@@ -82,7 +87,10 @@ SAMPLE = (
     ("qwen3_5_moe", "bf16", "asymmetric"), ("qwen3_5_moe_text", "bf16", "gptq-linear"),
     ("qwen3_5_moe_text", "fp8", "linear-w8"), ("qwen3_moe", "bf16", "channel"),
     ("qwen3_moe", "fp8", "gptq"), ("qwen3_next", "fp8", "g32"), ("qwen3_next", "bf16", "modelopt"),
-    ("qwen3_next", "bf16", "linear"), ("qwen3_moe", "bf16", "int8"), ("qwen3_5", "bf16", "int8"),
+    ("qwen3_next", "bf16", "linear"), ("qwen3_moe", "bf16", "fp8-tensor"),
+    ("qwen3_moe", "bf16", "fp8-static"), ("glm4_moe", "bf16", "fp8-packed-static"),
+    ("qwen3_5", "bf16", "fp8-static"), ("deepseek_v3", "fp8", "fp8-packed-static"),
+    ("qwen3_moe", "bf16", "int8"), ("qwen3_5", "bf16", "int8"),
     ("qwen3_moe", "bf16", "mxfp4"), ("qwen3_5", "bf16", "mxfp4-linear"),
     ("qwen3_moe", "bf16", "mxfp8-linear"), ("glm4_moe", "bf16", "int8"),
 )  # fmt: skip

@@ -6,29 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def fp8_config(block: tuple[int, int], left: Iterable[str], *, exponents: bool) -> dict[str, Any]:
-    """The block that DeepSeek and Qwen publish (sglang 0.5.23, vLLM 0.33: `layers/quantization/fp8.py`).
-    `left` are the modules that stay unquantized; `exponents`: scales are powers of two."""
+def fp8_config(
+    block: tuple[int, int] | None, left: Iterable[str], *, exponents: bool, inputs: bool = False
+) -> dict[str, Any]:
+    """The block that DeepSeek and Qwen publish (sglang 0.5.23, vLLM 0.33: `layers/quantization/fp8.py`),
+    or (None) that of one scale a tensor. `left` are the modules that stay unquantized; `exponents`:
+    scales are powers of two; `inputs`: activations have stored scales."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
+        "activation_scheme": "static" if inputs else "dynamic",
+        **({} if block is None else {"weight_block_size": list(block)}),
         **({"scale_fmt": "ue8m0"} if exponents else {}),
         "modules_to_not_convert": list(left),
-    }
-
-
-def compressed_config(
-    block: tuple[int, int] | None, targets: Iterable[str], left: Iterable[str]
-) -> dict[str, Any]:
-    """compressed-tensors' block (0.19), scales by block, or (None) by row."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": fp8_group_config(block, targets)},
-        "ignore": list(left),
     }
 
 
@@ -51,5 +41,18 @@ def fp8_group_config(
         "format": "float-quantized",
         "weights": weights,
         "input_activations": inputs,
+        "output_activations": None,
+    }
+
+
+def fp8_tensor_group_config(targets: Iterable[str], *, inputs: bool) -> dict[str, Any]:
+    """The same of one scale a tensor (FP8), for activations too: stored ones, or (not `inputs`) found by
+    the runtime."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    return {
+        "targets": list(targets),
+        "format": "float-quantized",
+        "weights": {**number, "dynamic": False},
+        "input_activations": {**number, "dynamic": not inputs},
         "output_activations": None,
     }

@@ -20,25 +20,24 @@ served together share one, from the largest weight of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.core.graph import Buffer
 from qconvert.formats.nvfp4.scales import (
     as_float32,
     bits_type,
     check_matrix,
-    row_part,
     to_bf16_values,
 )
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack, to_codes
-from qconvert.ops.rowwise import RowOp, row_parts
+from qconvert.ops.rowwise import Scaled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +53,7 @@ _TILE_BLOCKS = TILE_ELEMENTS // BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class PackNvfp4:
+class PackNvfp4(Scaled):
     """The decoder's arguments (a matrix [N, K] in BF16, F16 or F32 where there is none) and the
     global scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
 
@@ -62,11 +61,10 @@ class PackNvfp4:
     fit or columns are not whole blocks of 16.
     """
 
-    decoder: RowOp | None
     dialect: Dialect
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        weight = self._decoded(*args)
+        weight = self.decoded(*args)
         check_matrix(weight)
         check_columns(weight.shape[1])
         if args[-1] != TensorType("F32", (1,)):
@@ -77,57 +75,27 @@ class PackNvfp4:
             TensorType("F8_E4M3", (rows, columns // BLOCK)),
         )
 
-    def _decoded(self, *args: TensorType) -> TensorType:
-        return args[0] if self.decoder is None else self.decoder.infer(*args[:-1])[0]
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1 if self.decoder is None else self.decoder.row_step(*args[:-1])
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        outs = row_part((self._decoded(*args), *self.infer(*args)), start, stop).outs
-        if self.decoder is None:
-            taken = row_part((args[0], args[0]), start, stop).args
-        else:
-            taken = self.decoder.rows(start, stop, *args[:-1]).args
-        return Part((*taken, (0, args[-1])), outs)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        weight = self._decoded(*args)
-        return row_parts(self, weight.shape[0], weight.row_nbytes, limit, *args)
-
-    def scratch(self, *args: TensorType) -> int:
-        """A tile twice as float32; the decoded rows, where there is a decoder, and what that needs."""
-        weight = self._decoded(*args)
-        own = 8 * min(weight.numel, _TILE_BLOCKS * BLOCK)
-        if self.decoder is None:
-            return own
-        return aligned(weight.nbytes) + max(own, self.decoder.scratch(*args[:-1]))
+    def own_scratch(self, weight: TensorType) -> int:
+        """A tile twice as float32."""
+        return 8 * min(weight.numel, _TILE_BLOCKS * BLOCK)
 
     def loss(self, *args: TensorType) -> str | None:
         before = None if self.decoder is None else self.decoder.loss(*args[:-1])
-        dtype = self._decoded(*args).dtype.lower().replace("f", "fp").replace("bfp", "bf")
+        dtype = self.decoded(*args).dtype.lower().replace("f", "fp").replace("bfp", "bf")
         own = f"rounds {dtype} to NVFP4 in blocks of {BLOCK} ({self.dialect} dialect)"
         return own if before is None else f"{before}; {own}"
 
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
+    def encode(
+        self, weight: Buffer, scale: Buffer, outs: Sequence[Buffer], scratch: memoryview
+    ) -> None:
         import numpy as np
 
-        counts: Mapping[str, int] = {}
-        weight = ins[0]
-        if self.decoder is not None:
-            args = [b.type for b in ins[:-1]]
-            (kind,) = self.decoder.infer(*args)
-            weight = Buffer(kind, scratch[: kind.nbytes])
-            scratch = scratch[aligned(kind.nbytes) :]
-            counts = self.decoder.run(ins[:-1], [weight], scratch[: self.decoder.scratch(*args)])
-        global_scale = array(ins[-1].data, np.float32, (1,))[0]
+        global_scale = array(scale.data, np.float32, (1,))[0]
         total = weight.type.numel // BLOCK
         step = min(total, _TILE_BLOCKS)
         width = weight.type.nbytes // max(1, weight.type.numel) * BLOCK
         packed = array(outs[0].data, np.uint8, (total, BLOCK // 2))
-        scale = array(outs[1].data, np.uint8, (total,))
+        blocks = array(outs[1].data, np.uint8, (total,))
         values = array(scratch[: 4 * step * BLOCK], np.float32, (step, BLOCK))
         work = array(scratch[4 * step * BLOCK : 8 * step * BLOCK], np.int32, (step, BLOCK))
         with np.errstate(all="ignore"):  # a scale of 0 is looked after
@@ -137,9 +105,8 @@ class PackNvfp4:
                 count = stop - start
                 _blocks(
                     data, weight.type.dtype, global_scale, self.dialect, values[:count],
-                    work[:count], packed[start:stop], scale[start:stop],
+                    work[:count], packed[start:stop], blocks[start:stop],
                 )  # fmt: skip
-        return counts
 
 
 def _blocks(

@@ -37,6 +37,7 @@ from qconvert.validators.reading.quantization import (
     KNOWN_METHODS,
     fp8_block_of,
     fp8_blocks,
+    fp8_strategy_of,
     judged,
 )
 
@@ -231,10 +232,27 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
             continue
-        block = fp8_block_of(checkpoint, split_parameter(name)[0])
-        fault = _grid_fault(source.type, checkpoint[scale].type, scale, block)
+        module, found = split_parameter(name)[0], checkpoint[scale].type
+        block = fp8_block_of(checkpoint, module)
+        fault = _grid_fault(source.type, found, scale, block)
+        if fault is None:
+            fault = _strategy_fault(source.type, found, fp8_strategy_of(checkpoint, module))
         if fault is not None and (block is not None or known):
             yield Finding("QC015", "error", scale, fault)
+
+
+def _strategy_fault(weight: TensorType, scale: TensorType, strategy: str | None) -> str | None:
+    """What is wrong with scales that compressed-tensors' group states to be of tensors or channels."""
+    if len(weight.shape) != 2:
+        return None
+    rows = weight.shape[0]
+    if strategy == "tensor" and scale.numel != 1:
+        return (
+            f"the config states a scale a tensor: expected one number for {weight}, found {scale}"
+        )
+    if strategy == "channel" and scale.shape[-2:] not in ((rows, 1), (rows,)):
+        return f"the config states a scale a row: expected [{rows}, 1] for {weight}, found {scale}"
+    return None
 
 
 def _grid_fault(

@@ -257,6 +257,18 @@ def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
     return own or next(iter(blocks), None)
 
 
+def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
+    """Whether compressed-tensors' group of a module's FP8 weight states a scale for a `tensor`, a
+    `channel` or a `block`; None where it states none."""
+    return _stated_for(checkpoint, module, _float_strategy)
+
+
+def _float_strategy(g: Mapping[str, Any]) -> str | None:
+    strategy = g.get("strategy")
+    is_fp8 = (g.get("type"), g.get("num_bits")) == ("float", 8)
+    return strategy if is_fp8 and isinstance(strategy, str) else None
+
+
 def float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale of 8-bit floats, None where a group states none."""
     if _is_mxfp8(g):

@@ -23,7 +23,7 @@ from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
-from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_part
+from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_input_scale
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 
@@ -81,7 +81,7 @@ class Weights:
                 continue
             yours = _counterpart(folder, key, theirs)
             hole = mine.note or holes.get(_whole(mine), "")
-            if yours is None and is_part(folder.checkpoint, mine.tensor):
+            if yours is None and is_input_scale(folder.checkpoint, mine.tensor):
                 inputs += 1
                 continue
             if yours is None and hole:
