@@ -196,7 +196,7 @@ def test_stated_order_of_fused_rows(family: str, groups: int | None, wrong: int)
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({}, "None"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_size": "256"}, "hidden_size"),
         (

@@ -300,6 +300,40 @@ def test_both_runtimes_are_asked() -> None:
     assert whole.nbytes == said["vllm"].sizes[""][2]
 
 
+def test_what_is_not_simulated_is_said(tmp_path: Path) -> None:
+    """In the plan, in --json and in the card, a line for each runtime, with the cause."""
+    model = published("qwen3_moe", fp8=True)
+    model.config["architectures"] = ["OtherForCausalLM"]
+    where, out = model.write(tmp_path / "other"), tmp_path / "out"
+    cause = "not simulated: no rules for architecture 'OtherForCausalLM'"
+    said = [f"sglang 0.5.23 (H200): {cause}", f"vllm 0.33.0 (H200): {cause}"]
+    planned = run_cli("dequant", where, out, "--dry-run")
+    lines = [line[8:] for line in planned.out.splitlines() if line.startswith("loads ")]
+    assert lines == said
+    report = json.loads(run_cli("dequant", where, out, "--dry-run", "--json").out)
+    assert report["loads"] == said
+    assert run_cli("dequant", where, out, "--jobs", "1").code == 0
+    text = (out / "README.md").read_text()
+    for name in ("sglang 0.5.23", "vllm 0.33.0"):
+        assert f"{name}: {cause}." in text.replace("\\", "")
+    assert "--model-path REPO\n" in text  # by rule, without a size
+
+
+def test_a_size_that_is_not_simulated_is_said() -> None:
+    """FP8 blocks of experts that two ranks' shares cut too small; one rank's is simulated."""
+    config, tensors = folder("qwen3_moe", fp8=True)
+    config = {**config, "moe_intermediate_size": 48}
+    narrow = {
+        name: TensorType(
+            one.dtype, tuple(48 if n == 256 and ".experts." in name else n for n in one.shape)
+        )
+        for name, one in tensors.items()
+    }
+    said = loads(config, narrow, {})["vllm"]
+    assert said.unknown.startswith("not simulated")
+    assert said.lines()[-1] == f"vllm 0.33.0 (H200): {said.unknown}"
+
+
 def test_validate_for_vllm(tmp_path: Path) -> None:
     where = published("glm4_moe", fp8=True).write(tmp_path / "glm")
     done = run_cli("validate", where, "--for", "vllm==0.33.0", "--tp", "2", "--pp", "2", "--json")

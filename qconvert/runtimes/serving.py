@@ -121,10 +121,14 @@ def drafted(
     runtime: str = "sglang",
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
-    the option that mends it. None where there is none, and in pipeline stages. Raises NotSimulated."""
+    the option that mends it. None where there is none. Raises NotSimulated, also for one in pipeline
+    stages."""
     setting = model.setting
-    if setting.pp > 1 or not (own := _OF_DRAFT[runtime](config, tensors)):
+    own = _OF_DRAFT[runtime](config, tensors)
+    if not own:
         return None
+    if setting.pp > 1:
+        raise NotSimulated("a draft in pipeline stages")
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
     return served(config, own, setting, groups=groups, every=every, draft=True, runtime=runtime)

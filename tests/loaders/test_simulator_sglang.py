@@ -51,6 +51,8 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "fp8 packed experts": ("fp8", "--compressed-tensors", "--targets", "experts"),
     "fp8 rows": ("fp8", "--channel"),
     "fp8 rows, linears": ("fp8", "--channel", "--targets", "Linear"),
+    "gptq": ("w4a16", "--rtn", "--packing", "gptq"),
+    "gptq linears": ("w4a16", "--rtn", "--packing", "gptq", "--targets", "Linear"),
     "nvfp4": ("nvfp4", "--dialect", "compressed-tensors"),
     "nvfp4 linears": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "Linear"),
     "modelopt": ("nvfp4", "--dialect", "modelopt"),

@@ -67,7 +67,8 @@ class Parameter:
         filled = self.slot.fill(self.shape, self.dtype, tensor, shard)
         self.parts.update(filled.parts)
         role = getattr(self.slot, "role", "")
-        if role in ("single", "base"):  # sizes and scales: any type of number says the same
+        # Sizes and scales: any type of number says the same. Of what is not used none matters.
+        if role in ("single", "base") or not self.needed:
             return filled.silent
         return filled.silent or _other_kind(tensor.dtype, self.dtype)
 
@@ -234,15 +235,18 @@ Wrapped = Literal["", "qwen3_next", "qwen3_5"]
 class Linear:
     """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows
     in one element. `wrapped`: the class puts a loader of its own before, for the fused projections of
-    linear attention."""
+    linear attention. `turned`: columns come first (GPTQ)."""
 
     layout: Layout
     role: Role
     block: int = 1
     packed: int = 1
     wrapped: Wrapped = ""
+    turned: bool = False
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if self.turned:
+            into, tensor = into[::-1], TensorType(tensor.dtype, tensor.shape[::-1])
         if not self.block and self.layout.kind in ("merged", "qkv"):
             raise refused(
                 "TypeError", "not subscriptable", tensor, into,

@@ -21,6 +21,8 @@ from qconvert.runtimes.loading.parameters import (
     Linear,
     Parameter,
     Role,
+    Sharded,
+    Whole,
     Wrapped,
 )
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
@@ -92,8 +94,10 @@ def _parameter(
     packed: int = 1,
     wrapped: Wrapped = "",
     needed: bool = True,
+    turned: bool = False,
 ) -> Parameter:
-    return Parameter(dtype, shape, Linear(layout, role, block, packed, wrapped), needed)
+    slot = Linear(layout, role, block, packed, wrapped, turned)
+    return Parameter(dtype, shape, slot, needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +319,57 @@ class PackedIntegers:
             ):
                 shape = slots, length
                 yield name, moe.parameter("I32", shape, "weight", turned=True, needed=needed)
+
+
+@dataclass(frozen=True, slots=True)
+class MarlinGptq:
+    """GPTQ's packing of symmetric codes in sglang: codes [K / 8, N], scales [groups, N]; zero points and
+    the order of columns are read and not used."""
+
+    bits: int
+    group: int
+    dtype: str = "BF16"
+    linear_name: str = "GPTQMarlinLinearMethod[GPTQMarlinLinearScheme]"
+    experts_name: str = "GPTQMarlinMoEMethod[GPTQMarlinMoEScheme]"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        word, row = 32 // self.bits, layout.kind == "row"
+        grouped = self.group if self.group != -1 else layout.inputs
+        repeated = self.group == -1 and row and layout.tp > 1
+        if not repeated and layout.columns % grouped:
+            raise NotSimulated(f"groups of {grouped} that a rank's {layout.columns} columns cut")
+        groups = (layout.inputs if repeated else layout.columns) // grouped
+        role: Role = "rows" if repeated else "matrix"
+        codes, zeros = (layout.columns // word, layout.rows), (groups, layout.rows // word)
+        yield "qweight", _parameter(layout, "matrix", "I32", codes, turned=True)
+        order = Sharded(layout.rank, layout.tp) if row else Whole()
+        yield "g_idx", Parameter("I32", (layout.columns,), order, needed=False)
+        yield "scales", _parameter(layout, role, self.dtype, (groups, layout.rows), turned=True)
+        yield (
+            "qzeros",
+            _parameter(layout, role, "I32", zeros, packed=word, turned=True, needed=False),
+        )
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, 32 // self.bits
+        # Scales of w2 are made for all ranks' columns, of which each fills its own.
+        up, down = (
+            (1, 1) if self.group == -1 else (hidden // self.group, size * moe.tp // self.group)
+        )
+        kind: ExpertRole = "channel" if self.group == -1 else "group"
+        for which, rows, columns, groups in (
+            ("w13", 2 * size, hidden, up),
+            ("w2", hidden, size, down),
+        ):
+            for name, dtype, shape, role, needed in (
+                ("qweight", "I32", (slots, columns // word, rows), "weight", True),
+                ("scales", "F16", (slots, groups, rows), kind, True),
+                ("qzeros", self.dtype, (slots, groups, rows // word), kind, False),
+                ("g_idx", "I32", (slots, columns), "single" if which == "w13" else "weight", False),
+                ("g_idx_sort_indices", "I32", (slots, columns), "weight", False),
+            ):
+                made = moe.parameter(dtype, shape, role, turned=True, zeros=True, needed=needed)  # type: ignore[arg-type]
+                yield f"{which}_{name}", made
 
 
 @dataclass(frozen=True, slots=True)

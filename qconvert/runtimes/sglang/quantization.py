@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
     CompressedFp8,
+    MarlinGptq,
     ModeloptFp4,
     MxInt4,
     NoQuantization,
@@ -298,6 +300,40 @@ class Modelopt:
         return self.linear(module, "ParallelLMHead")
 
 
+class Gptq:
+    """quant_method gptq with symmetric codes: every linear that no rule of `dynamic` excludes, and all
+    experts, which it does not ask about."""
+
+    name = "gptq_marlin"
+    blocks_shared = False
+    packed_int4 = False
+    cache = False
+
+    def __init__(self, block: Mapping[str, Any], plain: Unquantized) -> None:
+        bits, size = block.get("bits"), block.get("group_size")
+        fits = block.get("sym") is True and bits in (4, 8) and size in (-1, 32, 64, 128)
+        if not fits or block.get("desc_act") not in (False, size == -1):
+            raise NotSimulated("GPTQ other than symmetric codes of 4 or 8 bits in their order")
+        if block.get("lm_head"):
+            raise NotSimulated("GPTQ of lm_head")
+        dynamic = block.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping) or not all(str(r).startswith("-:") for r in dynamic):
+            raise NotSimulated("rules of `dynamic` that state another form")
+        self._excluded = [compiled(str(rule)[2:]) for rule in dynamic]
+        self._plain = plain
+        self._scheme = MarlinGptq(_int(bits), _int(size), plain.dtype)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        excluded = any(pattern.match(module) for pattern in self._excluded)
+        return self._plain if excluded else self._scheme
+
+    def experts(self, module: str) -> Scheme:
+        return self._scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return None
+
+
 _BLOCK_FP8 = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
@@ -513,6 +549,8 @@ def _stated(
         if block.get("quant_algo") == "MIXED_PRECISION":
             return Mixed(block, fused, plain, setting)
         return Modelopt(block, fused, plain, setting)
+    if method == "gptq":
+        return Gptq(block, plain)
     raise NotSimulated(f"quant_method {method!r}")
 
 

@@ -28,16 +28,9 @@ from qconvert.runtimes.loading.parameters import (
 
 @dataclass(frozen=True, slots=True)
 class LinearPart(Linear):
-    """A parameter of a linear. `turned`: columns come first (GPTQ); `across`: the dimension of columns
-    otherwise."""
+    """A parameter of a linear. `across`: the dimension of columns."""
 
-    turned: bool = False
     across: int = 1
-
-    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
-        if self.turned:
-            into, tensor = into[::-1], TensorType(tensor.dtype, tensor.shape[::-1])
-        return Linear.fill(self, into, dtype, tensor, shard)
 
     def _row(self, into: Shape, tensor: TensorType) -> Filled:
         shape = tensor.shape or (1,)
