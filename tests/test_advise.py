@@ -73,12 +73,14 @@ def test_no_advice_is_said(models: Path) -> None:
     assert "too much for this GPU" in result.out
 
 
+@pytest.mark.big
 def test_every_role_has_a_line(models: Path) -> None:
     found = api.advise(models / "deepseek-v3", "sglang", disaggregated=True)
     roles = [line.rpartition("--disaggregation-mode ")[2] for line in found.lines]
     assert roles == ["prefill", "decode"]
 
 
+@pytest.mark.big
 def test_json_and_text_say_the_same(models: Path) -> None:
     result = run_cli("advise", models / "qwen3.5-27b-fp8", "--for", "sglang", "--json")
     assert result.code == 0, result.err

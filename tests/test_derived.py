@@ -110,6 +110,7 @@ def test_a_base_model_is_published_without_its_prefix(monkeypatch: pytest.Monkey
     assert role_index(family, config, [n for n in names if n != lost]).absent() == [lost]
 
 
+@pytest.mark.big
 def test_other_names_are_asked_of_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import edit_json, run_cli, tensor, tree
 from reading_models import FAMILY_FILE, remote
+from sampled import sampled
 
 from qconvert import api
 from qconvert.core.errors import CheckpointError, UsageError
@@ -62,15 +63,14 @@ def test_what_was_made_is_resumed_and_validated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
+    sampled([
         ("inspect", "{src}"), ("plan", "copy", "{src}"),
         ("validate", "{src}"), ("split", "{src}", "{out}", "--pp", "1,1"),
         ("experts", "stack", "{src}", "{out}"),
         ("nvfp4", "{src}", "{out}", "--dialect", "modelopt"),
         ("amx", "{src}", "{out}", "--method", "int8", "--numa", "1"),
         ("advise", "{src}", "--for", "sglang"),
-    ],
-    ids=lambda words: words[0],
+    ], name=lambda words: words[0]),
 )  # fmt: skip
 def test_every_command_takes_it(words: tuple[str, ...], tmp_path: Path) -> None:
     """And refuses a checkpoint with a name that the class does not have."""
