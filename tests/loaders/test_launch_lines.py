@@ -29,7 +29,7 @@ pytestmark = [
 
 COMMANDS = (
     "dequant", "fuse --for sglang", "unfuse", "experts unstack", "experts stack", "w4a16 --rtn",
-    "nvfp4", "split --pp 2 --for sglang", "split --pp 2 --for vllm",
+    "nvfp4", "fp8", "int8", "mx", "split --pp 2 --for sglang", "split --pp 2 --for vllm",
 )  # fmt: skip
 _STARTS = {"sglang": "python -m sglang.launch_server --model-path REPO", "vllm": "vllm serve REPO"}
 _TP, _PP = ("--tp-size", "--tensor-parallel-size"), ("--pp-size", "--pipeline-parallel-size")
