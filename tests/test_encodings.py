@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
-from encoded_models import ENCODINGS, FAMILIES, Array, encoded, gpt_oss
+from encoded_models import ENCODINGS, FAMILIES, Array, encoded, gpt_oss, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import kimi, per_channel, per_tensor, qwen3_moe
 from ops_harness import buffer, run_op
 
 from qconvert.checkpoint.quantization_config import Entries
@@ -258,3 +259,44 @@ def test_modules_are_matched_as_compressed_tensors_matches_them(
     covered, left = (Entries.of(dict.fromkeys(each, True)) for each in (targets, ignore))
     ours = {name for name in linears if covered.find(name) and not left.find(name)}
     assert ours == theirs
+
+
+# --- other dtypes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@every
+def test_in_another_dtype(dtype: str, encoding: str, tmp_path: Path) -> None:
+    """float32 holds each product; float16 rounds it once, and what is beyond ends the run."""
+    model, meaning = encoded("qwen3_moe", encoding)
+    if encoding.startswith("mxfp4") and dtype == "f16":
+        said = run_cli("dequant", model.write(tmp_path / "s"), tmp_path / "o", "--dtype", dtype)
+        assert said.code == 1
+        assert "has weights beyond F16" in said.err
+        near(model)
+        meaning = {}
+    kind = {"f16": np.float16, "f32": np.float32}[dtype]
+    found = converted(model, tmp_path, "--dtype", dtype)
+    for name, values in meaning.items():
+        wanted = np.ascontiguousarray(values.astype(np.float32).astype(kind))
+        assert found[name] == Tensor(dtype.upper(), values.shape, wanted.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("make", [lambda: qwen3_moe("fp8"), per_channel, per_tensor, kimi])
+def test_fp8_and_packed_integers_in_another_dtype(dtype: str, make: Any, tmp_path: Path) -> None:
+    """Rounded to BF16 they are what `dequant` gives."""
+    model = make()
+    converted(model, tmp_path / "a")
+    plain = read_tensors(tmp_path / "a" / "out")
+    for name, value in converted(model, tmp_path / "b", "--dtype", dtype).items():
+        if value.dtype == "BF16":
+            assert plain[name] == value
+            continue
+        kind = {"F16": torch.float16, "F32": torch.float32}[value.dtype]
+        wide = torch.frombuffer(bytearray(value.data), dtype=kind)
+        bf16 = torch.frombuffer(bytearray(plain[name].data), dtype=torch.bfloat16)
+        if dtype == "f32":
+            assert torch.equal(wide.bfloat16(), bf16)
+        else:
+            assert torch.allclose(wide.float(), bf16.float(), rtol=2**-8, atol=2**-25)

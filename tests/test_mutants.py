@@ -571,13 +571,13 @@ MUTANTS = (
         "self.first + rows).astype(np.uint16)", "self.first + rows).astype(np.uint16) + 1",
     ),
     Mutant(
-        "zero points one off", "relabel awq", "formats.int_packed.repack", "RepackInts._take_apart",
+        "zero points one off", "relabel awq", "formats.int_packed.repack", "taken_apart",
         "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(8)",
         "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(7)",
     ),
     Mutant(
         "scales of other groups", "relabel awq to gptq", "formats.int_packed.repack",
-        "RepackInts._take_apart", "_numbers(ins[1]).T, None", "_numbers(ins[1])[::-1].T, None",
+        "taken_apart", "_numbers(ins[1]).T, None", "_numbers(ins[1])[::-1].T, None",
     ),
     Mutant(
         "the scale of the next smaller exponent", "relabel mxfp4", "formats.fp8.from_mxfp4",

@@ -31,7 +31,7 @@ _BAD: dict[str, list[str]] = {
     "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
-    "disk": _SIZES, "capability": _CHOICES,
+    "disk": _SIZES, "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": ["", "0", "-1", "inf", "nan", "x"],
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import click
 
@@ -145,27 +145,38 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
     is_flag=True,
     help="Write weights that exceed BF16 as infinity, instead of failing.",
 )
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "f16", "f32"]), default="bf16", show_default=True,
+    help="What weights become: f16 for a model whose other weights are FP16, f32 without rounding.",
+)  # fmt: skip
 @CONVERSION
 def dequant(
-    source: str, out: Path, drop_mtp: bool, allow_overflow: bool, **options: Unpack[RunOptions]
+    source: str,
+    out: Path,
+    drop_mtp: bool,
+    allow_overflow: bool,
+    dtype: Literal["bf16", "f16", "f32"],
+    **options: Unpack[RunOptions],
 ) -> None:
-    """Dequantize the FP8 and NVFP4 weights of SRC to BF16, exactly: bf16(fp32(w) * fp32(s)).
+    """Dequantize all weights of SRC to BF16, each rounded once: bf16(fp32(w) * fp32(s)).
 
-    Supports block, per-channel and per-tensor scales of FP8, and both dialects of NVFP4; MTP layers are
-    kept without --drop-mtp. A weight that exceeds BF16 ends the run with its name; with
-    --allow-overflow it is noted in qconvert.json.
+    Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
+    compressed-tensors, DeepSeek-V4 and gpt-oss, INT4 and INT8 of compressed-tensors, GPTQ's and
+    AutoAWQ's forms. MTP layers are kept without --drop-mtp, and scales of a KV cache stay. A weight that
+    exceeds BF16 ends the run with its name; with --allow-overflow it is noted in qconvert.json.
 
     \b
     Examples:
       qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --dry-run
       qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --memory 8GiB
       qconvert dequant Qwen/Qwen3-30B-A3B-FP8 out --print-recipe > mine.yaml
+      qconvert dequant Qwen2.5-72B-Instruct-AWQ out --dtype f16
     """
     from qconvert.passes.dequant import Dequant
     from qconvert.passes.drop import Drop
     from qconvert.recipe.recipe import Recipe
 
-    step = Dequant(allow_overflow)
+    step = Dequant(allow_overflow, dtype)
     steps: tuple[Pass, ...] = (Drop(what="mtp"), step) if drop_mtp else (step,)
     convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
 

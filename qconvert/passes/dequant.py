@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, apply, stack
+from qconvert.core.graph import Op, Output, apply, stack
 from qconvert.core.names import weight_candidates
+from qconvert.formats.floats.decode import Decoder, DequantTo
 from qconvert.matrices.encodings.fp8 import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.matrices.encodings.mxfp4 import stacks
 from qconvert.matrices.reading import encoded
 from qconvert.matrices.stored import Stored
 from qconvert.ops.fp4 import DequantNvfp4
-from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
 from qconvert.ops.rowwise import RowOp
 from qconvert.passes.replace_weights import replace_weights, sources_of
@@ -46,7 +47,8 @@ _EXPERTS = "expert_dtype"
 class Dequant:
     """Weights in FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
     (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and AutoAWQ's
-    own forms, and formats of other packages, to BF16.
+    own forms, and formats of other packages, to BF16, or to F16 or F32 (`dtype`), which gpt-oss's stacks
+    and other packages' formats are not.
 
     Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
     weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
@@ -58,10 +60,13 @@ class Dequant:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     allow_overflow: bool = False
+    dtype: Literal["bf16", "f16", "f32"] = "bf16"
 
     def __repr__(self) -> str:
-        """As it was before there was an option, where that is not given: manifests keep it."""
-        return f"Dequant({'allow_overflow=True' if self.allow_overflow else ''})"
+        """As it was before there were options, where they are not given: manifests keep it."""
+        given = ["allow_overflow=True"] if self.allow_overflow else []
+        given += [f"dtype={self.dtype!r}"] if self.dtype != "bf16" else []
+        return f"Dequant({', '.join(given)})"
 
     def __call__(self, plan: Plan) -> Plan:
         overflow = self.allow_overflow
@@ -84,11 +89,13 @@ class Dequant:
             weight = name
             if name in others:
                 weight, stored, _ = others[name]
-                tensors[weight] = _decoded(stored, overflow=overflow)
+                tensors[weight] = self._decoded(weight, stored)
             elif name in scales:
-                tensors[name] = _dequantized(name, scales[name], plan, overflow=overflow)
+                tensors[name] = self._dequantized(name, scales[name], plan)
             elif name in stacked:
                 weight, names = stacked[name]
+                if self.dtype != "bf16":
+                    raise PlanError(f"{name!r}: gpt-oss's stacks are decoded to bf16 only")
                 tensors[weight] = _unstacked(plan, *names, overflow=overflow)
             else:
                 if name not in consumed and name not in stale:
@@ -103,18 +110,38 @@ class Dequant:
             done = replace(done, config={**done.config, _EXPERTS: "bf16"})
         return done
 
+    def _decoded(self, name: str, stored: Stored) -> Output:
+        """The matrix in the dtype."""
+        assert stored.decoder is not None
+        decoder: RowOp = stored.decoder
+        if self.allow_overflow and isinstance(decoder, DequantNvfp4 | DequantMxfp4):
+            decoder = replace(decoder, overflow=True)
+        return apply(self._op(name, decoder), *stored.args)[0]
+
+    def _op(self, name: str, decoder: RowOp | DequantFp8) -> Op:
+        if self.dtype == "bf16":
+            return decoder
+        if not isinstance(decoder, Decoder):
+            raise PlanError(f"{name!r}: its format is decoded to bf16 only")
+        return DequantTo(decoder, "F16" if self.dtype == "f16" else "F32")
+
+    def _dequantized(self, name: str, scale_name: str, plan: Plan) -> Output:
+        weight, scale = plan.tensors[name], plan.tensors[scale_name]
+        scheme = fp8_scheme_of(plan, scale_name)
+        if len(weight.type.shape) < 2 or not weight.type.numel:
+            raise PlanError(
+                f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}"
+            )
+        try:
+            op, *args = fp8_reading(weight, scale, scheme)
+            op = replace(op, overflow=self.allow_overflow)
+            return apply(self._op(name, op), *args)[0].reshape(weight.type.shape)
+        except PlanError as error:
+            raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
+
 
 def _is_fp8_weight(name: str, output: Output) -> bool:
     return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
-
-
-def _decoded(stored: Stored, *, overflow: bool) -> Output:
-    """The matrix in BF16."""
-    assert stored.decoder is not None
-    decoder: RowOp = stored.decoder
-    if overflow and isinstance(decoder, DequantNvfp4 | DequantMxfp4):
-        decoder = replace(decoder, overflow=True)
-    return apply(decoder, *stored.args)[0]
 
 
 def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output:
@@ -126,18 +153,6 @@ def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output
         exponents = plan.tensors[scales].index(expert)
         made.append(apply(DequantMxfp4Columns(overflow), packed, exponents)[0])
     return stack(made)
-
-
-def _dequantized(name: str, scale_name: str, plan: Plan, *, overflow: bool) -> Output:
-    weight, scale = plan.tensors[name], plan.tensors[scale_name]
-    scheme = fp8_scheme_of(plan, scale_name)
-    if len(weight.type.shape) < 2 or not weight.type.numel:
-        raise PlanError(f"FP8 weight {name!r}: expected a matrix or a stack, found {weight.type}")
-    try:
-        op, *args = fp8_reading(weight, scale, scheme)
-        return apply(replace(op, overflow=overflow), *args)[0].reshape(weight.type.shape)
-    except PlanError as error:
-        raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
 
 
 def _require_complete(plan: Plan, weights: list[str]) -> int | None:

@@ -75,7 +75,7 @@ class RepackInts(Uncut, Exact):
         at = aligned(weight.numel)
         zero = array(scratch[at : at + rows * groups], np.int8, (rows, groups))
         zero[:] = 0
-        scale, order = self._take_apart(ins, codes, zero)
+        scale, order = taken_apart(self.stored, ins, codes, zero)
         if scheme.symmetric and zero.any():
             row, group = np.argwhere(zero)[0]
             middle = int(zero[row, group]) + (1 << (scheme.bits - 1))
@@ -92,60 +92,63 @@ class RepackInts(Uncut, Exact):
         self.packer.pack(Codes(codes, scale, None if scheme.symmetric else zero, order), outs)
         return {}
 
-    def _take_apart(
-        self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s
-    ) -> tuple[Float32s, Int32s | None]:
-        """Fill codes and zero points, counted from the middle; scales [rows, groups] and g_idx."""
-        import numpy as np
 
-        stored, rows = self.stored, codes.shape[0]
-        step = max(1, _TILE // max(1, codes.shape[1]))
-        tiles = [(start, min(start + step, rows)) for start in range(0, rows, step)]
-        if isinstance(stored, DequantAwq):
-            words = array(ins[0].data, np.uint32, ins[0].type.shape)
-            for start, stop in tiles:
-                codes[start:stop] = awq_rows(words, start, stop).view(np.int8) - np.int8(8)
-            if stored.zeros:
-                at = array(ins[2].data, np.uint32, ins[2].type.shape)
-                zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(8)
-            return _numbers(ins[1]).T, None
-        middle = 1 << (stored.bits - 1)
-        if isinstance(stored, DequantGptq):
-            words = array(ins[0].data, np.uint32, ins[0].type.shape)
-            for start, stop in tiles:
-                fields = unpacked(np.ascontiguousarray(words[:, start:stop].T), stored.bits)
-                codes[start:stop] = (fields - np.uint16(middle)).astype(np.int8)
-            self._gptq_zeros(ins[1], middle, zero)
-            order = array(ins[3].data, np.int32, ins[3].type.shape) if len(ins) > 3 else None
-            return _numbers(ins[2]).T, order
+def taken_apart(
+    stored: Stored, ins: Sequence[Buffer], codes: Int8s, zero: Int8s
+) -> tuple[Float32s, Int32s | None]:
+    """Fill codes [N, K] and zero points [N, groups], counted from the middle; scales [N, groups] and
+    g_idx. Raises RowError for a zero point that readers of GPTQ's first version differ on."""
+    import numpy as np
+
+    rows = codes.shape[0]
+    step = max(1, _TILE // max(1, codes.shape[1]))
+    tiles = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    if isinstance(stored, DequantAwq):
         words = array(ins[0].data, np.uint32, ins[0].type.shape)
         for start, stop in tiles:
-            fields = unpacked(words[start:stop], stored.bits)
-            codes[start:stop] = (fields - np.uint16(middle)).astype(np.int8)
-        if not stored.symmetric:
+            codes[start:stop] = awq_rows(words, start, stop).view(np.int8) - np.int8(8)
+        if stored.zeros:
             at = array(ins[2].data, np.uint32, ins[2].type.shape)
-            fields = unpacked(np.ascontiguousarray(at.T), stored.bits).T[:rows]
-            zero[:] = (fields - np.uint16(middle)).astype(np.int8)
-        last = ins[-1]
-        order = array(last.data, np.int32, last.type.shape) if stored.g_idx else None
-        return _numbers(ins[1]), order
+            zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(8)
+        return _numbers(ins[1]).T, None
+    middle = 1 << (stored.bits - 1)
+    if isinstance(stored, DequantGptq):
+        words = array(ins[0].data, np.uint32, ins[0].type.shape)
+        for start, stop in tiles:
+            fields = unpacked(np.ascontiguousarray(words[:, start:stop].T), stored.bits)
+            codes[start:stop] = (fields - np.uint16(middle)).astype(np.int8)
+        _gptq_zeros(ins[1], stored, zero)
+        order = array(ins[3].data, np.int32, ins[3].type.shape) if len(ins) > 3 else None
+        return _numbers(ins[2]).T, order
+    words = array(ins[0].data, np.uint32, ins[0].type.shape)
+    for start, stop in tiles:
+        fields = unpacked(words[start:stop], stored.bits)
+        codes[start:stop] = (fields - np.uint16(middle)).astype(np.int8)
+    if not stored.symmetric:
+        at = array(ins[2].data, np.uint32, ins[2].type.shape)
+        fields = unpacked(np.ascontiguousarray(at.T), stored.bits).T[:rows]
+        zero[:] = (fields - np.uint16(middle)).astype(np.int8)
+    last = ins[-1]
+    order = array(last.data, np.int32, last.type.shape) if stored.g_idx else None
+    return _numbers(ins[1]), order
 
-    def _gptq_zeros(self, stored: Buffer, middle: int, zero: Int8s) -> None:
-        import numpy as np
 
-        assert isinstance(self.stored, DequantGptq)
-        words = array(stored.data, np.uint32, stored.type.shape)
-        fields = unpacked(words, self.stored.bits).T.astype(np.int32)
-        if self.stored.version == 1:
-            fields += 1
-        if int(fields.max(initial=0)) >= 2 * middle:
-            row = int(np.argwhere(fields >= 2 * middle)[0][0])
-            raise RowError(
-                row,
-                f"has a stored zero point of {2 * middle - 1}, which readers of GPTQ's first version "
-                f"take for 0 or for {2 * middle}; have the model saved as gptq_v2",
-            )
-        zero[:] = fields - middle
+def _gptq_zeros(stored: Buffer, form: DequantGptq, zero: Int8s) -> None:
+    import numpy as np
+
+    middle = 1 << (form.bits - 1)
+    words = array(stored.data, np.uint32, stored.type.shape)
+    fields = unpacked(words, form.bits).T.astype(np.int32)
+    if form.version == 1:
+        fields += 1
+    if int(fields.max(initial=0)) >= 2 * middle:
+        row = int(np.argwhere(fields >= 2 * middle)[0][0])
+        raise RowError(
+            row,
+            f"has a stored zero point of {2 * middle - 1}, which readers of GPTQ's first version "
+            f"take for 0 or for {2 * middle}; have the model saved as gptq_v2",
+        )
+    zero[:] = fields - middle
 
 
 def _numbers(scale: Buffer) -> Float32s:

@@ -105,7 +105,10 @@ class Compare:
 
     @property
     def _from_codes(self) -> bool:
-        """Whether the source's weights are codes times scales, which its consumer rounds to bf16."""
+        """Whether the source's weights are codes times scales, which its consumer rounds to bf16; those
+        that were written as fp16 or fp32 are no bf16 on their way."""
+        if self.mine.format in ("fp16", "fp32"):
+            return False
         coded = self.yours.format in ("fp8", *FP4) or self.yours.form.codes is not None
         return self.how != "equal" and coded
 

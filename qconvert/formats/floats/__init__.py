@@ -1,0 +1,1 @@
+"""Weights as F16 or F32, decoded from any encoding."""
