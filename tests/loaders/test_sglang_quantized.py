@@ -141,6 +141,7 @@ _SAMPLE = [
     Cell("qwen3_moe", "gptq Linear", fp8=True),
     Cell("deepseek_v3", "nvfp4 modelopt inputs", fp8=True),
     Cell("deepseek_v3", "w4a16", fp8=True, experts=256),
+    Cell("deepseek_v3", "nvfp4 modelopt", fp8=True, experts=256),
     Cell("glm4_moe", "nvfp4 ct", fp8=True),
     Cell("deepseek_v3", "fp8"),
     Cell("deepseek_v3", "fp8 rows", fp8=True),

@@ -89,7 +89,8 @@ def mixed_config(
     block size stays stated for readers of FP8."""
     layers: dict[str, dict[str, Any]] = {}
     size = block["weight_block_size"]
-    for module in packed:
+    # Shared experts that a class does not fuse with the routed ones are one layer of gate and up.
+    for module in with_fused_names(packed):
         algorithm = "NVFP4" if inputs else "W4A16_NVFP4"
         layers[_holder(module)] = {"quant_algo": algorithm, "group_size": BLOCK}
     for module in with_fused_names(fp8):
