@@ -181,7 +181,8 @@ def _check_activation(plan: Plan) -> None:
             "gpt-oss experts have biases and a clamped activation; kt-kernel's AMX kernels compute "
             "SiLU without biases only, so the result would load without error and generate garbage"
         )
-    if plan.family.not_on_cpus:
+    # A dense model of the family has no experts: that is what it is refused for.
+    if plan.family.not_on_cpus and plan.role_index.dims.num_experts:
         raise PlanError(
             f"{kind}: {plan.family.not_on_cpus}; kt-kernel's AMX kernels compute down(silu(gate) * up) "
             "only, so the result would load without error and generate garbage"
