@@ -202,7 +202,7 @@ def _an_input_scale_of_an_expert_that_saw_nothing(bench: Bench) -> Repo:
     return Repo(edited(bench, "nvfp4_mo_inputs", edit).folder)
 
 
-@broken("QC101")
+@broken("QC101", beside=("QC037",))
 def _w4a4_said_of_weights_alone(bench: Bench) -> Repo:
     return stating(bench, "nvfp4_mo", lambda block: block.update(quant_algo="NVFP4"))
 
@@ -216,7 +216,7 @@ def _w4a4_said_of_packed_weights_alone(bench: Bench) -> Repo:
     return stating(bench, "nvfp4_ct_fp8_all", say)
 
 
-@broken("QC102", severity="warning")
+@broken("QC102", severity="warning", beside=("QC037",))
 def _weights_only_said_beside_input_scales(bench: Bench) -> Repo:
     return stating(bench, "nvfp4_mo_inputs", lambda block: block.update(quant_algo="W4A16_NVFP4"))
 
@@ -230,7 +230,7 @@ def _no_activations_said_beside_input_scales(bench: Bench) -> Repo:
     )
 
 
-@broken("QC103")
+@broken("QC103", beside=("QC037",))
 def _tensors_of_the_other_dialect(bench: Bench) -> Repo:
     block = json.loads((bench.sound("nvfp4_ct") / CONFIG).read_bytes())["quantization_config"]
     folder = bench.copy("nvfp4_mo")

@@ -90,7 +90,7 @@ def mxfp4() -> Model:
             "dequant S O",
             "all tensors are BF16, so there is nothing to dequantize",
         ),
-        (mxfp4, "dequant S O", "quantized weights are packed in U8"),
+        (mxfp4, "dequant S O", "the config states no MXFP4: qconvert does not guess"),
         (packed, "dequant S O --drop-mtp", "no tensor is known as one of an MTP (draft) layer"),
         (packed, "unprepare S O", "found a plain checkpoint"),
     ],

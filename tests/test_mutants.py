@@ -76,10 +76,10 @@ MUTANTS = (
     ),
     Mutant(
         "scales of another layer, dequantized", "dequant", "passes.dequant", "Dequant.__call__",
-        "_dequantized(name, scales[name], plan,",
+        "_dequantized(name, scales[name], plan)",
         "_dequantized(name, scales[name].translate({48: 49, 49: 48}) "
         "if '.0.linear_attn.out_proj' in name or '.1.linear_attn.out_proj' in name "
-        "else scales[name], plan,",
+        "else scales[name], plan)",
     ),
     Mutant(
         "scales of another group", "w4a16", "formats.int_packed.packers", "PackQuantized.pack",
