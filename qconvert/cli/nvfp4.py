@@ -67,7 +67,7 @@ def nvfp4(
     Examples:
       qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
-      qconvert nvfp4 Kimi-K3 out --dialect modelopt --input-scale 1.0
+      qconvert nvfp4 GLM-4.5-Air out --dialect modelopt --input-scale 1.0
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
