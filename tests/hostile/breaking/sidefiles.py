@@ -87,7 +87,15 @@ def _update(values: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
 
 
 def _without(key: str) -> Callable[[dict[str, Any]], object]:
-    return lambda manifest: manifest.pop(key, None)
+    """Without a key, or, where there is none, with one that nobody knows: an input of its own."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        if key in manifest:
+            del manifest[key]
+        else:
+            manifest[f"no {key}"] = True
+
+    return change
 
 
 _VALUES: dict[str, Any] = {
