@@ -23,6 +23,7 @@ Cases:
   encoders  BF16 experts to FP8 (blocks, rows), INT8, MXFP4, MXFP8 and NVFP4, compared with
            llm-compressor's model_free_ptq
   decoders  what those and w4a16 make, back to BF16, compared with compressed-tensors' converter
+  kernels  row ops alone, numpy's form and compiled loops (the extra `fast`), on one core
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
 
@@ -427,6 +428,25 @@ def _validate(work: Path, options: argparse.Namespace) -> Iterator[Row]:
             )  # fmt: skip
 
 
+def _kernels(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    # Not for the other cases: it needs numba's extra, and numpy in this process.
+    from kernels import measured
+
+    print(f"\n{'op, GB/s of BF16':<20} {'numpy':>8} {'compiled':>9} {'x':>6}")
+    for found in measured(options.runs):
+        size, faster = found.nbytes / 1e9, found.numpy / found.compiled
+        print(
+            f"{found.name:<20} {size / found.numpy:>8.2f} {size / found.compiled:>9.2f} {faster:>6.1f}",
+            flush=True,
+        )
+        for name, seconds in (("numpy", found.numpy), ("compiled", found.compiled)):
+            times = seconds / found.compiled
+            sample = Sample(seconds, seconds, 0)
+            yield Row(
+                f"kernels {found.name}", name, size, seconds, seconds, 0, times, None, (sample,)
+            )
+
+
 _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "dequant": _dequant,
     "fuse": _fuse,
@@ -438,6 +458,7 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "w4a16": _w4a16,
     "encoders": _encoders,
     "decoders": _decoders,
+    "kernels": _kernels,
     "validate": _validate,
 }
 

@@ -57,11 +57,14 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
+from qconvert.run.sharing import Share, share_of
+from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
 from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
@@ -89,6 +92,7 @@ __all__ = (
     "Difference",
     "Events",
     "Finding",
+    "FolderStatus",
     "Machine",
     "Measure",
     "Outlook",
@@ -105,6 +109,8 @@ __all__ = (
     "Report",
     "Result",
     "RunError",
+    "ShardStatus",
+    "Share",
     "Uploaded",
     "UsageError",
     "Verdict",
@@ -125,6 +131,7 @@ __all__ = (
     "refusal",
     "repair",
     "run",
+    "status",
     "upload",
     "validate",
     "validate_kernels",
@@ -146,6 +153,12 @@ class PlanOptions(TypedDict, total=False):
     the source's repo for the model card (None: what the source names); `follow_links` follows links
     that lead out of the source. `for_run` refuses an `out` inside the source, or around it, before
     planning; a run refuses it in any case.
+
+    `shard` (`2/8`, counted from 0; `auto`, `auto/8` for what Slurm, torchrun or Kubernetes say in the
+    environment) runs that part of the units, in a folder that other machines fill at the same time,
+    and publishes nothing; `finish` publishes what all shards did, and refuses a folder where units
+    miss. The same call with neither does all that is left. `command` is the command line that a
+    shard's journal names, for `qconvert finish`.
     """
 
     memory: int | str | None
@@ -156,6 +169,9 @@ class PlanOptions(TypedDict, total=False):
     base_model: str | None
     follow_links: bool
     for_run: bool
+    shard: str | None
+    finish: bool
+    command: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -235,6 +251,12 @@ class Planned:
             return (self,)
         return tuple(Planned(self.source, (folder,)) for folder in self.folders)
 
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What a run with `shard` does of each part; empty without."""
+        found = (share_of([folder.ready for folder in part.folders]) for part in self.parts)
+        return tuple(share for share in found if share is not None)
+
     def foreseen(self) -> tuple[Outlook, ...]:
         """What a run would find in each folder, and why it would refuse to start. Writes nothing. Empty
         if no folder was named."""
@@ -285,7 +307,7 @@ class Result:
     `nbytes` is the size of the weight files. `warnings` are from the plan, `remarks` from the run (such
     as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
-    been made again.
+    been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
     """
 
     folder: Path
@@ -299,6 +321,7 @@ class Result:
     resumed_units: int
     repaired: Mapping[str, str]
     dry_run: bool = False
+    published: bool = True
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
@@ -528,6 +551,16 @@ def check_foreseen(looks: Iterable[Outlook]) -> None:
     refusals = [text for look in looks for text in look.refusals]
     if refusals:
         raise OutputError("; ".join(dict.fromkeys(refusals)))
+
+
+def status(out: str | Path) -> tuple[FolderStatus, ...]:
+    """Who did what in a folder that shards fill, or in each stage of a split. Raises OutputError where
+    qconvert has made nothing.
+
+        >>> [found.state for found in api.status(api.run("copy", sample, folder / "all").folder)]
+        ['finished']
+    """
+    return status_of(Path(out))
 
 
 def validate(
@@ -767,8 +800,14 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
     shard = _size(options.get("max_shard_size")) or recipe.max_shard_size or DEFAULT_SHARD_BYTES
     return Options(
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
-        verify=options.get("verify", False),
+        verify=options.get("verify", False), shard=_shard(options),
+        finish=options.get("finish", False), command=tuple(options.get("command", ())),
     )  # fmt: skip
+
+
+def _shard(options: PlanOptions) -> Shard | None:
+    text = options.get("shard")
+    return None if text is None else parse_shard(text, os.environ)
 
 
 def _judged(
@@ -817,5 +856,5 @@ def _result(planned: PlannedFolder, done: RunResult) -> Result:
     return Result(
         done.out, done.fingerprint, planned.tensors, done.nbytes, done.files,
         planned.warnings, done.remarks, done.already_done, done.resumed_units,
-        done.repaired,
+        done.repaired, published=done.published,
     )  # fmt: skip

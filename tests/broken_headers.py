@@ -268,6 +268,22 @@ def _one_scale_where_blocks_are_stated(bench: Bench) -> Repo:
     return Repo(change(bench.copy("moe_fp8"), lambda tensors: tensors.update(one)))
 
 
+@broken("QC111")
+def _a_scale_of_values_alone(bench: Bench) -> Repo:
+    alone = {f"model.layers.{n}.self_attn.v_proj.v_scale": tensor("F32") for n in range(2)}
+    return Repo(change(bench.copy("moe_fp8"), lambda tensors: tensors.update(alone)))
+
+
+@broken("QC111")
+def _a_scale_for_each_head(bench: Bench) -> Repo:
+    both = {
+        f"model.layers.{n}.self_attn.{one}_proj.{one}_scale": tensor("F32", 2)
+        for n in range(2)
+        for one in "kv"
+    }
+    return Repo(change(bench.copy("moe_fp8"), lambda tensors: tensors.update(both)))
+
+
 def renamed(folder: Path, old: str, new: str) -> Path:
     def rename(tensors: dict[str, Tensor]) -> None:
         for name in [n for n in tensors if old in n]:

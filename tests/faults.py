@@ -269,6 +269,10 @@ class Stepping(Files, ABC):
         with self._around("link"):
             super().link(old, new)
 
+    def link_once(self, old: Path, new: Path) -> bool:
+        with self._around("link"):
+            return super().link_once(old, new)
+
     def remove(self, path: Path) -> None:
         with self._around("remove"):
             super().remove(path)
@@ -324,7 +328,16 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    try:
+        found = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(pid) for pid in found.split()]
+
+
+def workers_of(command: int) -> list[int]:
+    """Its child is the server that forks them."""
+    return [worker for server in children(command) for worker in children(server)]
 
 
 def state_of(pid: int) -> str:
@@ -467,6 +480,13 @@ class PowerFiles(Files):
         super().link(old, new)
         # The file itself has long been on the disk. What came after would be a change of it.
         self._name(_NameChange(new, _Inode(old.read_bytes())))
+
+    def link_once(self, old: Path, new: Path) -> bool:
+        self._step()
+        made = super().link_once(old, new)
+        if made:
+            self._name(_NameChange(new, self._now[old]))
+        return made
 
     def remove(self, path: Path) -> None:
         self._step()

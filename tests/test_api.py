@@ -24,14 +24,14 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 
 NAMES = (
-    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError", "Difference",
-    "Events", "Finding", "Machine", "Measure", "Outlook", "OutputError", "PlanError", "PlanOptions",
-    "Planned", "PlannedFolder", "PlannedStages", "QConvertError", "Recipe", "RecipeError", "Repair",
-    "Report", "Result", "RunError", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint", "plan",
-    "plan_after", "plan_graft", "plan_pair", "plan_stages", "reading_as", "refusal", "repair", "run",
-    "upload",
-    "validate", "validate_kernels",
+    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
+    "Difference", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
+    "OutputError", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
+    "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "RunError",
+    "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
+    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint",
+    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "reading_as", "refusal",
+    "repair", "run", "status", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 # --- The same as the command line ----------------------------------------------------------------

@@ -29,6 +29,7 @@ from faults import (
     state_of,
     tree,
     wait_until_gone,
+    workers_of,
 )
 
 from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, WORK_DIR, Checkpoint
@@ -435,9 +436,9 @@ def _lines(out: Path) -> list[str]:
 def _caught(
     large: Path, out: Path, wanted: Callable[[], bool], counts: Sequence[int] = (0, 1, 2)
 ) -> tuple[subprocess.Popen[str], list[int]]:
-    """The command, stopped with its workers (`counts` of them) at a moment when `wanted` holds. How
-    fast the machine is decides whether the moment can be seen at all, so a run that got past it is
-    thrown away and begun again."""
+    """The command, stopped with its workers (`counts` of them, and then the server that forked them) at
+    a moment when `wanted` holds. How fast the machine is decides whether the moment can be seen at all,
+    so a run that got past it is thrown away and begun again."""
     for _ in range(30):
         process = _cli(large, out)
         while process.poll() is None and not wanted():
@@ -452,13 +453,15 @@ def _caught(
                     time.sleep(0.0005)
                     os.killpg(process.pid, signal.SIGSTOP)
                 time.sleep(0.0005)
-        workers = children(process.pid) if state_of(process.pid) == "T" else []
-        if state_of(process.pid) == "T" and wanted() and len(workers) in counts:
-            return process, workers
+        there = state_of(process.pid) == "T"
+        workers = workers_of(process.pid) if there else []
+        server = children(process.pid) if there else []
+        if there and wanted() and len(workers) in counts:
+            return process, workers + server
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        wait_until_gone(workers)
+        wait_until_gone(workers + server)
         shutil.rmtree(out, ignore_errors=True)
     raise AssertionError("the command was never caught at that moment")
 
@@ -512,18 +515,20 @@ def test_interrupted_command_says_so_and_goes_on(
     _finish(large, out, large_wanted)
 
 
+@pytest.mark.parametrize("which", [0, -1], ids=["a worker", "their server"])
 def test_killed_worker_is_named_and_the_command_goes_on(
-    large: Path, large_wanted: Tree, tmp_path: Path
+    large: Path, large_wanted: Tree, tmp_path: Path, which: int
 ) -> None:
     out = tmp_path / "out"
-    process, (victim, other) = _caught(large, out, lambda: _working(out), [2])
+    process, family = _caught(large, out, lambda: _working(out), [2])
+    victim = family[which]
     os.kill(victim, signal.SIGKILL)
     os.killpg(process.pid, signal.SIGCONT)
     _, told = process.communicate()
     assert process.returncode == 1
     assert f"worker process {victim} was killed by signal 9" in told
     assert "Traceback" not in told
-    wait_until_gone([victim, other])
+    wait_until_gone(family)
     assert not faults.check_visible(out, large_wanted)
     _finish(large, out, large_wanted)
 

@@ -745,7 +745,7 @@ def test_workers_that_cannot_start_are_told_of(
     sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending work to one that is gone is an error of ours, not of whoever reads our output."""
-    monkeypatch.setattr("qconvert.run.pool.sys.executable", shutil.which("false"))
+    monkeypatch.setattr("qconvert.run.forkserver.sys.executable", shutil.which("false"))
     with pytest.raises(RunError, match=r"worker process \d+ ended with status 1; run the same"):
         execute(plan_of(sample), tmp_path / "out", Options(jobs=2, memory=512 * MIB))
     _unpublished(tmp_path / "out")

@@ -165,12 +165,60 @@ def test_scales_that_may_not_move_are_refused() -> None:
     run_passes(plan, (Dequant(), Fuse(groups=4)))
 
 
-@pytest.mark.parametrize("packed", ["qweight", "weight_packed", "weight_scale_2"])
-def test_packed_formats_are_refused(packed: str) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [
+        ("qweight", "a packed weight of GPTQ or AutoAWQ holds its rows on another axis"),
+        ("weight_g_idx", "the columns of each part are in an order of its own"),
+        ("weight_scale_2", "they cannot become one"),
+    ],
+)
+def test_rows_that_cannot_move_are_refused(parameter: str, said: str) -> None:
     tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
-    tensors[f"{_AT}.in_proj_z.{packed}"] = TensorType("I32", (8, 32))
+    tensors[f"{_AT}.in_proj_z.{parameter}"] = TensorType("I32", (8, 32))
     plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 128, 128, fp8=False)))
-    refused(plan, Fuse(groups=1), rf"in_proj_z\.{packed}: a packed 4-bit weight")
+    refused(plan, Fuse(groups=1), said)
+
+
+def packed_tensors(word: int, heads: int = 8) -> dict[str, TensorType]:
+    """Asymmetric packed projections, zero points in words of so many rows."""
+    tensors = gdn_tensors(256, 4, heads, 16, 16, fp8=False)
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
+        rows = tensors.pop(f"{_AT}.{name}.weight").shape[0]
+        tensors[f"{_AT}.{name}.weight_packed"] = TensorType("I32", (rows, 256 // word))
+        tensors[f"{_AT}.{name}.weight_scale"] = TensorType("BF16", (rows, 2))
+        zeros = ceil_div(rows, word), 2
+        tensors[f"{_AT}.{name}.weight_zero_point"] = TensorType("I32", zeros)
+    return tensors
+
+
+def test_zero_points_move_in_words_of_rows() -> None:
+    """Word i of the zero points stays beside rows 8 i to 8 i + 7."""
+    config = gdn_config(256, 4, 8, 16, 16, fp8=False)
+    plan = run_passes(Plan.identity(checkpoint(packed_tensors(8), config)), (Fuse(groups=1),))
+    codes = plan.tensors[f"{_AT}.in_proj_qkvz.weight_packed"]
+    zeros = plan.tensors[f"{_AT}.in_proj_qkvz.weight_zero_point"]
+    assert codes.type.shape == (384, 32)
+    assert zeros.type.shape == (48, 2)
+    # A row of codes has 128 bytes, a word of zero points for each of two groups 8.
+    rows = [(piece.start // 128, piece.stop // 128) for piece in codes.pieces]
+    assert [(piece.start, piece.stop) for piece in zeros.pieces] == rows
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2)])
+def test_zero_points_that_fit_no_rows_are_refused(shape: tuple[int, ...]) -> None:
+    tensors = packed_tensors(8)
+    for name in [name for name in tensors if name.endswith("zero_point")]:
+        tensors[name] = TensorType("I32", shape)
+    plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 16, 16, fp8=False)))
+    refused(plan, Fuse(groups=1), r"weight_zero_point: ")
+
+
+def test_zero_points_within_one_word_are_refused() -> None:
+    """Of 4 key heads each group has 2 value heads' rows of b, and a word has 8."""
+    config = gdn_config(256, 4, 8, 16, 16, fp8=False)
+    plan = Plan.identity(checkpoint(packed_tensors(8), config))
+    refused(plan, Fuse(groups=4), r"in_proj_ba\.weight_zero_point: runs of .* are not whole blocks")
 
 
 def test_what_sglang_would_drop_is_refused() -> None:

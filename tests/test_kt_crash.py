@@ -28,6 +28,7 @@ from faults import (
     in_child,
     tree,
     wait_until_gone,
+    workers_of,
 )
 from models import qwen3_moe
 
@@ -413,7 +414,7 @@ def _killed_after(words: Sequence[str | Path], seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         # Stopped first, so that no worker is begun that nobody waits for: it would hold the lock.
         os.killpg(process.pid, signal.SIGSTOP)
-        workers = children(process.pid)
+        workers = workers_of(process.pid) + children(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         wait_until_gone(workers)

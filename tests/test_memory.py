@@ -154,12 +154,13 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _sizes(pid: int) -> dict[int, int]:
-    """RssAnon of a process and all below it; those that end meanwhile are left out."""
+    """Anonymous memory of a process and all below it, what several share counted once among them; those
+    that end meanwhile are left out."""
     found = {}
     try:
         for member in _family(pid):
-            for line in Path(f"/proc/{member}/status").read_text().splitlines():
-                if line.startswith("RssAnon:"):
+            for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss_Anon:"):
                     found[member] = int(line.split()[1]) * 1024
     except (FileNotFoundError, ProcessLookupError):
         pass
@@ -240,8 +241,12 @@ def _converted(room: Path, made: HeaderSet, memory: str, *command: str) -> Peak:
 
 
 @pytest.mark.big
-def test_a_run_keeps_to_its_memory(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2 GB of FP8, more than half of it in one tensor: within 512 MiB, and no more than 0.5 GB takes."""
+def test_a_run_keeps_to_its_memory(
+    room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 GB of FP8, more than half of it in one tensor: within 512 MiB, and no more than 0.5 GB takes.
+    In numpy: the larger run would compute in compiled loops, whose memory test_compiled.py measures."""
+    monkeypatch.setenv("QCONVERT_KERNELS", "numpy")
     less = _converted(room, _fp8_headers(matrices=30, experts=0), "512MiB")
     more = _converted(room, _fp8_headers(matrices=46, experts=64), "512MiB")
     with capsys.disabled():
@@ -267,15 +272,16 @@ def test_quantizing_takes_no_more_for_more_layers(
     few, many = (_converted(room, _experts(layers), "512MiB", *amx) for layers in (4, 40))
     with capsys.disabled():
         print(f"\n4 layers: {_told(few)}\n40 layers: {_told(many)}")
-    assert many.most == 3
+    assert many.most == 4
     assert many.total < few.total + 32 * MIB
 
 
 def _check(peak: Peak, memory: int) -> None:
-    """Two workers and their parent kept to the budget, and were really seen at work."""
-    assert peak.most == len(peak.largest) == 3
+    """Two workers, the server that forked them, and the command kept to the budget, and were really seen
+    at work."""
+    assert peak.most == len(peak.largest) == 4
     assert peak.total < memory
-    _, *workers = peak.largest.values()
+    _, _, *workers = peak.largest.values()
     assert min(workers) > 2 * WINDOWS * MIN_WINDOW_BYTES + 10 * MIB  # an interpreter and buffers
 
 

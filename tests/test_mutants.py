@@ -31,13 +31,21 @@ MUTANTS = (
     ),
     Mutant(
         "gate and up of stacks exchanged", "amx of stacks", "matrices.experts", "_read",
-        "for part, weight in parts:",
-        "for part, (_, weight) in zip([p for p, _ in parts], parts[::-1]):",
+        "for n, part in enumerate(_STACKED[role]):",
+        "for n, part in enumerate(_STACKED[role][::-1]):",
     ),
     Mutant(
         "gate and up of stacks exchanged, packed", "w4a16 of stacks", "matrices.experts", "_read",
-        "for part, weight in parts:",
-        "for part, (_, weight) in zip([p for p, _ in parts], parts[::-1]):",
+        "for n, part in enumerate(_STACKED[role]):",
+        "for n, part in enumerate(_STACKED[role][::-1]):",
+    ),
+    Mutant(
+        "scales of a KV cache below 0", "cache", "passes.kv_scale", "KvScale.__call__",
+        'pack("<f", self.value)', 'pack("<f", -self.value)',
+    ),
+    Mutant(
+        "no scale of keys", "cache", "passes.kv_scale", "KvScale.__call__",
+        "for end in _ENDS", "for end in _ENDS[1:]",
     ),
     Mutant(
         "stacks from the last expert on", "amx of stacks", "matrices.reading", "read_of_stack",
@@ -505,6 +513,11 @@ MUTANTS = (
         "RelabelBlocks.run", "np.array(table, np.uint8)[scale][..., None]",
         "np.array(table, np.uint8)[scale[::-1]][..., None]",
     ),
+    Mutant(
+        "gate and up of MXFP4 with scales of their own", "relabel mxfp4 to nvfp4",
+        "passes.mxfp4_as_nvfp4", "as_nvfp4", "in shared_groups(kinds)",
+        "in ((module,) for module in kinds)",
+    ),
     # --- linear attention
     Mutant(
         "rows of fused projections from the last group on", "interleave", "core.row_order",
@@ -522,11 +535,21 @@ MUTANTS = (
     ),
     Mutant(
         "a before b", "unfuse", "passes.fuse", "_moved",
-        "zip((_Z, _B, _A), sets[3:], strict=True)", "zip((_Z, _A, _B), sets[3:], strict=True)",
+        "zip((_Z, _B, _A), origin[3:]", "zip((_Z, _A, _B), origin[3:]",
     ),
     Mutant(
         "block scales left where they were", "unfuse", "passes.fused_rows", "_layout_of",
         "return layout.of_blocks(block[0])", "return RowOrder(layout.of_blocks(block[0]).segments, 1)",
+    ),
+    Mutant(
+        "zero points in the order of another fusion", "fuse packed", "passes.fused_rows", "_of_words",
+        "return layout.of_blocks(word)",
+        "return RowOrder(layout.of_blocks(word).segments, 2 * layout.groups)",
+    ),
+    Mutant(
+        "scales of groups left where they were", "fuse packed", "passes.fused_rows", "_layout_of",
+        "weight.type.shape[:1]:\n        return layout",
+        "weight.type.shape[:1]:\n        return RowOrder(layout.segments, 2 * layout.groups)",
     ),
     Mutant(
         "another order in the manifest", "fuse", "passes.fuse", "_reorder",
@@ -605,6 +628,27 @@ MUTANTS = (
         "no quantization block left out", "dequant", "passes.replace_weights",
         "replace_weights", "config = without_quantization(plan.config)", "config = dict(plan.config)",
     ),
+    # --- compiled loops
+    Mutant(
+        "loops: FP8 scales of the first column", "dequant", "ops.compiled.loops.fp8", "fp8_decode",
+        "np.float32(factor[shown, block] * _BIAS)", "np.float32(factor[shown, 0] * _BIAS)",
+    ),
+    Mutant(
+        "loops: FP8 codes without a scale", "fp8 rows", "ops.compiled.loops.fp8", "fp8_encode",
+        ", step, whole, codes[", ", np.float32(1), whole, codes[",
+    ),
+    Mutant(
+        "loops: AMX scales off", "amx int4", "ops.compiled.loops.amx", "amx_int4",
+        "scale[row] = step", "scale[row] = np.float32(step * np.float32(1.1))",
+    ),
+    Mutant(
+        "loops: INT4 codes of the first group", "w4a16", "ops.compiled.loops.ints", "ints_round",
+        "_codes(weight[group], ", "_codes(weight[0], ",
+    ),
+    Mutant(
+        "loops: NVFP4 block scales one on", "nvfp4", "ops.compiled.loops.fp4", "nvfp4_encode",
+        "np.uint8(code)", "np.uint8(code + 1)",
+    ),
 )  # fmt: skip
 
 
@@ -619,8 +663,12 @@ def test_right_lines_have_no_finding(case: str, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("mutant", sampled(MUTANTS, 3, name=lambda mutant: mutant.name))
-def test_a_wrong_line_is_found(mutant: Mutant, bench: Bench, tmp_path: Path) -> None:
+def test_a_wrong_line_is_found(
+    mutant: Mutant, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sound = bench.sound(mutant.case)
+    loops = mutant.module.startswith("ops.compiled.")
+    monkeypatch.setenv("QCONVERT_KERNELS", "numba" if loops else "numpy")
     with applied(mutant):
         out = bench.converted(mutant.case, tmp_path / "out")
         findings = bench.findings(mutant.case, out)

@@ -219,7 +219,7 @@ def test_too_many_open_files_is_told_with_its_limit(
     def none_left() -> object:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("qconvert.run.pool.Pipe", none_left)
+    monkeypatch.setattr("qconvert.run.forkserver.Pipe", none_left)
     with pytest.raises(RunError, match="worker process cannot be started: Too many open files"):
         execute(plan_of(source), tmp_path / "out", Options(jobs=2, memory=512 << 20))
 

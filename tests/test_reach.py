@@ -329,6 +329,8 @@ _READERS = {
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/trees.py": "descriptors",
     "calibrate/memory.py": "/proc",
+    "ops/compiled/choice.py": "our own sources, our own cache",
+    "ops/compiled/loops/jit.py": "locks in our own cache",
     "repair/write.py": "writes what it staged",
     "calibrate/rows.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",

@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
-from encoded_models import NVFP4_SCALARS, encoded, near, nvfp4
+from encoded_models import NVFP4_SCALARS, encoded, gpt_oss, near, nvfp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 from test_encodings import as_torch
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import RowError, RunError
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.nvfp4.dialects import Reciprocal
+from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
+from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.mx import DequantMxfp4
 
@@ -283,6 +286,170 @@ def test_blocks_of_zeros_have_a_scale_of_one() -> None:
     assert struct.unpack("<f", scale) == (1.0,)
 
 
+# --- MXFP4 to NVFP4 -----------------------------------------------------------------------------
+
+
+def _nvfp4_of(ins: list[Any], dialect: Dialect) -> list[Any]:
+    """What an MXFP4 matrix becomes: codes, block scales and the global scale."""
+    rows, half = ins[0].type.shape
+    (extent,), _ = run_op(ExponentRange(), ins)
+    pairs = buffer(TensorType("U8", (rows, 2)), extent)
+    own = buffer(TensorType("F32", (1,)), run_op(RelabelOwn(dialect), [pairs])[0][0])
+    (blocks,), _ = run_op(RelabelBlocks(dialect), [ins[1], own])
+    codes = buffer(TensorType("U8", (rows, half)), bytes(ins[0].data))
+    return [codes, buffer(TensorType("F8_E4M3", (rows, half // 8)), blocks), own]
+
+
+def _by_torch(parts: list[Any], dialect: str) -> torch.Tensor:
+    """NVFP4 in float64."""
+    rows, half = parts[0].type.shape
+    packed = torch.frombuffer(bytearray(parts[0].data), dtype=torch.uint8).reshape(rows, half)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.cat([sizes, -sizes])[torch.stack([packed & 15, packed >> 4], -1).long()]
+    blocks = torch.frombuffer(bytearray(parts[1].data), dtype=torch.float8_e4m3fn).double()
+    (own,) = struct.unpack("<f", parts[2].data)
+    scale = blocks.reshape(rows, -1) * (own if dialect == "modelopt" else 1 / own)
+    found: torch.Tensor = codes.reshape(rows, -1) * scale.repeat_interleave(16, 1)
+    return found
+
+
+@pytest.mark.parametrize("kinds", [("U8", "U8"), ("I8", "F8_E8M0")])
+@pytest.mark.parametrize("dialect", NVFP4_SCALARS)
+@pytest.mark.parametrize("top", [17, 100, 127, 200, 252])
+def test_every_code_at_every_spread(top: int, dialect: Dialect, kinds: tuple[str, str]) -> None:
+    """All codes at `top` and `spread` below: the same numbers to the bit, or refused, in float64 and in
+    the reader of either form. E4M3's powers of two go from 2^8 down to 2^-9: 17 apart."""
+    halves = bytes(range(0, 256, 17)) * 2
+    for spread in range(min(top, 40) + 1):
+        ins = [
+            buffer(TensorType(kinds[0], (2, 16)), halves),
+            buffer(TensorType(kinds[1], (2, 1)), bytes([top - spread, top])),
+        ]
+        if spread > 17:
+            with pytest.raises(RunError, match=f"from {top - spread} to {top}.*row 0, row 1"):
+                _nvfp4_of(ins, dialect)
+            continue
+        if dialect == "compressed-tensors" and top - 127 - 8 < -127:
+            with pytest.raises(RunError, match="take dialect modelopt"):
+                _nvfp4_of(ins, dialect)
+            continue
+        made = _nvfp4_of(ins, dialect)
+        wanted, _ = run_op(DequantMxfp4(), ins)
+        assert run_op(DequantNvfp4(dialect), made)[0] == wanted
+        theirs = _by_torch(made, dialect).bfloat16()
+        assert theirs.view(torch.uint8).numpy().tobytes() == wanted[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_matrix_is_the_same_or_refused(data: st.DataObject) -> None:
+    rows, blocks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    low = data.draw(st.integers(20, 230))
+    exponents = data.draw(
+        st.lists(st.integers(low, low + 20), min_size=rows * blocks, max_size=rows * blocks)
+    )
+    codes = data.draw(st.binary(min_size=16 * rows * blocks, max_size=16 * rows * blocks))
+    ins = [
+        buffer(TensorType("U8", (rows, 16 * blocks)), codes),
+        buffer(TensorType("U8", (rows, blocks)), bytes(exponents)),
+    ]
+    groups = [codes[16 * n : 16 * n + 16] for n in range(rows * blocks)]
+    used = [e for e, group in zip(exponents, groups, strict=True) if any(b & 0x77 for b in group)]
+    if used and max(used) - min(used) > 17:
+        with pytest.raises(RunError, match="cannot be relabelled without loss"):
+            _nvfp4_of(ins, "modelopt")
+        return
+    wanted, _ = run_op(DequantMxfp4(), ins)
+    assert run_op(DequantNvfp4("modelopt"), _nvfp4_of(ins, "modelopt"))[0] == wanted
+
+
+NVFP4_CASES = [
+    ("mxfp4", "modelopt"), ("mxfp4", "compressed-tensors"), ("mxfp4 beside", "modelopt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("encoding", "dialect"), NVFP4_CASES)
+def test_mxfp4_becomes_the_same_numbers_in_nvfp4(
+    encoding: str, dialect: str, family: str, tmp_path: Path
+) -> None:
+    """The codes' bytes, and the same weights in BF16; what `nvfp4` makes of it, where it reads it."""
+    model = near(encoded(family, encoding)[0])
+    source = listed(without_drafts(model)).write(tmp_path / "source")
+    made = relabelled(source, tmp_path / "out", "nvfp4", "--dialect", dialect)
+    name = "weight" if dialect == "modelopt" else "weight_packed"
+    for codes, value in model.tensors.items():
+        if value.dtype in ("U8", "I8") and not codes.endswith("scale"):
+            one = made[f"{codes.rpartition('.')[0]}.{name}"]
+            assert (one.dtype, one.data) == ("U8", value.data)
+    assert in_bf16(tmp_path / "out", tmp_path / "b") == in_bf16(source, tmp_path / "a")
+    if encoding == "mxfp4":
+        done = run_cli("nvfp4", source, tmp_path / "n", "--dialect", dialect, "--jobs", "1")
+        assert done.code == 0, done.err
+        assert read_tensors(tmp_path / "n") == made
+        configs = [(tmp_path / one / "config.json").read_bytes() for one in ("n", "out")]
+        assert configs[0] == configs[1]
+
+
+def without_drafts(model: Model) -> Model:
+    """DeepSeek's without its MTP layer, which modelopt's dialect has no place for."""
+    if "num_nextn_predict_layers" in model.config:
+        last = f"model.layers.{model.config['num_hidden_layers']}."
+        for name in [name for name in model.tensors if name.startswith(last)]:
+            del model.tensors[name]
+        model.config["num_nextn_predict_layers"] = 0
+    return model
+
+
+def listed(model: Model) -> Model:
+    """The model with every matrix that is not quantized in compressed-tensors' list."""
+    block = model.config["quantization_config"]
+    if "ignore" in block:
+        plain = [n.removesuffix(".weight") for n in model.tensors if n.endswith(".weight")]
+        model.config["quantization_config"] = {**block, "ignore": plain}
+    return model
+
+
+def hybrid() -> Model:
+    """DeepSeek-V3 with its FP8 layers as they are, and experts in MXFP4 as DeepSeek-V4 has them."""
+    model = near(encoded("deepseek_v3", "mxfp4 beside")[0])
+    fp8 = models.deepseek_v3().tensors
+    layers = [n for n in fp8 if fp8[n].dtype == "F8_E4M3" and ".experts." not in n]
+    model.tensors |= {n: fp8[n] for n in (*layers, *(f"{n}_scale_inv" for n in layers))}
+    left = model.config["quantization_config"]["modules_to_not_convert"]
+    kept = [one for one in left if f"{one}.weight" not in layers]
+    model.config["quantization_config"]["modules_to_not_convert"] = kept
+    return model
+
+
+def test_experts_beside_fp8(tmp_path: Path) -> None:
+    """FP8 layers as they are, experts of the draft too; runtimes read `moe_quant_algo`."""
+    model = hybrid()
+    source = model.write(tmp_path / "source")
+    said = refused(source, "nvfp4", tmp_path, "--dialect", "modelopt")
+    assert "give an input scale (--input-scale 1.0)" in said
+    said = refused(source, "nvfp4", tmp_path, "--dialect", "compressed-tensors")
+    assert "take dialect modelopt" in said
+    made = relabelled(
+        source, tmp_path / "out", "nvfp4", "--dialect", "modelopt", "--input-scale", "0.5"
+    )
+    draft = f"model.layers.{model.config['num_hidden_layers']}."
+    for name, value in model.tensors.items():
+        if ".experts." not in name or name.startswith(draft):
+            assert made[name] == value
+    inputs = {name: t.data for name, t in made.items() if name.endswith("input_scale")}
+    assert set(inputs.values()) == {struct.pack("<f", 0.5)}
+    assert not any(name.startswith(draft) for name in inputs)
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    old = model.config["quantization_config"]
+    new = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
+    assert config["quantization_config"] == {**old, **new}
+    assert config["expert_dtype"] == "fp4"
+    mended = run_cli("repair", tmp_path / "out", "--dry-run")
+    assert "would change" not in mended.out
+    assert in_bf16(tmp_path / "out", tmp_path / "b") == in_bf16(source, tmp_path / "a")
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -292,8 +459,9 @@ def test_blocks_of_zeros_have_a_scale_of_one() -> None:
         (lambda: models.qwen3_moe(), "fp8", "no quantized weight found"),
         (lambda: models.qwen3_moe("fp8"), "gptq", "FP8 does not become gptq without rounding"),
         (lambda: models.kimi(), "compressed-tensors", "already: use it as it is"),
-        (lambda: encoded("qwen3_moe", "mxfp4")[0], "modelopt", "MXFP4 becomes NVFP4 by"),
+        (lambda: encoded("qwen3_moe", "mxfp4")[0], "modelopt", "it becomes NVFP4 (--to nvfp4)"),
         (lambda: encoded("qwen3_moe", "int8")[0], "gptq", "INT8 does not become gptq"),
+        (lambda: gpt_oss()[0], "fp8", "is a stack of MXFP4 matrices of gpt-oss"),
     ],
 )
 def test_what_has_no_other_form(make: Any, to: str, words: str, tmp_path: Path) -> None:

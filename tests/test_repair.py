@@ -28,7 +28,7 @@ def _converted(room: Path, name: str, *words: str) -> Path:
     """A sound folder: `name` is the source's form and the command."""
     source = room / f"source {name}"
     # Three blocks of 128: no other size fits their scales.
-    model = qwen3_moe("fp8" if name.startswith("fp8") else "bf16", hidden=384)
+    model = qwen3_moe("fp8" if name.startswith("fp8 ") else "bf16", hidden=384)
     (with_exponents(model) if name == "fp8 exponents" else model).write(source)
     if not words:
         return source
@@ -48,6 +48,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "exponents beside": _converted(room, "fp8 exponents", *rtn),
         "modelopt": _converted(room, "modelopt", "nvfp4", "--dialect", "modelopt"),
         "fp8": _converted(room, "fp8 source"),
+        "fp8 rows": _converted(room, "fp8r rows", "fp8", "--channel"),
+        "fp8 experts": _converted(room, "fp8r experts", "fp8", "--channel", "--targets", "experts"),
+        "fp8 blocks packed": _converted(room, "fp8r packed", "fp8", "--compressed-tensors"),
+        "int8": _converted(room, "int8", "int8"),
+        "nvfp4": _converted(room, "nvfp4", "nvfp4", "--dialect", "compressed-tensors"),
     }
 
 
@@ -206,7 +211,11 @@ def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: 
     assert tree(folder) == again
 
 
-@pytest.mark.parametrize("form", ["bf16", "w4a16", "fp8 beside", "modelopt", "fp8"])
+@pytest.mark.parametrize(
+    "form",
+    ["bf16", "w4a16", "fp8 beside", "modelopt", "fp8", "fp8 rows", "fp8 experts",
+     "fp8 blocks packed", "int8", "nvfp4"],
+)  # fmt: skip
 def test_a_sound_folder_is_left_as_it_is(form: str, sound: dict[str, Path], tmp_path: Path) -> None:
     folder = _copied(sound[form], tmp_path / "folder")
     before = tree(folder)

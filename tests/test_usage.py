@@ -25,14 +25,16 @@ _COUNTS = ["", "0", "-1", "1.5", "many", "9" * 5000]
 _CHOICES = ["", "nope", "INT 4"]
 _PATHS = ["", "a\0b"]
 _SOURCES = ["", "hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt", "hf://a/b@"]
+_SCALES = ["", "0", "-1", "inf", "nan", "x"]
 # Values that an option refuses by their text, for each that takes a value.
 _BAD: dict[str, list[str]] = {
     "memory": _SIZES, "max_shard_size": _SIZES, "jobs": _COUNTS, "groups": _COUNTS,
     "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
+    "validate": _CHOICES, "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
     "disk": _SIZES, "capability": _CHOICES, "dtype": _CHOICES,
-    "input_scale": ["", "0", "-1", "inf", "nan", "x"],
+    "input_scale": _SCALES, "kv_scale": _SCALES,
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
@@ -151,6 +153,10 @@ def test_a_bad_value_is_a_usage_error(
         "relabel s o",
         "relabel s o --to awq",
         "relabel s o --to fp8 --nearest",
+        "relabel s o --to nvfp4",
+        "relabel s o --to fp8 --dialect modelopt",
+        "relabel s o --to fp8 --input-scale 1.0",
+        "relabel s o --to nvfp4 --dialect modelopt --input-scale 0",
         "fp8 s o --tensor --channel",
         "fp8 s o --tensor --block 128",
         "fp8 s o --tensor --ue8m0",

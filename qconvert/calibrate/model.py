@@ -31,7 +31,13 @@ from qconvert.layouts.derived.running import (
     tapped,
     why_not_run,
 )
-from qconvert.layouts.derived.transformers_class import CannotBuild, Class, build, read_class
+from qconvert.layouts.derived.transformers_class import (
+    CannotBuild,
+    Class,
+    build,
+    read_class,
+    untagged,
+)
 from qconvert.matrices.reading import read_matrix
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
@@ -378,7 +384,7 @@ def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
             f"transformers {hf.__version__} has no class for model_type {kind!r}, so it cannot be run; "
             "round its experts to nearest instead"
         )
-    config = mapping[kind].from_dict(settings)
+    config = mapping[kind].from_dict(untagged(settings))
     # A class of the whole model says what its published names become.
     root = plan.config.get("model_type")
     alone = "text_config" not in plan.config or root in _CLASSES or root not in mapping

@@ -130,6 +130,9 @@ class Checkpoint(Mapping[str, Source]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.sources  # Mapping's own asks for the item, and catches the KeyError
+
     def __len__(self) -> int:
         return len(self.sources)
 

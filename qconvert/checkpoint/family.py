@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.core.discovery import FAMILIES, discover
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.names import experts_module, layer_template, parse, split_parameter
+from qconvert.core.names import (
+    apart_experts,
+    experts_module,
+    layer_template,
+    parse,
+    split_parameter,
+)
 from qconvert.core.roles import Kind
 
 Config = Mapping[str, Any]
@@ -83,8 +89,7 @@ class Role:
         return "{E}" in self.module
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor belongs: its role, layer, expert and parameter ("" for a bare parameter)."""
 
     role: Role
@@ -146,13 +151,18 @@ class Family:
         return {module: tuple(roles) for module, roles in table.items()}
 
     @cached_property
+    def openings(self) -> frozenset[str]:
+        """The first components of all names that the family describes."""
+        return frozenset(module.partition(".")[0] for module in self._by_module)
+
+    @cached_property
     def expert_paths(self) -> tuple[str, ...]:
         """Where routed experts are below their layer (`.mlp.experts`), () for a family without any and
         for one without a description."""
         found: dict[str, None] = {}
         for role in self.roles:
             if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN:
-                found[(experts_module(role.module) or "").rpartition("{L}")[2]] = None
+                found[apart_experts(role.module).rpartition("{L}")[2]] = None
         return tuple(found)
 
     def expert_names(self) -> dict[Kind, str]:
@@ -166,6 +176,18 @@ class Family:
         template, layer, expert = parse(name)
         if "{I}" in template:
             template = layer_template(name)
+        known = self._by_template.get(template)
+        if known is None:
+            known = self._by_template[template] = self._of_template(template)
+        return known[0], layer, expert, known[1]
+
+    @cached_property
+    def _by_template(self) -> dict[str, tuple[tuple[Role, ...], str]]:
+        """What `_of_template` found: a model has many names of few templates."""
+        return {}
+
+    def _of_template(self, template: str) -> tuple[tuple[Role, ...], str]:
+        """Roles whose template fits, and the parameter."""
         module, parameter = split_parameter(template)
         roles = self._by_module.get(module, ())
         if not roles and parameter:
@@ -177,18 +199,20 @@ class Family:
                 if template.endswith(suffix):
                     roles = self._by_module.get(template.removesuffix(suffix), ())
                     if roles:
-                        return roles, layer, expert, "weight" + suffix
-        return roles, layer, expert, parameter
+                        return roles, "weight" + suffix
+        return roles, parameter
 
     def describes(self, names: Iterable[str]) -> bool:
         """Whether names of layers are this family's. transformers saves some models with another word
         for `layers` (`blocks` for Kimi-K2.5) than is published; such a checkpoint does not belong to
         it."""
         other = False
+        seen: set[str] = set()
         for name in names:
             template, layer, _ = parse(name)
-            if layer is None:
+            if layer is None or template in seen:
                 continue
+            seen.add(template)
             before, _, rest = split_parameter(template)[0].partition(".{L}.")
             if f"{before}.{{L}}.{rest}" in self._layered:
                 return True
@@ -217,10 +241,11 @@ class Family:
         """Whether a tensor belongs to the multi-token-prediction (draft) layers."""
         if name.startswith(self.mtp):
             return True
+        if not dims.mtp_layers:
+            return False
         found = parse(name)
         return (
-            bool(dims.mtp_layers)
-            and found.layer is not None
+            found.layer is not None
             and ".layers.{L}." in f".{found.template}"
             and dims.num_layers <= found.layer < dims.num_layers + dims.mtp_layers
         )
@@ -243,6 +268,13 @@ class RoleIndex:
     present: Mapping[str, Mapping[str, frozenset[tuple[int | None, int | None]]]] = field(
         repr=False
     )
+
+    def ordered(self, names: Iterable[str]) -> RoleIndex:
+        """The same names in another order."""
+        order = list(names)
+        places = {name: self.places[name] for name in order if name in self.places}
+        unknown = tuple(name for name in order if name not in self.places)
+        return replace(self, places=places, unknown=unknown)
 
     def kind(self, name: str) -> Kind:
         """What a tensor's module is. A name that fits no role is UNKNOWN, or EXPERT_UNKNOWN if
@@ -327,14 +359,24 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
     unknown: list[str] = []
     present: dict[str, dict[str, set[tuple[int | None, int | None]]]] = {}
     groups = {name: frozenset(layers) for name, layers in dims.groups.items()}
+    candidates, openings = family.candidates, family.openings
     for name in names:
-        roles, layer, expert, parameter = family.candidates(name)
+        # What another program names (blk.0.ffn_up_exps.3.numa.0.weight) fits no template.
+        opening, dotted, _ = name.partition(".")
+        if dotted and opening not in openings and not opening.isdecimal():
+            unknown.append(name)
+            continue
+        roles, layer, expert, parameter = candidates(name)
         for role in roles:
             if role.layers in ("", "*") or layer in groups.get(role.layers, ()):
                 places[name] = Place(role, layer, expert, parameter)
-                present.setdefault(role.name, {}).setdefault(parameter, set()).add(
-                    (layer if role.layers else None, expert)
-                )
+                by_parameter = present.get(role.name)
+                if by_parameter is None:
+                    by_parameter = present[role.name] = {}
+                pairs = by_parameter.get(parameter)
+                if pairs is None:
+                    pairs = by_parameter[parameter] = set()
+                pairs.add((layer if role.layers else None, expert))
                 break
         else:
             unknown.append(name)

@@ -62,6 +62,8 @@ _USUAL = re.compile(
         b"N", _NUMBER
     )
 )
+# The next tensor as they write it, with a name of plain characters: 2.6 us instead of 9.
+_NEXT = re.compile(rb',"([A-Za-z0-9_.-]{1,512})":' + _USUAL.pattern)
 _MOST_ENTRY = 16 << 10  # bytes of one tensor's entry; one of four dimensions takes about 100
 _MOST_NUMBER = 2**63 - 1
 _MOST_DIMENSIONS = 64  # numpy 2.4's limit, and torch's
@@ -77,6 +79,7 @@ class _Table:
     def __init__(self, file: Path, raw: bytes, data_start: int) -> None:
         self._file, self._raw, self._at, self._start = file, raw, 0, data_start
         self.metadata: dict[str, str] = {}
+        self._types: dict[tuple[bytes, bytes | None], TensorType] = {}
         self.pairs: list[tuple[Entry, int]] = []
         if raw.lstrip(b" \t\n\r")[:1] in (b"[", b'"'):
             raise CheckpointError(f"{file}: its header is not a JSON object")
@@ -91,8 +94,30 @@ class _Table:
                 self.metadata = self._texts()
             else:
                 self.pairs.append(self._entry(name))
+            self._usual_ones(names)
         if raw[self._at :].strip(b" \t\n\r"):
             raise ValueError(f"extra data at byte {self._at}")
+
+    def _usual_ones(self, names: set[str]) -> None:
+        """Tensors in the usual spelling, up to one that has another, or that is invalid: that one is
+        left to `_entry`, which says why."""
+        while (found := _NEXT.match(self._raw, self._at)) is not None:
+            spelled, dtype, dims, first, last = found.groups()
+            name, start, stop = spelled.decode(), int(first), int(last)
+            known = self._types.get((dtype, dims))
+            if known is None:
+                try:
+                    shape = tuple(map(int, dims.split(b","))) if dims else ()
+                    known = TensorType(dtype.decode(), shape)
+                except PlanError:
+                    return
+                self._types[dtype, dims] = known
+            wrong = name in names or name == _METADATA or max(*known.shape, 0, 0) > _MOST_NUMBER
+            if wrong or stop > _MOST_NUMBER or stop - start != known.nbytes:
+                return
+            names.add(name)
+            self.pairs.append((Entry(name, known, self._start + start), self._start + stop))
+            self._at = found.end()
 
     def _keys(self) -> Iterator[str]:
         """The keys of an object. Each key's value must be read before the next key is asked for."""

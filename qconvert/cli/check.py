@@ -15,6 +15,7 @@ from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
+    FINDINGS,
     JSON,
     MOST,
     OPENING,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.validation.runner import Report
 
-_FINDINGS = 3
+
 _MOST_LAYERS = 65_536
 _NUMBER = re.compile(r"[0-9]{1,6}")
 
@@ -128,7 +129,7 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
             say_all(grouped_lines(found))
         what = "names, dtypes and shapes" if headers else "tensors"
         say(count(len(found), "difference") if found else f"no difference: {what} are equal")
-    return _FINDINGS if found else 0
+    return FINDINGS if found else 0
 
 
 class Layers(click.ParamType[tuple[int, ...]]):
@@ -296,7 +297,7 @@ def validate(
             notice=lambda text: say(text, err=True),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
-    return _FINDINGS if report.errors else 0
+    return FINDINGS if report.errors else 0
 
 
 def _explain(rule_id: str) -> None:

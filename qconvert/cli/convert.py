@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import click
 
 from qconvert.cli.calibration import DATA, split_data
+from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.options import (
     DRY_RUN,
     JSON,
@@ -17,6 +20,7 @@ from qconvert.cli.options import (
     SOURCE,
     Folder,
     PassName,
+    ShardName,
     Size,
     base_model,
     jobs,
@@ -26,10 +30,11 @@ from qconvert.cli.options import (
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
-    from qconvert.api import Planned, PlanOptions, Result
+    from qconvert.api import Planned, PlanOptions, Share
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
+    from qconvert.validation.runner import Level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,6 +47,8 @@ class RunOptions(TypedDict):
     max_shard_size: int | None
     sha256: bool
     verify: bool
+    validate: Level | None
+    shard: str | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -72,6 +79,20 @@ RUNNING: Callable[[F], F] = stacked(
         is_flag=True,
         help="Hash everything that an earlier run left in OUT before continuing it. "
         "[default: sizes, headers, small files, and what was written last]",
+    ),
+    click.option(
+        "--validate",
+        type=click.Choice(["headers", "sample", "full"]),
+        help="Then check OUT against SRC, as `qconvert validate` does, and print what was lost by role; "
+        "exit code 3 on an error.",
+    ),
+    click.option(
+        "--shard",
+        type=ShardName(),
+        metavar="I/N|auto",
+        help="Do part I of N, counted from 0, in a folder that other machines fill at the same time: "
+        "`qconvert finish OUT` publishes. auto, auto/N: I as Slurm, torchrun or Kubernetes say in the "
+        "environment.",
     ),
     DRY_RUN,
 )
@@ -104,10 +125,8 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
     from qconvert.recipe.recipe import load_recipe
 
     data, rest = split_data(given)
-    options = cast(
-        RunOptions,
-        {**rest, "sha256": False, "verify": False, "dry_run": True, "print_recipe": False},
-    )
+    running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
+    options = cast(RunOptions, {**rest, **running, "print_recipe": False})
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -181,6 +200,13 @@ def dequant(
     convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
 
 
+def with_kv_scale(step: Pass, value: float | None) -> tuple[Pass, ...]:
+    """A conversion's steps with --kv-scale."""
+    from qconvert.passes.kv_scale import KvScale
+
+    return (step,) if value is None else (step, KvScale(value))
+
+
 def convert(
     recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
 ) -> Planned | None:
@@ -194,20 +220,37 @@ def convert(
         return None
     from qconvert import api
 
-    planned = api.plan(recipe, source, out, **plan_options(options))
-    show_plan(planned, options)
-    if not options["dry_run"]:
-        carry_out(planned, as_json=options["as_json"])
+    if isinstance(source, str):
+        source = api.open_checkpoint(source, follow_links=options["follow_links"])
+    with workers_ahead(source, options):
+        planned = api.plan(recipe, source, out, **plan_options(options))
+        show_plan(planned, options)
+        if not options["dry_run"]:
+            carry_out(planned, options, source)
     return planned
+
+
+def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextManager[None]:
+    """Within this, what workers import is imported while the plan is made."""
+    from qconvert.run.forkserver import started_early
+
+    return (
+        nullcontext()
+        if options["dry_run"] or options["jobs"] == 1
+        else started_early(source.nbytes)
+    )
 
 
 def plan_options(options: RunOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
+    started = Started.now()
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
+        "shard": options["shard"], "finish": started.finishing is not None,
+        "command": started.words,
     }  # fmt: skip
 
 
@@ -258,55 +301,30 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             name = None if out is None else str(out)
             lines = plan_lines(folder.ready, name, rates, folder.verdict)
             say(*lines, *outlook_lines(look), err=not dry)
+    for share in planned.shares:
+        if options["as_json"]:
+            found[0]["share"] = asdict(share)
+        else:
+            say(share_line(share), err=not dry)
     if options["as_json"]:
         say_json(found if len(found) > 1 else found[0])
     check_foreseen(looks)
 
 
-def carry_out(planned: Planned, *, as_json: bool = False, quiet: bool = False) -> None:
-    """Run the plan and print the result."""
-    import time
-
-    from qconvert import api
-    from qconvert.cli.progress import Bar
-
-    begin = time.monotonic()
-    with Bar() as bar:
-        results = api.carry_out(planned, events=bar)
-    seconds = time.monotonic() - begin
-    for remark in results[0].remarks:
-        say(f"remark  {remark}", err=True)
-    if quiet:
-        return
-    if as_json:
-        summaries = [
-            {
-                "out": str(result.folder), "fingerprint": result.fingerprint,
-                "files": list(result.files), "bytes": result.nbytes, "seconds": seconds,
-                "remarks": list(result.remarks), "already_done": result.already_done,
-                "resumed_units": result.resumed_units, "repaired": dict(result.repaired),
-            }
-            for result in results
-        ]  # fmt: skip
-        say_json(summaries if len(summaries) > 1 else summaries[0])
-        return
-    for result in results:
-        say(_ending(result, seconds))
-
-
-def _ending(result: Result, seconds: float) -> str:
-    from qconvert.core.shown import count, message
+def share_line(share: Share) -> str:
+    """What a shard does, in a line of the plan."""
+    from qconvert.core.shown import count
     from qconvert.core.sizes import format_size
 
-    if result.already_done:
-        return f"{result.folder} already holds this very result; nothing to do"
-    if result.repaired:
-        shown = ", ".join(f"{name} ({why})" for name, why in list(result.repaired.items())[:3])
-        more = f" and {len(result.repaired) - 3} more" if len(result.repaired) > 3 else ""
-        return message(f"repaired {result.folder}: {shown}{more}")
-    units = count(result.resumed_units, "unit")
-    resumed = f", {units} from before" if result.resumed_units else ""
+    rest = ""
+    if share.rest_units:
+        units = count(share.rest_units, "unit")
+        rest = f"; {units} ({format_size(share.rest_bytes)}) between shards are left to finish"
+    uneven = ""
+    if share.most > 2 * max(share.least, 1):
+        sizes = f"{format_size(share.least)} to {format_size(share.most)}"
+        uneven = f"; shares are uneven, {sizes}: the units are large for so many shards"
     return (
-        f"wrote {result.folder}: {format_size(result.nbytes)} in {seconds:.1f} s "
-        f"({format_size(result.nbytes / seconds)}/s){resumed}"
+        f"shard   {share.shard}: {share.units} of {count(share.of_units, 'unit')}, "
+        f"{format_size(share.nbytes)} to write{rest}{uneven}"
     )

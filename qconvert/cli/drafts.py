@@ -7,15 +7,8 @@ from typing import Unpack
 
 import click
 
-from qconvert.cli.convert import (
-    CONVERSION,
-    RUNNING,
-    RunOptions,
-    carry_out,
-    convert,
-    plan_options,
-    show_plan,
-)
+from qconvert.cli.carry_out import carry_out
+from qconvert.cli.convert import CONVERSION, RUNNING, RunOptions, convert, plan_options, show_plan
 from qconvert.cli.options import OUT, SOURCE, SourceName
 
 
@@ -98,7 +91,7 @@ def graft(source: str, draft: str, out: Path, **given: Unpack[RunOptions]) -> No
     planned = api.plan_graft(source, draft, out, **plan_options(options))
     show_plan(planned, options)
     if not options["dry_run"]:
-        carry_out(planned, as_json=options["as_json"])
+        carry_out(planned, options, source, draft)
 
 
 @click.command()

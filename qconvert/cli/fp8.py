@@ -7,8 +7,17 @@ from typing import Literal, Unpack
 
 import click
 
-from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import INPUT_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
+from qconvert.cli.options import (
+    INPUT_SCALE,
+    KV_SCALE,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    TARGETS,
+    TP,
+    from_options,
+)
 
 
 @click.command()
@@ -33,6 +42,7 @@ from qconvert.cli.options import INPUT_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGE
 @SHARED_EXPERTS
 @TP
 @INPUT_SCALE
+@KV_SCALE
 @CONVERSION
 def fp8(
     source: str,
@@ -46,6 +56,7 @@ def fp8(
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
     input_scale: float | None,
+    kv_scale: float | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
@@ -89,4 +100,5 @@ def fp8(
             tensor=tensor,
             input_scale=input_scale,
         )
-    convert(Recipe("fp8", (step,), options["max_shard_size"]), source, out, options)
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("fp8", steps, options["max_shard_size"]), source, out, options)

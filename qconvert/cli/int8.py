@@ -7,8 +7,8 @@ from typing import Literal, Unpack
 
 import click
 
-from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
+from qconvert.cli.options import KV_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
 
 
 @click.command()
@@ -17,6 +17,7 @@ from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_
 @TARGETS
 @SHARED_EXPERTS
 @TP
+@KV_SCALE
 @CONVERSION
 def int8(
     source: str,
@@ -24,6 +25,7 @@ def int8(
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
+    kv_scale: float | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
@@ -46,4 +48,5 @@ def int8(
     with from_options():
         chosen = fields_of("int8", {"targets": targets or (LINEAR,)})["targets"]
         step = ToInt8(chosen, shared_experts, tp)
-    convert(Recipe("int8", (step,), options["max_shard_size"]), source, out, options)
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("int8", steps, options["max_shard_size"]), source, out, options)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
+from qconvert.cli.carry_out import carry_out
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
-    carry_out,
     convert,
     plan_options,
     show_plan,
+    workers_ahead,
 )
 from qconvert.cli.options import MOST, OUT, SOURCE, TP, Folder, Words
 from qconvert.core.say import say
@@ -143,12 +144,19 @@ def kt(
     if gpu_out is None:
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
-        planned = api.plan_pair(
-            cpu_side, source, cpu_out, gpu_out, gpu=ExpertsToW4A16(tp=tp), **plan_options(options)
-        )
-        show_plan(planned, options)
-        if not options["dry_run"]:
-            carry_out(planned, as_json=options["as_json"])
+        opened = api.open_checkpoint(source, follow_links=options["follow_links"])
+        with workers_ahead(opened, options):
+            planned = api.plan_pair(
+                cpu_side,
+                opened,
+                cpu_out,
+                gpu_out,
+                gpu=ExpertsToW4A16(tp=tp),
+                **plan_options(options),
+            )
+            show_plan(planned, options)
+            if not options["dry_run"]:
+                carry_out(planned, options, source)
     if planned is not None:
         _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options["as_json"])
 

@@ -13,6 +13,7 @@ import click
 
 from qconvert import __version__
 from qconvert.cli.advise import advise
+from qconvert.cli.carry_out import Started
 from qconvert.cli.check import diff, inspect, validate
 from qconvert.cli.convert import dequant, plan, run
 from qconvert.cli.drafts import mtp, text
@@ -26,6 +27,7 @@ from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
 from qconvert.cli.relabel import relabel
 from qconvert.cli.repair import repair
+from qconvert.cli.shards import finish, status
 from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
 from qconvert.cli.w4a16 import w4a16
@@ -33,7 +35,7 @@ from qconvert.core.errors import QConvertError, UsageError
 from qconvert.core.say import say, say_error
 from qconvert.core.shown import message
 
-OK, FAILED, USAGE, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # and FINDINGS, of options.py
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -82,6 +84,8 @@ for command in (
     plan,
     run,
     *_CONVERSIONS,
+    finish,
+    status,
     diff,
     validate,
     repair,
@@ -108,7 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Threads for numpy's small matrix products would compete with one another and with our workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        code = cli.main(arguments, prog_name="qconvert", standalone_mode=False)
+        words = tuple(sys.argv[1:] if arguments is None else arguments)
+        code = cli.main(arguments, prog_name="qconvert", standalone_mode=False, obj=Started(words))
         sys.exit(code if isinstance(code, int) else OK)
     except click.ClickException as error:
         _say_usage(error)

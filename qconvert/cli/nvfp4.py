@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
-from qconvert.cli.convert import CONVERSION, RunOptions, convert
+from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
+    DIALECT_HELP,
     INPUT_SCALE,
+    KV_SCALE,
     OUT,
     SHARED_EXPERTS,
     SOURCE,
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 @OUT
 @click.option(
     "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
-    help="Whose names, scales and config to write. The bytes differ too: one divides by the global "
-    "scale, the other multiplies by it.",
+    help=DIALECT_HELP,
 )  # fmt: skip
 @TARGETS
 @SHARED_EXPERTS
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     help="Store no input scales: activations stay bf16, as without --stats and --input-scale.",
 )  # fmt: skip
 @INPUT_SCALE
+@KV_SCALE
 @CONVERSION
 def nvfp4(
     source: str,
@@ -51,6 +53,7 @@ def nvfp4(
     stats: Path | None,
     weight_only: bool,
     input_scale: float | None,
+    kv_scale: float | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
@@ -85,4 +88,5 @@ def nvfp4(
             dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
             input_scale,
         )  # fmt: skip
-    convert(Recipe("nvfp4", (step,), options["max_shard_size"]), source, out, options)
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import click
 
+FINDINGS = 3  # exit code of a command that checked and found an error
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _EMPTY = "the name is empty; name a folder (`.` is the current one)"
@@ -155,6 +157,19 @@ class Branch(_Text):
         bad = ".." in text or text.startswith(("/", "-")) or text.endswith(("/", ".", ".lock"))
         if bad or not _BRANCH.fullmatch(text):
             raise ValueError(f"{text!r} is not a valid branch name")
+
+
+class ShardName(_Text):
+    """A part of a run, I/N, or `auto`: found in the environment."""
+
+    name = "shard"
+
+    def check(self, text: str) -> None:
+        import os
+
+        from qconvert.run.division import parse_shard
+
+        parse_shard(text, os.environ)
 
 
 class Folder(click.Path):
@@ -356,10 +371,19 @@ IGNORE = click.option(
     help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
     "Repeatable.",
 )  # fmt: skip
+DIALECT_HELP = (
+    "Whose names, scales and config to write NVFP4 in. The bytes differ too: one divides by the global "
+    "scale, the other multiplies by it."
+)
 INPUT_SCALE = click.option(
     "--input-scale", type=Positive(), metavar="X",
     help="One constant scale for the activations of all that is quantized, by which they are divided; "
     "no data is needed.",
+)  # fmt: skip
+KV_SCALE = click.option(
+    "--kv-scale", type=Positive(), metavar="X",
+    help="One constant scale for the keys and values that runtimes keep in FP8, by which they are "
+    "divided; no data is needed.",
 )  # fmt: skip
 STATS = click.option(
     "--stats", type=Folder(), metavar="DIR",

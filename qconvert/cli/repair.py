@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import DRY_RUN, JSON, OPENING, TP, Folder, SourceName
+from qconvert.cli.options import DRY_RUN, FINDINGS, JSON, OPENING, TP, Folder, SourceName
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 
 if TYPE_CHECKING:
     from qconvert.api import Repair
 
-_FINDINGS = 3
+
 _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 
 
@@ -70,7 +70,7 @@ def repair(
     else:
         for one in found:
             _show(one, out, dry_run=dry_run)
-    return _FINDINGS if any(one.left for one in found) else 0
+    return FINDINGS if any(one.left for one in found) else 0
 
 
 def _as_json(one: Repair) -> dict[str, Any]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import click
 
 from qconvert.cli.calibration import DATA, split_data
+from qconvert.cli.carry_out import carry_out, checked, end_with
 from qconvert.cli.consumer import made_for
-from qconvert.cli.convert import (
-    RUNNING,
-    RunOptions,
-    carry_out,
-    convert,
-    dump_after,
-    plan_options,
-)
+from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
 from qconvert.cli.options import OUT, SOURCE, Folder, Partition
 from qconvert.core.say import say, say_json
 
@@ -41,7 +36,7 @@ def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOption
     notes = [f"warning {note}" for note in planned.notes]
     lines = (*drop_lines(planned.whole), *loss_lines(planned.whole), *notes)
     shown = (*lines, *_stage_lines(planned), *_balance_lines(planned))
-    say(planned.source.model_line, *shown, err=err)
+    say(planned.source.model_line, *shown, *map(share_line, planned.shares), err=err)
     for line in (line for look in looks for line in outlook_lines(look)):
         say(line)
 
@@ -70,6 +65,7 @@ def _stages_json(planned: PlannedStages) -> dict[str, Any]:
         },
         "environment": list(planned.environment),
         "notes": list(planned.notes),
+        **({"shares": [asdict(share) for share in planned.shares]} if planned.shares else {}),
         "stages": [
             {
                 "folder": str(folder.out),
@@ -159,6 +155,8 @@ def split(
     if balance and "," in pp:
         raise click.UsageError(f"--balance chooses the layers of each stage: give --pp N, not {pp}")
     options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are not a recipe
+    if options["validate"] is not None and options["as_json"]:
+        raise click.UsageError("--validate and --json: split first, then `validate STAGES --json`")
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
     if options["dump_after"] is not None:
         dump_after(passes, source, options)
@@ -171,9 +169,11 @@ def split(
     api.check_foreseen(looks)
     if not options["dry_run"]:
         for part in planned.parts:
-            carry_out(part, quiet=options["as_json"])
+            carry_out(part, options, source, part=True)
     if not options["as_json"]:
         say("set " + " or ".join(planned.environment))
+    if options["validate"] and not options["dry_run"] and options["shard"] is None:
+        end_with([checked(out, source, options)])
 
 
 @click.command()

@@ -11,6 +11,7 @@ import click
 from qconvert.cli.options import (
     AGAINST,
     DRY_RUN,
+    FINDINGS,
     JSON,
     OPENING,
     Branch,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from qconvert.hub.upload import Arrived, Pending
     from qconvert.validation.runner import Report
 
-_FINDINGS = 3
+
 _MOST_LISTED = 12
 
 
@@ -99,7 +100,7 @@ def upload(
             say(api.refusal(checked), err=True)
             if as_json:
                 say_json(_validated(checked.report))
-            return _FINDINGS
+            return FINDINGS
         if not dry_run:
             done = api.upload(
                 checked, repo, revision=revision, create_pr=create_pr, private=private,
@@ -118,7 +119,7 @@ def upload(
         say_json({**_validated(checked.report), **found})
     else:
         say(*_done(done.pending, done.arrived))
-    return 0 if done.complete else _FINDINGS
+    return 0 if done.complete else FINDINGS
 
 
 def _hidden(files: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
-from qconvert.cli.convert import CONVERSION, convert
+from qconvert.cli.convert import CONVERSION, convert, with_kv_scale
 from qconvert.cli.options import (
     IGNORE,
+    KV_SCALE,
     OUT,
     SHARED_EXPERTS,
     SOURCE,
@@ -59,6 +60,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     help="Order in which --gptq solves columns: by importance within unchanged groups (static), or with "
     "groups of columns of like importance, which needs g_idx and a runtime that supports it (group).",
 )  # fmt: skip
+@KV_SCALE
 @CALIBRATION
 @CONVERSION
 def w4a16(
@@ -75,6 +77,7 @@ def w4a16(
     tp: int | None,
     leave_bf16: bool,
     actorder: Literal["static", "group"] | None,
+    kv_scale: float | None,
     **given: Any,
 ) -> None:
     """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
@@ -115,4 +118,5 @@ def w4a16(
             calibrate=calibration_from(asked),
             shared_experts=shared_experts,
         )
-    convert(Recipe("w4a16", (step,), options["max_shard_size"]), source, out, options)
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("w4a16", steps, options["max_shard_size"]), source, out, options)

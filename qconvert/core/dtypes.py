@@ -6,7 +6,7 @@ enum `Dtype`). Standard library only: planning must not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from qconvert.core.errors import PlanError
@@ -49,25 +49,24 @@ class TensorType:
 
     dtype: str
     shape: Shape
+    # Size in bytes, sub-byte dtypes packed. Asked for some 25 times a tensor while planning.
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         bits = DTYPE_BITS.get(self.dtype)
         if bits is None:
             raise PlanError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BITS)}")
-        if any(dim < 0 for dim in self.shape):
+        if self.shape and min(self.shape) < 0:
             raise PlanError(f"shape {list(self.shape)} has a negative dimension")
-        if bits < 8 and (prod(self.shape) * bits) % 8:
+        size, rest = divmod(prod(self.shape) * bits, 8)
+        if rest:
             raise PlanError(f"{self} does not fill whole bytes: {prod(self.shape)} x {bits} bits")
+        object.__setattr__(self, "nbytes", size)
 
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a scalar."""
         return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, sub-byte dtypes packed."""
-        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @property
     def row_nbytes(self) -> int:

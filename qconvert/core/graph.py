@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from qconvert.core.dtypes import Shape, TensorType
@@ -109,7 +110,9 @@ def whole(op: Op, args: Sequence[TensorType]) -> Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apply:
-    """An op applied to arguments. Compared by identity: one node is one computation."""
+    """An op applied to arguments. Compared by identity: one node is one computation. Nodes that `apply`
+    made of equal ops on equal types have one `op` and one `types` between them: what is true of all of
+    them can be remembered by the identity of `types`."""
 
     op: Op
     args: tuple[Output, ...]
@@ -226,5 +229,13 @@ def stack(outputs: Sequence[Output]) -> Output:
 
 def apply(op: Op, *args: Output) -> tuple[Output, ...]:
     """Apply an op lazily. Returns one output per result; raises PlanError as `op.infer` does."""
-    node = Apply(op, args, op.infer(*(arg.type for arg in args)))
-    return tuple(Value(node, port).output for port in range(len(node.types)))
+    known, types = inferred(op, tuple([arg.type for arg in args]))
+    node = Apply(known, args, types)
+    return tuple([Value(node, port).output for port in range(len(types))])
+
+
+# A model has few shapes and many tensors: what an op makes of them is asked once.
+@lru_cache(maxsize=4096)
+def inferred(op: Op, args: tuple[TensorType, ...]) -> tuple[Op, tuple[TensorType, ...]]:
+    """The op, or one equal to it, and the types of its results. Raises PlanError as `op.infer` does."""
+    return op, (*op.infer(*args),)  # a tuple of its own, which no other op has

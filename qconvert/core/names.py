@@ -56,6 +56,9 @@ _WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
+_SCALES = tuple(suffix for suffix, _ in _WEIGHT_OF_SCALE)
+
+
 class Parsed(NamedTuple):
     """A name's template and numbers. `layer` and `expert` are None where the name has none."""
 
@@ -78,6 +81,27 @@ def parse(name: str) -> Parsed:
     A number after a component `experts` becomes `{E}`; the first other number `{L}`; any further
     ones `{I}`.
     """
+    # Most names of a large model are those of experts, alike but for the number: 1.0 us instead of 2.3.
+    before, found, after = name.partition(".experts.")
+    if found:
+        number = after.partition(".")[0]
+        if _is_number(number):
+            template, layer = _around_expert(before, after[len(number) :])
+            if template:
+                return Parsed(template, layer, int(number))
+    return _parse(name)
+
+
+@lru_cache(maxsize=4096)
+def _around_expert(before: str, after: str) -> tuple[str, int | None]:
+    """Template and layer of a name with `.experts.`, an expert's number and `after` behind `before`; ""
+    where the expert's number is another."""
+    number = "999999999"
+    parsed = _parse(f"{before}.experts.{number}{after}")
+    return (parsed.template, parsed.layer) if parsed.expert == int(number) else ("", None)
+
+
+def _parse(name: str) -> Parsed:
     layer: int | None = None
     expert: int | None = None
     parts = name.split(".")
@@ -118,6 +142,23 @@ def experts_module(name: str) -> str | None:
     return ".".join(parts[: parts.index("experts") + 1]) if "experts" in parts[1:] else None
 
 
+# Ends of the names of a KV cache's scales, of keys and of values.
+KV_SCALES = (".k_scale", ".v_scale")
+
+
+def apart_experts(name: str) -> str:
+    """The module below which a layer's experts are stored one by one: that of `experts_module`, or
+    `experts` beside stacks of another name. GraniteMoE's `block_sparse_moe.input_linear` [E, 2I, H] and
+    Step-3.7's `moe.gate_proj` [E, I, H] become `block_sparse_moe.experts.3.gate_proj` and
+    `moe.experts.3.gate_proj`, as llm-compressor writes them (sglang 0.5.23, `models/granitemoe.py`; vLLM
+    0.33, `models/step3p5.py`)."""
+    found = experts_module(name)
+    if found is not None:
+        return found
+    module, _ = split_parameter(name)
+    return f"{module.rpartition('.')[0]}.experts"
+
+
 def scale_candidates(weight: str) -> tuple[str, ...]:
     """Names an FP8 weight's scale may have. 3-D expert stacks (`experts.gate_up_proj`) have no
     `.weight`, so their scale's name is a suffix."""
@@ -129,6 +170,8 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
 
 def weight_candidates(scale: str) -> tuple[str, ...]:
     """Names of the weights that a scale may belong to, () if the name is not a weight's scale."""
+    if not scale.endswith(_SCALES):
+        return ()
     for suffix, weights in _WEIGHT_OF_SCALE:
         if scale.endswith(suffix):
             return tuple(scale.removesuffix(suffix) + weight for weight in weights)

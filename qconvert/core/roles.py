@@ -67,6 +67,8 @@ class Kind(Enum):
     EXPERT_DOWN = auto()
     # All experts of a layer in one parameter with three dimensions.
     STACKED_GATE_UP = auto()
+    STACKED_GATE = auto()
+    STACKED_UP = auto()
     STACKED_DOWN = auto()
     EXPERT_UNKNOWN = auto()  # part of routed experts, not described
 
@@ -89,6 +91,11 @@ class Kind(Enum):
     def routed(self) -> bool:
         """Whether it belongs to routed experts."""
         return self in _ROUTED
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds all routed experts of a layer."""
+        return self in _STACKED
 
     @property
     def never_quantized(self) -> bool:
@@ -115,7 +122,7 @@ class Cut(Enum):
 _APART = (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN)
 # The matrices of shared experts.
 SHARED = (Kind.SHARED_GATE, Kind.SHARED_UP, Kind.SHARED_DOWN)
-_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
+_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_GATE, Kind.STACKED_UP, Kind.STACKED_DOWN)
 _ROUTED = frozenset((*_APART, *_STACKED, Kind.EXPERT_UNKNOWN))
 _BY_COLUMNS = frozenset(
     (
@@ -129,7 +136,7 @@ _BY_ROWS = frozenset(
         Kind.GATE_UP, Kind.QUERY_UP, Kind.KV_UP,
         Kind.GDN_QKVZ, Kind.GDN_QKV, Kind.GDN_Z, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.GATE,
         Kind.UP, Kind.SHARED_GATE, Kind.SHARED_UP, Kind.EXPERT_GATE, Kind.EXPERT_UP,
-        Kind.STACKED_GATE_UP,
+        Kind.STACKED_GATE_UP, Kind.STACKED_GATE, Kind.STACKED_UP,
     )
 )  # fmt: skip
 _QUANTIZABLE = frozenset(

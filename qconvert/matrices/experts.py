@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from qconvert.checkpoint.family import Place, expert_inputs
@@ -10,7 +10,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import Packer
-from qconvert.core.names import experts_module, split_parameter
+from qconvert.core.names import apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
@@ -21,7 +21,12 @@ from qconvert.plan.plan import ELSEWHERE, Plan
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 KINDS = dict(zip(PROJECTIONS, (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN), strict=True))
 _PROJECTION = {kind: projection for projection, kind in KINDS.items()}
-_STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
+# Which projections a stack holds, the rows of the first before those of the second.
+_STACKED: Mapping[Kind, tuple[str, ...]] = {
+    Kind.STACKED_GATE_UP: ("gate_proj", "up_proj"), Kind.STACKED_GATE: ("gate_proj",),
+    Kind.STACKED_UP: ("up_proj",), Kind.STACKED_DOWN: ("down_proj",),
+}  # fmt: skip
+_READ = frozenset((*_PROJECTION, *_STACKED))
 # Ends of names beside a quantized weight that describe it alone: the shape of a packed one, the scale of
 # its activations.
 STALE = (".weight_shape", ".input_scale")
@@ -204,7 +209,7 @@ def _draft_layers(plan: Plan) -> list[int]:
 def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
     """The projections that a tensor begins: a weight its own, a stack those of all experts."""
     role = place.role.kind
-    if role not in (*_PROJECTION, *_STACKED) or place.layer is None:
+    if role not in _READ or place.layer is None:
         return
     draft = plan.family.is_mtp(name, plan.role_index.dims)
     layer = place.layer
@@ -228,18 +233,12 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
             f"{plan.tensors[name].type}"
         )
     transposed = is_transposed(plan)
-    base, apart = experts_module(name), plan.family.expert_names()
+    base, apart = apart_experts(name), plan.family.expert_names()
     for expert in range(dims.num_experts):
         stored, names = read_of_stack(plan, name, expert, transposed=transposed)
-        if role is Kind.STACKED_DOWN:
-            parts = [("down_proj", stored)]
-        else:
-            half = stored.rows // 2
-            parts = [
-                ("gate_proj", stored.cut(0, half)),
-                ("up_proj", stored.cut(half, 2 * half)),
-            ]
-        for part, weight in parts:
+        height = stored.rows // len(_STACKED[role])
+        for n, part in enumerate(_STACKED[role]):
+            weight = stored.cut(n * height, (n + 1) * height)
             module = f"{base}.{expert}.{apart.get(KINDS[part], part)}"
             yield Projection(layer, expert, part, draft, module, weight), names
 

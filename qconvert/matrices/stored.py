@@ -11,7 +11,7 @@ from typing import Protocol
 
 from qconvert.core.discovery import FORMATS, discover
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Value, concat
+from qconvert.core.graph import Output, Value, concat, inferred
 from qconvert.ops.awq import DequantAwq
 from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import DequantFp8
@@ -108,7 +108,7 @@ def stored(plan: Plan, names: Sequence[str], decoder: RowOp) -> Stored:
     if any(isinstance(piece.origin, Value) for piece in args[0].pieces):
         raise PlanError(f"{names[0]!r} was made by an earlier pass; weights are quantized once")
     try:
-        (kind,) = decoder.infer(*(arg.type for arg in args))
+        _, (kind,) = inferred(decoder, tuple([arg.type for arg in args]))
     except PlanError as error:
         raise PlanError(f"weight {names[0]!r} with {names[1]!r}: {error}") from error
     return Stored(decoder, args, *kind.shape)

@@ -177,7 +177,8 @@ def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None
         raise PlanError(
             f"{first!r} is FP8 under the name `scale`: its FP8 layers have the names of DeepSeek-V4, "
             "for which no other config has a place: dequantize the checkpoint first (a recipe of "
-            "`dequant` and this step is one read)"
+            "`dequant` and this step is one read), or relabel its MXFP4 experts (qconvert relabel --to "
+            "fp8, or nvfp4)"
         )
     block = fp8_scheme(plan.checkpoint, first).block
     for module in others:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from struct import pack
+from struct import pack, unpack
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
@@ -32,6 +32,11 @@ class Constant(Uncut, Exact):
         if size != kind.nbytes:
             raise PlanError(f"expected {kind.nbytes} bytes for {kind}, found {size}")
         return (kind,)
+
+    def numbers(self) -> tuple[int, ...]:
+        """The elements of an I64 constant."""
+        assert self.dtype == "I64"
+        return unpack(f"<{TensorType(self.dtype, self.shape).numel}q", bytes.fromhex(self.hex))
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -19,6 +19,7 @@ from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
+from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles
 from qconvert.ops.rowwise import row_parts
 
@@ -190,6 +191,13 @@ class DequantNvfp4:
         with np.errstate(all="ignore"):  # overflow to infinity is what float32 arithmetic does
             for start in range(0, total, max(1, step)):
                 stop = min(start + step, total)
+                each = factors(scale[start:stop], global_scale, self.dialect)
+                if not risky and done(
+                    "fp4_decode",
+                    source[start * BLOCK // 2 : stop * BLOCK // 2].reshape(-1, BLOCK // 2),
+                    each, target[start:stop].view(np.uint32),
+                ):  # fmt: skip
+                    continue
                 count, size = stop - start, (stop - start) * BLOCK
                 halves = spare.reshape(-1).view(np.uint16)
                 spread_nibbles(
@@ -205,7 +213,6 @@ class DequantNvfp4:
                     out=values,
                     mode="clip",
                 )
-                each = factors(scale[start:stop], global_scale, self.dialect)
                 np.multiply(values, each[:, None], out=values)
                 if risky:
                     beyond = ~(np.abs(values) < _BF16_OVERFLOW)

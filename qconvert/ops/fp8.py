@@ -25,6 +25,7 @@ from qconvert.core.errors import PlanError, ScaleError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
     import numpy as np
@@ -181,6 +182,9 @@ class DequantFp8:
             infinite = 0
             risky = largest * _LARGEST_NUMBER[dtype] >= _OVERFLOW
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
+            plain = biased and not risky
+            if plain and done("fp8_decode", source, factors, *self.block, target):
+                return {}
             ties = not biased or _may_tie(factors)
             if biased:
                 np.multiply(factors, np.float32(_BIAS), out=factors)

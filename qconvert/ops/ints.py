@@ -18,6 +18,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, decode, round_to_bf16
+from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:
@@ -183,6 +184,14 @@ class Products:
         codes, values, spare = self._codes[:count], self._values[:count], self._spare[:count]
         scale = self._scale[start : start + count]
         zeros = None if zero is None else zero[start : start + count].astype(np.float32)
+        if column_group is None:
+            middle = np.float32(1 << (self._bits - 1))
+            given = np.full(scale.shape, middle)
+            if zeros is not None:
+                given = np.ascontiguousarray(zeros)
+            into = target.view(np.uint32) if self._bits == 4 else target
+            if done(f"int{self._bits}_decode", packed, given, scale, into):
+                return
         if self._bits == 8:
             np.copyto(codes, packed)
         else:

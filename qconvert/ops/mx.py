@@ -18,6 +18,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.ops.base import Uncut
 from qconvert.ops.buffers import array
+from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import SIZES
 from qconvert.ops.rowwise import row_parts
 
@@ -37,6 +38,7 @@ _RISKY = 253
 _CODES = ("U8", "I8")
 _SCALES = ("U8", "F8_E8M0")
 _INFINITY = 0x7F80
+_LEAST_POWER = 0x00400000  # bits of 2^-127, a denormal float32
 # Bytes looked up at a time: their indices, 8 bytes each, fit in a core's own cache.
 _TILE = 1 << 15
 
@@ -113,6 +115,11 @@ class DequantMxfp4:
         room = array(
             scratch[: 8 * min(blocks, step) * _BYTES], np.intp, (min(blocks, step), _BYTES)
         )
+        if not scale.size or int(scale.max()) < _RISKY:
+            powers = scale.astype(np.uint32) << np.uint32(23)
+            powers[scale == 0] = _LEAST_POWER
+            if done("fp4_decode", source, powers.view(np.float32), target):
+                return {}
         table = _table()
         for start in range(0, blocks, step):
             stop = min(start + step, blocks)

@@ -16,6 +16,7 @@ from struct import pack
 from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
@@ -50,7 +51,6 @@ from qconvert.plan.plan import Plan
 BLOCK = 128
 # What DeepSeek-V3 and Qwen3-Next-FP8 publish in FP8, and runtimes take in no packed form.
 _PUBLISHED = (Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.GDN_QKVZ)
-_SCALE = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ToFp8:
                 results = apply(Recode(stored.decoder, (self.encoder,)), *stored.args)
             except PlanError as error:
                 raise PlanError(f"{module}: {error}") from error
-            names = f"{module}.weight", f"{module}.{_SCALE[self.dialect]}"
+            names = [f"{module}.{name}" for name in FP8[self.dialect]]
             made.update(zip(names, results, strict=True))
         return made
 
@@ -256,9 +256,11 @@ class ToFp8:
             module, _ = split_parameter(name)
             same = self._by_blocks and f"{module}.weight_scale_inv" in others
             if not (same and self._is_same(plan, module)):
+                way = "; MXFP4 experts beside it become FP8 by `qconvert relabel --to fp8`"
+                found = way if f"{module}.scale" in others else ""
                 raise PlanError(
                     f"{name!r} is FP8 in another form, and stays so, for which the config has no place: "
-                    "dequantize first (a recipe of `dequant` and `fp8` is one read)"
+                    f"dequantize first (a recipe of `dequant` and `fp8` is one read){found}"
                 )
 
     def _config(self, plan: Plan, chosen: Selection) -> dict[str, Any]:

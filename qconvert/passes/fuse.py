@@ -8,7 +8,7 @@ only form the Qwen3-Next class and per-rank exports take. It makes no model fast
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +16,21 @@ from qconvert.checkpoint.family import Dims
 from qconvert.checkpoint.ignore import complete_ignore_lists, renamed_modules
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source
+from qconvert.core.graph import Output, Source, Value, apply
 from qconvert.core.names import PARAMETERS
 from qconvert.core.row_order import RowOrder
 from qconvert.matrices.causes import check_linear_attention
-from qconvert.passes.fused_rows import Block, fuse_module, is_per_tensor, params_of, split_module
+from qconvert.matrices.reading import read_matrix
+from qconvert.ops.cast import FLOAT_DTYPES
+from qconvert.ops.constant import Constant, constant_i64
+from qconvert.passes.fused_rows import (
+    SHAPE,
+    Block,
+    fuse_module,
+    is_per_tensor,
+    params_of,
+    split_module,
+)
 from qconvert.plan.plan import LogEntry, Plan
 from qconvert.runtimes.consumers import CLASSES, parse_consumer
 
@@ -29,7 +39,10 @@ _MODELOPT_FILE = "hf_quant_config.json"
 _TEXT_ONLY = ("qwen3_5_text", "qwen3_5_moe_text")
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QKV, _Z, _B, _A = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+# Ends of names that only quantized weights have beside or in place of `weight`.
+_CODED = (".weight_packed", ".weight_scale_2", ".weight_scale")
 EQUAL_RULE = "fuse: equal to the per-tensor scale kept for all parts"
+SHAPE_RULE = "fuse: the size of packed rows, which is another now"
 _FUSED, _SPLIT = (_QKVZ, _BA), (_QKV, _Z, _B, _A)
 FACT = "gdn_groups"  # 0 split, 1 contiguous, as many as key heads: interleaved
 
@@ -159,7 +172,7 @@ def _reorder(
     source = _source_groups(plan, dims, source_groups) if fused else 0
     if source == target and needs_class is None:
         raise PlanError(f"the projections are {_order(target, dims)} already; nothing to {name}")
-    block = _block(plan)
+    block = _block(plan, modules)
     moved: dict[str, dict[str, Output]] = {}
     for at in modules:
         moved.update(_moved(plan, at, dims, source, target, block))
@@ -174,6 +187,9 @@ def _reorder(
     unchecked = None if step.consumer is None else parse_consumer(step.consumer).unchecked
     notes = (f"now {_order(target, dims)}", *([] if unchecked is None else [unchecked]))
     dropped, aliases = _scalars(plan, gone, moved, block)
+    for module in gone:
+        if (shape := plan.tensors.get(f"{module}.{SHAPE}")) is not None:
+            dropped |= dict.fromkeys(_sources_of(shape), SHAPE_RULE)
     return plan.logged(
         LogEntry(name, repr(step), len(modules), expected, notes, "layers"),
         tensors=tensors,
@@ -190,14 +206,23 @@ def _unquantized(
     tensors: Mapping[str, Output], moved: Mapping[str, Mapping[str, Output]]
 ) -> list[str]:
     """Of the modules just made, those left in bf16 in a checkpoint that has quantized ones."""
-    if not any(output.type.dtype in _FP8 for output in tensors.values()):
+    if not any(
+        name.endswith(_CODED) or output.type.dtype in _FP8 for name, output in tensors.items()
+    ):
         return []
-    return [module for module, params in moved.items() if params["weight"].type.dtype not in _FP8]
+    return [
+        module
+        for module, params in moved.items()
+        if "weight" in params and params["weight"].type.dtype in FLOAT_DTYPES
+    ]
 
 
 def _without_modelopt_file(plan: Plan) -> dict[str, Any]:
     """hf_quant_config.json names modules by their old names. Runtimes read it only if config.json
     has no quantization block: if it has one the file is dropped, otherwise the source is refused."""
+    if _MODELOPT_FILE in plan.new_files:  # made by an earlier pass, beside config.json's block
+        kept = {name: text for name, text in plan.new_files.items() if name != _MODELOPT_FILE}
+        return {"new_files": kept}
     if _MODELOPT_FILE not in plan.side_files:
         return {}
     if "quantization_config" not in plan.config:
@@ -241,25 +266,23 @@ def _scalars(
     for module, params in moved.items():
         for parameter, output in params.items():
             if is_per_tensor(parameter, output, block):
-                source = _scalar_source(output).name
-                if source in kept:
-                    aliases.add(f"{module}.{parameter}")
-                kept.add(source)
+                for source in _sources_of(output):
+                    if source in kept:
+                        aliases.add(f"{module}.{parameter}")
+                    kept.add(source)
     dropped: dict[str, str] = {}
     for tensor, output in plan.tensors.items():
         module, _, parameter = tensor.rpartition(".")
         if module in gone and is_per_tensor(parameter, output, block):
-            source = _scalar_source(output).name
-            if source not in kept:
-                dropped[source] = EQUAL_RULE
+            for source in _sources_of(output):
+                if source not in kept:
+                    dropped[source] = EQUAL_RULE
     return dropped, aliases
 
 
-def _scalar_source(output: Output) -> Source:
-    (piece,) = output.pieces
-    if not isinstance(piece.origin, Source):
-        raise PlanError("a per-tensor scale is computed by an earlier pass; fuse before it")
-    return piece.origin
+def _sources_of(output: Output) -> list[str]:
+    """The source tensors whose bytes an output repeats; none for a computed one."""
+    return [piece.origin.name for piece in output.pieces if isinstance(piece.origin, Source)]
 
 
 def _modules(plan: Plan, dims: Dims) -> list[str]:
@@ -316,12 +339,16 @@ def _source_groups(plan: Plan, dims: Dims, stated: int | None) -> int:
     return int(groups)
 
 
-def _block(plan: Plan) -> Block:
-    if not plan.checkpoint.quantization_configs or not any(
-        output.type.dtype in _FP8 for output in plan.tensors.values()
-    ):
+def _block(plan: Plan, modules: Iterable[str]) -> Block:
+    """The block of FP8 projections; None where they are in another form, or under scales of rows."""
+    if not plan.checkpoint.quantization_configs:
         return None
-    return fp8_scheme(plan.checkpoint).block
+    for at in modules:
+        for part in (*_FUSED, *_SPLIT):
+            weight = plan.tensors.get(f"{at}.{part}.weight")
+            if weight is not None and weight.type.dtype in _FP8:
+                return fp8_scheme(plan.checkpoint, f"{at}.{part}").block
+    return None
 
 
 def _moved(
@@ -346,7 +373,22 @@ def _moved(
         origin = [f"{at}.{part}" for part in (_QKV, _QKV, _QKV, _Z, _B, _A)]
 
     def read(scale: Output) -> bytes:
-        return plan.checkpoint.read_scalar(_scalar_source(scale))
+        (piece,) = scale.pieces
+        assert isinstance(piece.origin, Source)
+        return plan.checkpoint.read_scalar(piece.origin)
+
+    def sized(origin: str, params: dict[str, Output]) -> dict[str, Output]:
+        """With the size of packed rows, where the module that they come from states it."""
+        stated = plan.tensors.get(f"{origin}.{SHAPE}")
+        if stated is None:
+            return params
+        made = stated.pieces[0].origin
+        if isinstance(made, Value) and isinstance(made.node.op, Constant):
+            columns = made.node.op.numbers()[1]  # by an earlier pass
+        else:
+            columns = read_matrix(plan, origin)[0].columns
+        rows = params["weight_packed"].type.shape[0]
+        return {**params, SHAPE: apply(constant_i64((rows, columns)))[0]}
 
     if target:
         parts = [
@@ -357,13 +399,17 @@ def _moved(
             module = f"{at}.{part}"
             names = [origin[i] for i in members]
             chosen = [sets[i] for i in members]
-            yield module, fuse_module(module, names, chosen, layout, block, read)
+            fused = fuse_module(module, names, chosen, layout, block, read)
+            yield module, sized(names[0], fused)
     else:
         module = f"{at}.{_QKV}"
         layout = RowOrder((keys, keys, values), 1)
-        yield module, fuse_module(module, origin[:3], sets[:3], layout, block, read)
-        for part, params in zip((_Z, _B, _A), sets[3:], strict=True):
-            yield f"{at}.{part}", dict(params)
+        yield (
+            module,
+            sized(origin[0], fuse_module(module, origin[:3], sets[:3], layout, block, read)),
+        )
+        for part, name, params in zip((_Z, _B, _A), origin[3:], sets[3:], strict=True):
+            yield f"{at}.{part}", sized(name, dict(params))
 
 
 def _split(plan: Plan, module: str, layout: RowOrder, block: Block) -> list[dict[str, Output]]:

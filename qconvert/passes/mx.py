@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from qconvert.core.encodings import MX
 from qconvert.core.errors import PlanError
-from qconvert.formats.mx.config import FORMATS, SUFFIXES, Format, mx_group_config
+from qconvert.formats.mx.config import FORMATS, Format, mx_group_config
 from qconvert.formats.mx.encode import EncodeMx
 from qconvert.formats.mxfp4.limits import MX_BLOCK
 from qconvert.formats.mxfp4.stored import mxfp4_modules
@@ -59,7 +60,7 @@ class ToMx:
         return ByRow(
             self.format.upper(),
             EncodeMx(self.format),
-            SUFFIXES[self.format],
+            MX[self.format],
             partial(mx_group_config, self.format),
             (1, MX_BLOCK),
             self.targets,

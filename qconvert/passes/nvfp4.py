@@ -8,32 +8,27 @@ which it builds as the model's first layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import inf
 from pathlib import Path
-from struct import pack
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, apply
+from qconvert.core.graph import Output
 from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.formats.nvfp4.config import (
-    NAMES,
-    constant_input,
     group_config,
-    hf_quant_config,
     input_scale,
     mixed_config,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.from_mxfp4 import relabelled, relabelled_block
-from qconvert.matrices.experts import Projection, check_described
+from qconvert.matrices.encodings import mxfp4
+from qconvert.matrices.experts import Projection
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
@@ -50,10 +45,16 @@ from qconvert.matrices.unquantized_nvfp4 import (
     ignored_names,
     with_draft_names,
 )
-from qconvert.ops.constant import Constant
 from qconvert.ops.fp4 import BLOCK
 from qconvert.passes.by_row import compressed_block
 from qconvert.passes.input_scales import InputMaxima, input_maxima
+from qconvert.passes.mxfp4_as_nvfp4 import (
+    as_nvfp4,
+    input_of,
+    inputs_of,
+    said_of_inputs,
+    with_modelopt_file,
+)
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
 from qconvert.passes.replace_weights import Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
@@ -127,63 +128,17 @@ class ToNvfp4:
         if maxima is not None:
             for p in _projections(chosen):
                 value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
-                made |= self._input(p.module, value)
-        made |= self._inputs(matrices)
+                made |= input_of(p.module, self.dialect, value)
+        made |= inputs_of(matrices, self.dialect, self.input_scale)
         return self._planned(plan, chosen, made, maxima)
-
-    def _inputs(self, modules: Iterable[str]) -> dict[str, Output]:
-        """The constant input scale of each matrix, by name; nothing where none is given."""
-        if self.input_scale is None:
-            return {}
-        value = constant_input(self.input_scale, self.dialect)
-        return {name: o for m in modules for name, o in self._input(m, value).items()}
-
-    def _input(self, module: str, value: float) -> dict[str, Output]:
-        """A matrix's input scale, by name."""
-        names = NAMES[self.dialect]
-        op = Constant("F32", names.scalar, pack("<f", value).hex())
-        return {f"{module}.{names.input}": apply(op)[0]}
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
         if self.stats is not None:
             raise PlanError("input scales are not taken for MXFP4 sources: leave stats out")
-        dims = plan.role_index.dims
-        drafts = [module for module in modules if plan.family.is_mtp(module, dims)]
-        if drafts and self.dialect == "modelopt":
-            raise PlanError(
-                f"{drafts[0]!r} is MXFP4 and of a draft layer, which sglang builds unquantized in "
-                "modelopt's dialect: drop the MTP layers first (a recipe of `drop: {what: mtp}` and "
-                "`nvfp4`), or take dialect compressed-tensors"
-            )
-        ends = (".weight_packed", ".weight_scale")
-        taken = {f"{module}{end}" for module in modules for end in ends}
-        others = {name: o for name, o in plan.tensors.items() if name not in taken}
-        made: dict[str, Output] = {}
-        check_described(plan)
-        kinds = {module: plan.role_index.kind(f"{module}.weight_packed") for module in modules}
-        for module, kind in kinds.items():
-            if not kind.quantizable:
-                raise PlanError(f"{module!r} is MXFP4, and no linear layer that runtimes load so")
-        for group in shared_groups(kinds):
-            made.update(relabelled(plan, group, self.dialect))
-        made |= self._inputs(modules)
-        inputs = self.input_scale is not None
-        if self.dialect == "compressed-tensors":
-            block = relabelled_block(plan, inputs=inputs)
-        else:
-            block = modelopt_config(ignored_globs(plan, others, modules), inputs=inputs)
-        notes = "MXFP4 codes as they are, under NVFP4's scales", self._of_inputs()
-        entry = LogEntry(self.name, repr(self), len(modules), None, notes, "matrices")
-        tensors = {**others, **made}
-        return _with_modelopt_file(
-            replace_weights(plan, entry, tensors, dropped={}, block=block, facts=self._facts())
-        )
-
-    def _of_inputs(self) -> str:
-        if self.input_scale is None:
-            return "weights only: no input scales"
-        return f"input scales are the constant {self.input_scale:g}, found from no data"
+        found = {module: read for module in modules if (read := mxfp4.read(plan, module))}
+        step = self.name, repr(self)
+        return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 
     def _facts(self) -> dict[str, Any]:
         """What the card says of input scales."""
@@ -241,7 +196,7 @@ class ToNvfp4:
             block=block,
             facts={"tp_sizes": _loads_at(chosen), **self._facts()},
         )
-        return _with_modelopt_file(made_plan)
+        return with_modelopt_file(made_plan)
 
     def _block(
         self, plan: Plan, chosen: Selection, *, inputs: bool
@@ -273,7 +228,7 @@ class ToNvfp4:
             if maxima.unseen:
                 notes.append(f"{maxima.unseen} experts saw no token and take their layer's largest")
         else:
-            notes.append(self._of_inputs())
+            notes.append(said_of_inputs(self.input_scale))
         dims = plan.role_index.dims
         if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
             notes.append(self._of_drafts(plan))
@@ -294,14 +249,6 @@ class ToNvfp4:
                 "them (a recipe of `drop: {what: mtp}` and `nvfp4`) or serve without speculation"
             )
         return "MTP layers as they are"
-
-
-def _with_modelopt_file(plan: Plan) -> Plan:
-    """The plan with modelopt's own file beside a block in its dialect."""
-    block = plan.config["quantization_config"]
-    if block["quant_method"] != "modelopt":
-        return plan
-    return replace(plan, new_files={**plan.new_files, HF_QUANT_CONFIG: hf_quant_config(block)})
 
 
 def _loads_at(chosen: Selection) -> list[int]:

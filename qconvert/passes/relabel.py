@@ -8,14 +8,14 @@ what the config says change. What cannot be said in the other form is refused, w
     gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's
     modelopt             compressed-tensors' NVFP4
     fp8                  compressed-tensors' block FP8; MXFP4 of compressed-tensors or DeepSeek-V4
-
-MXFP4 to NVFP4: passes/nvfp4.py.
+    nvfp4                MXFP4 of compressed-tensors or DeepSeek-V4 (passes/mxfp4_as_nvfp4.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from re import escape
 from typing import Any, ClassVar, Literal
 
@@ -36,6 +36,7 @@ from qconvert.formats.int_packed.repack import RepackInts
 from qconvert.formats.nvfp4.config import group_config as nvfp4_group
 from qconvert.formats.nvfp4.config import modelopt_config
 from qconvert.formats.nvfp4.dialects import Reciprocal
+from qconvert.matrices.encodings import mxfp4
 from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.reading import Read, encoded
@@ -62,10 +63,12 @@ from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.int8 import DequantInt8
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.mx import DequantMxfp4
+from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4
 from qconvert.passes.replace_weights import replace_weights, sources_of
+from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import LogEntry, Plan
 
-Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8"]
+Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]
 Ints = DequantInts | DequantGptq | DequantAwq
 _SHAPE = "weight_shape"
 _SIDE = 128
@@ -74,7 +77,8 @@ _SIDE = 128
 @dataclass(frozen=True, slots=True)
 class Relabel:
     """Every quantized weight in form `to`. `nearest`: NVFP4's global scales without an exact reciprocal
-    become the nearest float32.
+    become the nearest float32. `dialect` is that of `to: nvfp4`, and `input_scale` then one constant for
+    the inputs of all that is relabelled, as modelopt stores it.
 
     Raises PlanError where the folder has no form, or several, that become this one without rounding, and
     as the readers of the forms do.
@@ -85,13 +89,30 @@ class Relabel:
 
     to: Form
     nearest: bool = False
+    dialect: Dialect | None = None
+    input_scale: float | None = None
+
+    def __repr__(self) -> str:
+        return spelled(self, ("dialect", "input_scale"))
 
     def __post_init__(self) -> None:
+        if (self.to == "nvfp4") != (self.dialect is not None):
+            raise PlanError("to nvfp4 and a dialect go together: give both, or neither")
+        if self.input_scale is not None and self.to != "nvfp4":
+            raise PlanError("an input scale is written to nvfp4 only: leave it out")
+        if self.input_scale is not None and not 0 < self.input_scale < inf:
+            raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
         if self.nearest and self.to not in NVFP4:
             raise PlanError("nearest is of scales between NVFP4's dialects: leave it out")
 
     def __call__(self, plan: Plan) -> Plan:
         found = dict(encoded(plan))
+        stacks = mxfp4.stacks(plan)
+        if stacks:
+            raise PlanError(
+                f"{next(iter(stacks))!r} is a stack of MXFP4 matrices of gpt-oss, whose experts have "
+                "biases and interleave gate and up: no other form of them is loaded by a runtime"
+            )
         fp8 = [name for name, o in plan.tensors.items() if o.type.dtype in WEIGHT_DTYPES]
         weights = [name for name in fp8 if split_parameter(name)[1] == "weight"]
         kinds: set[type | None] = {type(stored.decoder) for stored, _ in found.values()}
@@ -99,6 +120,8 @@ class Relabel:
             raise PlanError("no quantized weight found: there is nothing to relabel")
         if kinds == {DequantMxfp4} and self.to == "fp8":
             return self._fp8_of_mxfp4(plan, found)
+        if kinds == {DequantMxfp4} and self.dialect is not None:
+            return as_nvfp4(plan, (self.name, repr(self)), found, self.dialect, self.input_scale)
         if len(kinds) + bool(weights) > 1:
             raise PlanError(
                 "its weights are in several quantized forms, and only folders of one are relabelled"
@@ -114,9 +137,9 @@ class Relabel:
             "compressed-tensors", "gptq", "gptq-v2",
         ):  # fmt: skip
             return self._ints(plan, found)
-        what = _NAMES[kind]
-        hint = "; MXFP4 becomes NVFP4 by `qconvert nvfp4`" if kind is DequantMxfp4 else ""
-        raise PlanError(f"{what} does not become {self.to} without rounding{hint}")
+        raise PlanError(
+            f"{_NAMES[kind]} does not become {self.to} without rounding{_HINTS.get(kind, '')}"
+        )
 
     def _planned(
         self,
@@ -306,6 +329,10 @@ _NAMES: Mapping[type | None, str] = {
     DequantGptq: "GPTQ's form",
     DequantAwq: "AutoAWQ's form",
     DequantInt8: "INT8",
+}
+_HINTS: Mapping[type | None, str] = {
+    DequantMxfp4: "; it becomes NVFP4 (--to nvfp4) or block FP8 (--to fp8)",
+    DequantNvfp4: "; its dialects are modelopt and compressed-tensors",
 }
 
 

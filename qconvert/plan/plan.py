@@ -14,10 +14,11 @@ from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
+from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source, Value
 from qconvert.core.manifest_keys import LASTING_FACTS
-from qconvert.core.names import experts_module, natural_key, scale_candidates, weight_candidates
+from qconvert.core.names import apart_experts, natural_key, scale_candidates, weight_candidates
 from qconvert.samples.request import Calibration
 
 # How rules begin that leave a tensor out because another folder holds it.
@@ -99,6 +100,9 @@ class Plan:
     @cached_property
     def role_index(self) -> RoleIndex:
         """The planned tensors sorted by role."""
+        own = self.checkpoint
+        if not self.log and self.config is own.config and len(self.tensors) == len(own):
+            return own.role_index.ordered(self.tensors)
         return role_index(self.family, self.config, self.tensors)
 
     def logged(self, entry: LogEntry, **changes: Any) -> Plan:
@@ -139,6 +143,11 @@ class Plan:
     def bytes_dropped(self) -> int:
         return sum(self.checkpoint[name].type.nbytes for name in self.dropped)
 
+    @cached_property
+    def nodes(self) -> tuple[Apply, ...]:
+        """Every node of the plan, arguments before users."""
+        return tuple(nodes(self.tensors.values()))
+
     def losses(self) -> dict[str, int]:
         """What the plan's steps lose, each with the number of nodes that do. Of a node whose results go
         to several folders only what becomes of those that this plan wants."""
@@ -146,15 +155,18 @@ class Plan:
 
     @cached_property
     def _losses(self) -> dict[str, int]:
-        order = list(nodes(self.tensors.values()))
-        shared = [node for node in order if getattr(node.op, "several", False)]
+        order = self.nodes
+        shared = any(
+            getattr(op, "several", False) for op in {id(n.op): n.op for n in order}.values()
+        )
         wanted = _ports(self.tensors.values(), order) if shared else {}
+        known: dict[tuple[int, frozenset[int] | None], str | None] = {}
         found: dict[str, int] = {}
         for node in order:
-            types = [arg.type for arg in node.args]
-            loss = node.op.loss(*types)
-            if shared and isinstance(node.op, Several):
-                loss = node.op.loss_of(wanted[id(node)], *types)
+            key = id(node.types), wanted.get(id(node))
+            if key not in known:
+                known[key] = _loss(node, key[1])
+            loss = known[key]
             if loss is not None:
                 found[loss] = found.get(loss, 0) + 1
         return found
@@ -166,9 +178,14 @@ class Plan:
         """
         digest = sha256(self.checkpoint.header_digest.encode())
         numbers: dict[int, int] = {}
+        spelled_types: dict[TensorType, str] = {}
+        spelled_ops: dict[int, str] = {}
 
         def spell(output: Output) -> str:
-            parts = [str(output.type)]
+            kind = spelled_types.get(output.type)
+            if kind is None:
+                kind = spelled_types[output.type] = str(output.type)
+            parts = [kind]
             for origin, start, stop in output.pieces:
                 if isinstance(origin, Source):
                     parts.append(f"{origin.name}[{start}:{stop}]")
@@ -181,7 +198,10 @@ class Plan:
             if known is None:
                 spelled = [spell(arg) for arg in node.args]
                 known = numbers[id(node)] = len(numbers)
-                digest.update(f"%{known}={node.op!r}({','.join(spelled)})\n".encode())
+                op = spelled_ops.get(id(node.op))
+                if op is None:
+                    op = spelled_ops[id(node.op)] = repr(node.op)
+                digest.update(f"%{known}={op}({','.join(spelled)})\n".encode())
             return known
 
         for name in sorted(self.tensors):
@@ -193,6 +213,14 @@ class Plan:
             rest.append({"metadata": dict(self.metadata)})
         digest.update(json.dumps(rest, sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def _loss(node: Apply, ports: frozenset[int] | None) -> str | None:
+    """What a node loses; of one whose results go to several folders, with those of these `ports`."""
+    types = [arg.type for arg in node.args]
+    if ports is not None and isinstance(node.op, Several):
+        return node.op.loss_of(ports, *types)
+    return node.op.loss(*types)
 
 
 class Pass(Protocol):
@@ -233,7 +261,9 @@ def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
     seen: set[int] = set()
     for output in outputs:
         stack: list[tuple[Apply, bool]] = [
-            (piece.origin.node, False) for piece in output.pieces if isinstance(piece.origin, Value)
+            (piece.origin.node, False)
+            for piece in output.pieces
+            if isinstance(piece.origin, Value) and id(piece.origin.node) not in seen
         ]
         while stack:
             node, ready = stack.pop()
@@ -285,7 +315,7 @@ def _check_conservation(plan: Plan) -> None:
             if isinstance(origin, Source):
                 copied.setdefault(origin.name, []).append((start, stop))
                 writer[origin.name, start] = name
-    for node in nodes(plan.tensors.values()):
+    for node in plan.nodes:
         for arg in node.args:
             for origin, start, stop in arg.pieces:
                 if isinstance(origin, Source):
@@ -373,7 +403,7 @@ def _check_whole_groups(plan: Plan) -> None:
     for name in plan.checkpoint:
         groups = []
         if role_index.kind(name).routed:
-            groups.append(f"the experts of {(experts_module(name) or name).rpartition('.')[0]}")
+            groups.append(f"the experts of {apart_experts(name).rpartition('.')[0]}")
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")
         rule = plan.dropped.get(name)

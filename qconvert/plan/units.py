@@ -8,7 +8,7 @@ each node is further cut by its op, so the memory a unit needs is far below its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -144,16 +144,60 @@ class _Groups:
 
 def units(tensors: Mapping[str, Output]) -> list[Unit]:
     """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
-    names = list(tensors)
     joined = _Groups()
     owner: dict[int, int] = {}
-    for i, name in enumerate(names):
-        for node in nodes([tensors[name]]):
+    for i, output in enumerate(tensors.values()):
+        for node in _all_nodes(output):
             joined.join(owner.setdefault(id(node), i), i)
-    groups: dict[int, list[str]] = {}
-    for i, name in enumerate(names):
-        groups.setdefault(joined.find(i), []).append(name)
-    return [_unit([(name, tensors[name]) for name in group]) for group in groups.values()]
+    groups: dict[int, list[tuple[str, Output]]] = {}
+    for i, item in enumerate(tensors.items()):
+        groups.setdefault(joined.find(i), []).append(item)
+    peaks: dict[int, int] = {}
+    return [_of_one_node(group, peaks) or _unit(group) for group in groups.values()]
+
+
+def _all_nodes(output: Output) -> Iterable[Apply]:
+    """`nodes([output])`, quicker where it is a result of one node that reads sources."""
+    node = _only_node(output)
+    return (node,) if node is not None else nodes([output])
+
+
+def _only_node(output: Output) -> Apply | None:
+    """The node that an output depends on, if there is but one and the output is in one piece."""
+    if len(output.pieces) != 1:
+        return None
+    origin = output.pieces[0].origin
+    if isinstance(origin, Source):
+        return None
+    for arg in origin.node.args:
+        for piece in arg.pieces:
+            if isinstance(piece.origin, Value):
+                return None
+    return origin.node
+
+
+def _of_one_node(outputs: Sequence[tuple[str, Output]], peaks: dict[int, int]) -> Unit | None:
+    """As `_unit`, for pieces of results of one node that reads sources, as most are (a matrix in its
+    new encoding); None for others. `peaks` remembers the memory of each kind of node."""
+    node = _only_node(outputs[0][1])
+    if node is None:
+        return None
+    writes = []
+    written = 0
+    for index, (_, output) in enumerate(outputs):
+        if len(output.pieces) != 1:
+            return None
+        origin, start, stop = output.pieces[0]
+        if isinstance(origin, Source) or origin.node is not node:
+            return None
+        writes.append(Write(0, origin.port, start, stop, index, 0))
+        written += output.type.nbytes
+    step = Compute((node,), tuple(writes))
+    peak = peaks.get(id(node.types))
+    if peak is None:
+        peak = peaks[id(node.types)] = compute_bytes(step)
+    read = sum(piece.nbytes for arg in node.args for piece in arg.pieces)
+    return Unit(tuple(outputs), (step,), read, written, peak)
 
 
 def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:

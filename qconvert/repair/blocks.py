@@ -58,6 +58,15 @@ def fp8_modules(checkpoint: Checkpoint) -> set[str]:
     }
 
 
+def int8_modules(checkpoint: Checkpoint) -> set[str]:
+    """Modules whose weight is INT8, a number each."""
+    return {
+        name.removesuffix(".weight")
+        for name, source in checkpoint.items()
+        if source.type.dtype == "I8" and name.endswith(".weight") and f"{name}_scale" in checkpoint
+    }
+
+
 def methods_of(checkpoint: Checkpoint) -> frozenset[str] | None:
     """Values of `quant_method` that can describe the tensors: none where nothing is quantized. None
     where codes are stored in a form that is not known here."""
@@ -175,16 +184,19 @@ def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
         return None
     if block.get("quant_method") != "fp8" or not block.get("weight_block_size"):
         return None
+    stated = block.get("quant_algo"), block.get("moe_quant_algo"), "group_size" in block
+    if stated == ("MIXED_PRECISION", "NVFP4", True) and "input_scale" in _ends(checkpoint):
+        return None  # what sglang and vLLM read of DeepSeek-V4
     plan = Plan.identity(checkpoint)
     others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
     fp8 = [module for module, is_fp8 in runtime_linears(plan, others).items() if is_fp8]
     own = {key: value for key, value in block.items() if key not in _HYBRID}
-    stated = mixed_config(
+    mixed = mixed_config(
         own, with_draft_names(plan, ignored_linears(plan, others)), sorted(packed, key=natural_key),
         with_draft_names(plan, fp8), inputs="input_scale" in _ends(checkpoint),
     )  # fmt: skip
     return Mended(
-        {**checkpoint.config, "quantization_config": stated},
+        {**checkpoint.config, "quantization_config": mixed},
         ("quant_algo MIXED_PRECISION with an entry for each layer, which sglang reads",),
     )
 

@@ -22,7 +22,7 @@ from qconvert.matrices.unquantized_nvfp4 import (
 )
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
-from qconvert.repair.blocks import Mended, fp8_modules, packed_modules
+from qconvert.repair.blocks import Mended, fp8_modules, int8_modules, packed_modules
 from qconvert.validators.reading.quantization import LISTS, Listed
 
 _KEY = "quantization_config"
@@ -34,7 +34,9 @@ def true_ignore_list(checkpoint: Checkpoint) -> Mended | None:
     own = _own_block(checkpoint)
     if own is None or own.method not in LISTS:
         return None
-    entries, why = _kept(own, packed_modules(checkpoint) | fp8_modules(checkpoint))
+    entries, why = _kept(
+        own, packed_modules(checkpoint) | fp8_modules(checkpoint) | int8_modules(checkpoint)
+    )
     wanted = _wanted(checkpoint, own)
     listed, literal = Listed(own.method, tuple(entries)), frozenset(entries)
     linears = _plain_linears(checkpoint)
@@ -102,6 +104,8 @@ def _kept(own: QuantConfig, quantized: set[str]) -> tuple[list[str], list[str]]:
 def _wanted(checkpoint: Checkpoint, own: QuantConfig) -> Sequence[str]:
     """What a conversion would list."""
     plan, packed = Plan.identity(checkpoint), packed_modules(checkpoint)
+    if not packed:  # codes of a byte each; beside packed ones FP8 linears are a group of their own
+        packed = fp8_modules(checkpoint) | int8_modules(checkpoint)
     others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
     if own.method == "compressed-tensors":
         if any(name.endswith(".weight_global_scale") for name in checkpoint):

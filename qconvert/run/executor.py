@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.errors import OutputError
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Backend
 from qconvert.run.events import Events, Silent
@@ -17,6 +18,7 @@ from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.repair import begin_repair, claim_damaged
 from qconvert.run.resume import Progress, open_journals, progress_of
 from qconvert.run.run_units import run_units
+from qconvert.run.sharing import SharedWorkspace, check_complete, run_shard
 from qconvert.run.staging import publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
 from qconvert.run.verify import check_sources, seen, touched
@@ -26,7 +28,8 @@ from qconvert.run.verify import check_sources, seen, touched
 class RunResult:
     """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
     whether it had been finished before. `repaired` are files of a finished folder that were not as
-    they had been made, and are again, with what was wrong."""
+    they had been made, and are again, with what was wrong. A shard's run publishes nothing:
+    `published` is false, and `nbytes` are those of its own units."""
 
     out: Path
     fingerprint: str
@@ -36,6 +39,7 @@ class RunResult:
     resumed_units: int = 0
     already_done: bool = False
     repaired: Mapping[str, str] = field(default_factory=dict)
+    published: bool = True
     share: Share | None = field(default=None, compare=False)
 
 
@@ -92,8 +96,12 @@ def run_together(
     # Links of our own change a file's ctime.
     checkpoint = first.plan.checkpoint
     checkpoint.check_unchanged(None if first.options.link_near else checkpoint.shards)
-    with claimed(parts, disk) as targets:
+    if first.options.shard is not None:
+        return _run_shard(parts, told, disk)
+    with claimed(parts, disk, told.phase) as targets:
         _settle(targets)
+        if first.options.finish:
+            check_complete(targets)
         if targets[0].space.finished:
             targets = claim_damaged(targets, told)
             if not any(target.faults for target in targets):
@@ -106,6 +114,32 @@ def run_together(
             if not target.space.finished:
                 target.space.tidy()
         return receipts
+
+
+def _run_shard(parts: Parts, told: Events, files: Files) -> list[RunResult]:
+    """One part of a run that others have parts of too: nothing is published."""
+    with claimed(parts, files, told.phase, SharedWorkspace) as targets:
+        if all(target.space.finished for target in targets):
+            return [_already(target, None) for target in targets]
+        if any(target.space.finished for target in targets):
+            raise OutputError(
+                f"{targets[0].out}: one folder of this run is finished, and the others are not; run the "
+                "same command without --shard"
+            )
+        known = targets[0].space.remembered
+        before = frozenset(known.units) if known is not None else frozenset()
+        progress = run_shard(targets, told, files)
+    ready = parts[0][0]
+    mine = progress.mine or frozenset()
+    nbytes = sum(ready.units[number].write for number in mine)
+    return [
+        RunResult(
+            out, ready.fingerprint, (), nbytes if ready is parts[0][0] else 0,
+            tuple(dict.fromkeys(progress.remarks)), len(mine & before), published=False,
+            share=ready.share,
+        )
+        for ready, out in parts
+    ]  # fmt: skip
 
 
 def _settle(targets: Sequence[Target]) -> None:

@@ -164,6 +164,16 @@ class Files:
         with _naming(old, f"hard-link to {new} (--copy would copy it)"):
             os.link(old, new)
 
+    def link_once(self, old: Path, new: Path) -> bool:
+        """Give a file of one name a second one; False where something has that name already."""
+        with _naming(old, f"hard-link to {new}"):
+            try:
+                os.link(old, new)
+            except FileExistsError:
+                # NFS: an answer was lost, and the second try met the first one's link.
+                return old.stat().st_nlink == 2
+        return True
+
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it. Symbolic links are removed, never gone through."""
         with _naming(path, "remove"):

@@ -36,8 +36,9 @@ class Remembered:
     are the names to publish, in order, once that has begun. `withdrawn` are those of a result that
     was taken out of sight again, to be repaired; `withdrawals` counts how often that was done, and
     `edited` are files of it that people have changed since they were made. `seen` are ctime and inode
-    of the source's shards when the units were last known to be made from them. `length` is that of the
-    sound part in bytes.
+    of the source's shards when the units were last known to be made from them. `forgotten` are units
+    that were not as recorded and have to be done again; `ended` says how the process of a shard ended,
+    None while it has not. `length` is that of the sound part in bytes.
     """
 
     header: Mapping[str, Any]
@@ -48,6 +49,8 @@ class Remembered:
     withdrawals: int = 0
     edited: frozenset[str] = frozenset()
     seen: Any = None
+    forgotten: set[int] = field(default_factory=set)
+    ended: str | None = None
     length: int = 0
 
     @property
@@ -146,6 +149,7 @@ def _forget(found: Remembered, record: Mapping[str, Any]) -> None:
     _expect(_is_numbers(record["forget"]), "the units to forget are not a list of numbers")
     for number in record["forget"]:
         found.units.pop(number, None)
+        found.forgotten.add(number)
 
 
 def _publish(found: Remembered, record: Mapping[str, Any]) -> None:
@@ -163,6 +167,15 @@ def _seen(found: Remembered, record: Mapping[str, Any]) -> None:
     found.seen = record["seen"]
 
 
+def _beat(_found: Remembered, _record: Mapping[str, Any]) -> None:
+    """A sign of life, of a shard."""
+
+
+def _ended(found: Remembered, record: Mapping[str, Any]) -> None:
+    _expect(isinstance(record["ended"], str), "how it ended is not a string")
+    found.ended = record["ended"]
+
+
 def _names(value: Any) -> list[str]:
     _expect(_is_texts(value), "the names of files are not a list of strings")
     names: list[str] = value
@@ -173,6 +186,7 @@ def _names(value: Any) -> list[str]:
 
 _KINDS: Mapping[str, Callable[[Remembered, Mapping[str, Any]], None]] = {
     "unit": _unit, "forget": _forget, "publish": _publish, "withdraw": _withdraw, "seen": _seen,
+    "beat": _beat, "ended": _ended,
 }  # fmt: skip
 
 

@@ -37,9 +37,10 @@ class Lock:
         os.close(self.fd)
 
 
-def take_lock(path: Path) -> Lock | None:
-    """Lock the file `path`. None if its folder is gone, or went while we waited: the run that held
-    it has finished and tidied up. Raises OutputError if another run holds it."""
+def take_lock(path: Path, *, shared: bool = False) -> Lock | None:
+    """Lock the file `path`; `shared`, with others that take it so. None if its folder is gone, or went
+    while we waited: the run that held it has finished and tidied up. Raises OutputError if another run
+    holds it."""
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o666)
@@ -58,11 +59,13 @@ def take_lock(path: Path) -> Lock | None:
         raise OutputError(
             f"{path}: expected a regular file with one name; remove it if no run uses it"
         )
-    if not _patiently(fd):
+    if not _patiently(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
         raise _held(fd, path)
     if not _is(fd, path):
         os.close(fd)
         return None
+    if shared:
+        return Lock(fd)
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return Lock(fd)
@@ -73,7 +76,7 @@ def _held(fd: int, path: Path) -> OutputError:
     holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
     os.close(fd)
     return OutputError(
-        f"{path.parent.parent}: another qconvert (process {holder or 'unknown'}) is "
+        f"{path.parent.parent}: another qconvert (process {holder or 'of a shard'}) is "
         "running there; wait for it, or choose another folder"
     )
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from qconvert.core.errors import PlanError
 from qconvert.core.sizes import exact_size, format_size
-from qconvert.plan.units import PART_BYTES, Compute, Unit, compute_bytes, gathered_bytes
+from qconvert.ops.compiled.choice import LOOP_BYTES
+from qconvert.ops.compiled.choice import wanted as loops_wanted
+from qconvert.plan.units import PART_BYTES, Compute, Step, Unit, compute_bytes, gathered_bytes
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
 # Without --memory; more where the plan and a worker for each core need it.
@@ -32,12 +34,13 @@ BYTES_PER_JOB = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Share:
     """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
-    and the windows its results wait in for the disk."""
+    and the windows its results wait in for the disk. `compiled`: they compute in compiled loops."""
 
     jobs: int
     arena: int
     window: int
     total: int
+    compiled: bool = False
 
 
 def free_bytes() -> int:
@@ -64,7 +67,7 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
     """
     plan = tensors * PLAN_BYTES_PER_TENSOR
     worst = max(units, key=lambda unit: unit.peak)
-    comfortable = max(worst.peak, _LEAST_ARENA, max(map(_comfort, units)))
+    comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
     need = plan + PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
@@ -72,7 +75,7 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
     given = None if memory is None else exact_size(memory)
     if memory is None:
         each = PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
-        full = plan + PROCESS_BYTES + wanted * each
+        full = plan + PROCESS_BYTES + wanted * (each + LOOP_BYTES)
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
@@ -88,19 +91,33 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
-            return Share(count, arena, window, total)
+            computed = sum(unit.write for unit in units if any(map(_computes, unit.steps)))
+            compiled = loops_wanted(computed // count) and total + count * LOOP_BYTES <= memory
+            if compiled:
+                total += count * LOOP_BYTES
+            return Share(count, arena, window, total, compiled)
     raise AssertionError("one worker always fits: checked above")
 
 
-def _comfort(unit: Unit) -> int:
-    return max(
-        (
-            compute_bytes(step, PART_BYTES) + gathered_bytes(step)
-            for step in unit.steps
-            if isinstance(step, Compute)
-        ),
-        default=0,
-    )
+def _computes(step: Step) -> bool:
+    return isinstance(step, Compute)
+
+
+def _comfort(units: Sequence[Unit]) -> int:
+    """The most memory that a step of these units can use well. Steps of one node are asked about once
+    for each kind of node."""
+    seen: set[int] = set()
+    most = 0
+    for unit in units:
+        for step in unit.steps:
+            if not isinstance(step, Compute):
+                continue
+            if len(step.nodes) == 1:
+                if id(step.nodes[0].types) in seen:
+                    continue
+                seen.add(id(step.nodes[0].types))
+            most = max(most, compute_bytes(step, PART_BYTES) + gathered_bytes(step))
+    return most
 
 
 def _mib(size: int) -> str:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe, wait
-from tempfile import TemporaryFile
-from typing import Any
+from contextlib import suppress
+from multiprocessing.connection import wait
 
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
-from qconvert.core.shown import message
 from qconvert.plan.units import Unit
 from qconvert.run.files import Files
+from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
@@ -53,35 +48,11 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
 
 
 class _Worker:
-    def __init__(self, setup: Setup, locks: Sequence[int]) -> None:
-        try:
-            ours, theirs = Pipe()
-            # What the interpreter says where it cannot even start: kept, for one message of ours.
-            self._said = TemporaryFile()  # noqa: SIM115 - closed by stop
-        except OSError as error:
-            raise _cannot_start(error) from error
-        self.connection: Connection[Any, Any] = ours
-        # -P: the current folder is not a place to import from. -c, not -m: run as __main__, the
-        # worker's message classes would not be those of the module.
-        code = f"from qconvert.run.worker import main; main({theirs.fileno()})"
-        command = [sys.executable, "-P", "-c", code]
-        # Parts are too small to share out among threads, which numpy and torch would start.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        try:
-            with undisturbed():
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stderr=self._said,
-                    pass_fds=(theirs.fileno(), *locks),
-                    env={**os.environ, **threads},
-                )
-        except (OSError, MemoryError) as error:
-            ours.close()
-            self._said.close()
-            raise _cannot_start(error) from error
-        finally:
-            theirs.close()
+    """A worker and what it was sent."""
+
+    def __init__(self, forked: Forked, setup: Setup) -> None:
+        self.connection = forked.connection
+        self._forked = forked
         self.ahead = 0
         # Where the last batch it was sent begins.
         self.file: int | None = None
@@ -101,66 +72,15 @@ class _Worker:
 
     def died(self) -> QConvertError:
         """Why a worker went: the error it sent before, else what its end tells."""
-        try:
+        with suppress(EOFError, ConnectionResetError):
             while True:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
                     return _error(message)
-        except (EOFError, ConnectionResetError):
-            code = self.process.wait()
-        why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        hint = " (out of memory? try fewer --jobs)" if code == -9 else self._last_words()
-        return RunError(
-            f"worker process {self.process.pid} {why}{hint}; run the same command again to go on"
-        )
-
-    def _last_words(self) -> str:
-        """The last line that the interpreter wrote: what it could not do."""
-        said = self._said
-        size = said.seek(0, os.SEEK_END)
-        said.seek(max(0, size - _LAST_WORDS))
-        lines = said.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        if not last:
-            return ""
-        short = any(word in last.lower() for word in _OF_MEMORY)
-        hint = (
-            "; there is too little memory for it, see `ulimit -v`, or give --jobs 1"
-            if short
-            else ""
-        )
-        return f" ({message(last)}){hint}"
-
-    def stop(self) -> None:
-        self.connection.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait()
-        self._said.close()
-
-
-_LAST_WORDS = 4096
-# In what Python, numpy and the loader say where an address space is full.
-_OF_MEMORY = ("memory", "cannot allocate", "failed to map", "can't start new thread", "enomem")
-
-
-def _cannot_start(error: OSError | MemoryError) -> RunError:
-    what = error.strerror if isinstance(error, OSError) else "out of memory"
-    return RunError(
-        f"a worker process cannot be started: {what or error}; raise the limit (`ulimit -n`, "
-        "`ulimit -u`, `ulimit -v`), or give --jobs 1. Run the same command again to go on"
-    )
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A process is started without Ctrl-C, which is this one's to answer: in the middle of its imports
-    it would end in a traceback of its own. A Ctrl-C meanwhile comes as soon as this is over."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
+        except RunError as error:  # of the server: it went, and its workers with it
+            return error
 
 
 class Backlog:
@@ -203,11 +123,13 @@ def run_workers(
 ) -> Generator[Progress | Done]:
     """Run units in `jobs` processes, which inherit the descriptors of the output folders' locks.
     Raises what a worker raised, or RunError if one died."""
-    backlog = Backlog(all_batches)
     workers: list[_Worker] = []
+    server = server_for_a_run()
     try:
+        server.preload(_ahead(), compiled=setup.compiled)
+        backlog = Backlog(all_batches)
         for _ in range(min(jobs, len(backlog))):
-            workers.append(_Worker(setup, locks))
+            workers.append(_Worker(server.fork(locks), setup))
         for worker in workers * _BATCHES_AHEAD:
             if (batch := backlog.next(worker.file)) is not None:
                 worker.send(batch)
@@ -230,9 +152,15 @@ def run_workers(
                         del busy[worker.connection]
                 else:
                     yield message
+        server.finish()
     finally:
-        for worker in workers:
-            worker.stop()
+        server.close()
+
+
+def _ahead() -> list[str]:
+    """What a plan's ops are of, which was imported to plan them, and what they import when they run."""
+    ours = "qconvert.ops.", "qconvert.formats."
+    return ["numpy", "xxhash", *(name for name in sys.modules if name.startswith(ours))]
 
 
 def cut_batches(

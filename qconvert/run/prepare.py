@@ -13,6 +13,7 @@ from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
 from qconvert.run.committer import COMMIT_BYTES
+from qconvert.run.division import Shard
 from qconvert.run.files import can_link, existing_parent
 from qconvert.run.memory import Share, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
@@ -27,7 +28,10 @@ class Options:
     each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
     `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
     files that a plan may hold as they are stand in by hard link where they are on the same disk.
-    `verify` hashes all that an earlier run left, not only what it wrote last."""
+    `verify` hashes all that an earlier run left, not only what it wrote last. `shard`: the run is
+    that part of a larger one, whose folder others fill too, and publishes nothing; `finish`
+    publishes what all of them did, and refuses a folder where units are missing. `command` is noted
+    in a shard's journal, as what it was started by."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -36,6 +40,9 @@ class Options:
     commit_bytes: int = COMMIT_BYTES
     link_near: Path | None = None
     verify: bool = False
+    shard: Shard | None = None
+    finish: bool = False
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from qconvert.run.lock import refuse_locked
 from qconvert.run.refusals import check_backend, check_parts
 from qconvert.run.repair import look_over_all
 from qconvert.run.resume import is_resumable
+from qconvert.run.sharing import SharedWorkspace
 from qconvert.run.target import Parts, Target, opened
 from qconvert.run.workspace import LOCK, Workspace
 
@@ -41,9 +42,12 @@ class Onlooker(Workspace):
     """A workspace that is not claimed: no lock is kept, and nothing is made or removed. Raises what
     claiming it would."""
 
+    _observing = 0.0
+
     def _open(self) -> None:
         if self.work.is_dir():
-            refuse_locked(self.work / LOCK)
+            if not self._shared:
+                refuse_locked(self.work / LOCK)
             self._look_around(claimed=True)
         else:
             self._refuse_foreign()
@@ -55,6 +59,10 @@ class Onlooker(Workspace):
         if self.finished:
             return "finished"
         return "new" if self.remembered is None else "unfinished"
+
+
+class ShardOnlooker(Onlooker, SharedWorkspace):
+    """As Onlooker, for a run of one shard."""
 
 
 def check_writable(out: Path) -> None:
@@ -77,7 +85,8 @@ def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:
     if not common:  # of a folder on top of the source, say, what lies in it is no news
         for number, (ready, out) in enumerate(parts):
             with _noted(own[number]):
-                spaces[number] = opened(ready, out, Files(), Onlooker)
+                kind = Onlooker if ready.options.shard is None else ShardOnlooker
+                spaces[number] = opened(ready, out, Files(), kind)
     targets = [
         Target(ready, space) for (ready, _), space in zip(parts, spaces, strict=True) if space
     ]

@@ -27,12 +27,14 @@ _Shard = tuple[Workspace, str]
 class Progress:
     """How far a run has come, and where its units add what they leave. `kept` are the receipt lines of
     finished units, by number; `before` those of units that were finished once and must be done again;
-    `remarks` are for the user; `seen` is how the source's shards were when the units were made."""
+    `remarks` are for the user; `seen` is how the source's shards were when the units were made.
+    `mine` are the units of this run, None for all."""
 
     kept: dict[int, Records]
     before: Mapping[int, Records]
     remarks: list[str]
     seen: Any
+    mine: frozenset[int] | None = None
 
 
 def open_journals(targets: Sequence[Target]) -> list[Target]:
@@ -151,8 +153,9 @@ def _forget_damaged(
     lost = {
         (target.space, file.name): file
         for target in begun
+        for faults in [lost_shards(target.ready, target.space.stage)]  # once: it reads all headers
         for file in target.ready.layout.files
-        if file.name in lost_shards(target.ready, target.space.stage)
+        if file.name in faults
     }
     before = _take_out(kept, wrong, files, lost, _shared(begun, lost))
     if before:

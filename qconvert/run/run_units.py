@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -47,10 +46,13 @@ def run_units(
     """Run the units that are left, those of workers first, and add their records to `progress`."""
     ready, journal = targets[0].ready, targets[0].journal
     assert journal is not None, "the first folder is published last"
-    left = [
-        (number, unit) for number, unit in enumerate(ready.units) if number not in progress.kept
+    mine = [
+        (number, unit)
+        for number, unit in enumerate(ready.units)
+        if progress.mine is None or number in progress.mine
     ]
-    total = sum(unit.write for unit in ready.units)
+    left = [(number, unit) for number, unit in mine if number not in progress.kept]
+    total = sum(unit.write for _, unit in mine)
     told.start(total, total - sum(unit.write for _, unit in left))
     if not left:
         return
@@ -91,7 +93,8 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     ready = targets[0].ready
     share = ready.share
     shards = ready.plan.checkpoint.shards
-    return Setup(shards, paths, share.arena, share.window, os.getpid()), places
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled)
+    return setup, places
 
 
 def _by_workers(targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,20 +48,31 @@ class Target:
         return self.state.faults if self.state is not None else {}
 
 
-def opened(ready: Prepared, out: Path, files: Files, kind: type[Space]) -> Space:
+def opened(
+    ready: Prepared,
+    out: Path,
+    files: Files,
+    kind: type[Space],
+    told: Callable[[str], None] | None = None,
+) -> Space:
     """The workspace of a plan's folder. Raises OutputError as Workspace does."""
     tensors = max(len(ready.plan.checkpoint), len(ready.plan.tensors))
-    return kind(out, identity_of(ready), manifest_bytes(ready), tensors, files)
+    return kind(out, identity_of(ready), manifest_bytes(ready), tensors, files, told)
 
 
 @contextmanager
-def claimed(parts: Parts, files: Files) -> Iterator[list[Target]]:
+def claimed(
+    parts: Parts,
+    files: Files,
+    told: Callable[[str], None] | None = None,
+    kind: type[Workspace] = Workspace,
+) -> Iterator[list[Target]]:
     """Claim all folders. At the end locks are given up, and folders that nothing was begun in are as
     they were before."""
     targets: list[Target] = []
     try:
         for ready, out in parts:
-            targets.append(Target(ready, opened(ready, out, files, Workspace)))
+            targets.append(Target(ready, opened(ready, out, files, kind, told)))
         yield targets
     finally:
         for target in targets:

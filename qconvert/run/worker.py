@@ -1,8 +1,7 @@
 """A worker process: takes units over a pipe, runs them, sends back what they left behind.
 
-Started as a fresh interpreter, not forked: whoever calls qconvert as a library may have threads,
-torch's among them, and a process with threads must not fork. A worker ignores Ctrl-C (the main
-process decides) and dies with its parent.
+Forked by the server of `run/forkserver.py`. A worker ignores Ctrl-C (the main process decides) and
+dies with the server, which dies with the main process.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from threading import Thread
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
+from qconvert.ops.compiled.choice import use
 from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
@@ -34,14 +34,14 @@ _PROGRESS_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker needs once: the source's shards, the files to write, and its memory in bytes:
-    an arena, and each window of the sink."""
+    """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
+    arena, and each window of the sink), and whether it computes in compiled loops."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
     arena: int
     window: int
-    parent: int
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
 
 def unit_runner(setup: Setup, sink: Sink, progress: Callable[[int], None]) -> UnitRunner:
     """A runner for units of the setup's conversion."""
+    use(setup.compiled)
     names = [path.name for path in setup.paths]
     return UnitRunner(Reader(setup.shards), sink, names, Arena(setup.arena), progress)
 
@@ -167,13 +168,9 @@ def _receive(
 
 def main(descriptor: int) -> None:
     """Serve the main process at the other end of an inherited descriptor."""
-    # It was blocked until now: what came meanwhile is dropped.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection: Connection[Message, Batch | None] = Connection(descriptor)
     setup = Connection.recv(connection)
     assert isinstance(setup, Setup)
-    die_with(setup.parent)
     try:
         serve(connection, setup)
     except (MemoryError, OSError, RuntimeError) as error:

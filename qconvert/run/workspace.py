@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -23,6 +23,15 @@ from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.regular import open_regular, read_regular
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
+from qconvert.run.leases import (
+    SHARDS,
+    ShardJournal,
+    at_work,
+    journals_in,
+    merged,
+    refuse_at_work,
+    refuse_other_plans,
+)
 from qconvert.run.lock import Lock, take_lock
 from qconvert.run.shards import OutFile, ShardLayout
 
@@ -68,13 +77,20 @@ def check_disk(out: Path, needed: int) -> None:
 class Workspace:
     """A claimed output folder. `finished` says that it holds this very result, whole or damaged, and
     that nobody is at work there; `remembered` is what an interrupted run of the same plan left behind;
-    `in_sight` that of it all is published, or nothing withdrawn yet.
+    `in_sight` that of it all is published, or nothing withdrawn yet. `journals` are those of shards that
+    worked there, if no other journal is: what they remember is then one run's. `told` is given a line
+    where looking at them takes time.
 
     `identity` is what the journal's first line and the manifest say of the run, `manifest` the bytes
     that the manifest has in the end, `tensors` how many are read or written. Raises OutputError for a
     folder of somebody else, and for a work folder whose parts are symbolic links: it may have come with
     a folder that is anyone's.
     """
+
+    # Whether others may work on the same plan in the folder.
+    _shared = False
+    # How long shards of other machines are observed, None for as long as it takes to be sure.
+    _observing: float | None = None
 
     def __init__(
         self,
@@ -83,6 +99,7 @@ class Workspace:
         manifest: bytes,
         tensors: int,
         files: Files,
+        told: Callable[[str], None] | None = None,
     ) -> None:
         self.out = out
         self.work = out / WORK_DIR
@@ -90,6 +107,8 @@ class Workspace:
         self.finished = False
         self.in_sight = False
         self.remembered: Remembered | None = None
+        self.journals: tuple[ShardJournal, ...] = ()
+        self.told: Callable[[str], None] = told or (lambda _: None)
         self._lock: Lock | None = None
         self._files = files
         self._identity = identity
@@ -117,7 +136,7 @@ class Workspace:
         while True:
             claimed = self.work.is_dir()
             _make_safely(self.work.absolute(), self._files)
-            lock = take_lock(self.work / LOCK)
+            lock = take_lock(self.work / LOCK, shared=self._shared)
             if lock is not None:
                 break  # else whoever held it has finished, and removed the folder
         self._lock = lock
@@ -132,7 +151,7 @@ class Workspace:
     def _look_around(self, claimed: bool) -> None:
         """Learn what an earlier run left. Raises OutputError where it is not ours to go on with."""
         self.finished = False
-        found = read_journal(self.work / JOURNAL)
+        found = read_journal(self.work / JOURNAL) or self._of_shards()
         if found is not None:
             refuse_other_plan(self.out, found.header, self._identity)
             staged = _staged(self.stage, found.names)
@@ -148,6 +167,17 @@ class Workspace:
                         _discard(self.work, self._files)
                 raise
         self.remembered = found
+
+    def _of_shards(self) -> Remembered | None:
+        """What shards did, if any were here. Raises OutputError where one is at work, or for another
+        plan."""
+        self.journals = tuple(journals_in(self.work))
+        if not self.journals:
+            return None
+        refuse_other_plans(self.out, self.journals, self._identity)
+        busy = at_work(self.journals, self.told, self._observing)
+        refuse_at_work(self.out, busy, "a run without --shard cannot begin")
+        return merged(self.journals, self._identity)
 
     def _refuse_foreign(self) -> None:
         """Raise OutputError if OUT holds anything but our work; note it if that is this result."""
@@ -198,7 +228,7 @@ class Workspace:
         """Create every shard at full size with its header, then the journal. Once the journal's
         first line can be read, the shards are known to be there. `run` names this beginning: the same
         plan may be begun again, with another folder beside it."""
-        for left in (self.stage, self.work / CALIBRATION):
+        for left in (self.stage, self.work / CALIBRATION, self.work / SHARDS):
             if left.exists():
                 self._files.remove_tree(left)
         self._files.make_folder(self.stage)
@@ -298,7 +328,32 @@ class Workspace:
     def resume(self) -> Journal:
         """The journal of an interrupted run, its torn end cut off."""
         assert self.remembered is not None
+        if self.journals:
+            self._adopt(self.remembered)
+        if is_there(self.work / SHARDS):
+            self._files.remove_tree(self.work / SHARDS)
         return Journal(self.work / JOURNAL, self._files, self.remembered.length)
+
+    def _adopt(self, found: Remembered) -> None:
+        """One journal of what shards did, which appears whole. Raises OutputError where another shard
+        began meanwhile."""
+        remarks = list(found.remarks)
+        lines: list[dict[str, Any]] = [{**found.header, "seen": found.seen}]
+        for number, records in found.units.items():
+            lines.append({"unit": number, "records": list(records), "remarks": remarks})
+            remarks = []
+        data = lines_of(lines)
+        new, path = self.work / f"{JOURNAL}.new", self.work / JOURNAL
+        self._remove_if_there(new)
+        self.write_file(new, memoryview(data))
+        self._files.rename(new, path)
+        self._files.sync_folder(self.work)
+        known = {journal.path for journal in self.journals}
+        others = [journal for journal in journals_in(self.work) if journal.path not in known]
+        if others:
+            self._files.remove(path)
+            refuse_at_work(self.out, others, "its work cannot be finished")
+        found.length, self.journals = len(data), ()
 
     def write_file(self, path: Path, data: memoryview, size: int | None = None) -> None:
         """Create a file with `data` at its start, `size` bytes in all, and sync it."""
@@ -401,13 +456,16 @@ class Workspace:
             return
         if found.names:
             _take_back(self.out, found.names, _staged(self.stage, found.names), self._files)
-        self._files.remove(self.work / JOURNAL)
+        for left in (self.work / JOURNAL, self.work / SHARDS):
+            self._remove_if_there(left)
+        self.journals = ()
         self._files.sync_folder(self.work)
 
     def withdraw(self) -> None:
         """Give up a folder that a refusal met right after it was claimed: nothing of ours stays. Work
         that was begun is left to be resumed."""
-        if self._lock is not None and not (is_there(self.work / JOURNAL) or is_there(self.stage)):
+        begun = any(is_there(self.work / name) for name in (JOURNAL, STAGE, SHARDS))
+        if self._lock is not None and not begun:
             with suppress(OSError, OutputError):  # the refusal is what the user must hear of
                 _discard(self.work, self._files)
         self.release()
@@ -440,7 +498,7 @@ def check_own(out: Path) -> None:
     work = out / WORK_DIR
     parts = {
         work: S_ISDIR, work / STAGE: S_ISDIR, work / CALIBRATION: S_ISDIR,
-        work / JOURNAL: S_ISREG, work / LOCK: S_ISREG,
+        work / JOURNAL: S_ISREG, work / LOCK: S_ISREG, work / SHARDS: S_ISDIR,
     }  # fmt: skip
     for path, is_right in parts.items():
         try:
@@ -498,6 +556,9 @@ def _discard(work: Path, files: Files) -> None:
     if is_there(work / JOURNAL):
         files.remove(work / JOURNAL)
         files.sync_folder(work)
+    if is_there(work / SHARDS):
+        files.remove_tree(work / SHARDS)
+        files.sync_folder(work)
     files.remove_tree(work)
     files.sync_folder(work.parent)
 
@@ -544,6 +605,7 @@ def _clean(out: Path, files: Files) -> bool:
     if lock is None:
         return False
     try:
+        refuse_at_work(out, at_work(journals_in(work), lambda _: None), "it cannot be cleaned")
         found = read_journal(work / JOURNAL)
         names = found.names if found is not None else ()
         staged = _staged(work / STAGE, names)

@@ -11,6 +11,8 @@ from hashlib import blake2b
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.names import KV_SCALES
+from qconvert.core.shown import count
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
@@ -51,12 +53,14 @@ class Serving:
 @dataclass(frozen=True)
 class Answer:
     """What all ranks of a server say together. `ignored` are tensors that no rank reads though one
-    looked for their parameter; `nbytes` is what the fullest rank holds; `mended_by` is an option with
+    looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
+    served with a scale of 1 then; `nbytes` is what the fullest rank holds; `mended_by` is an option with
     which the folder loads whole, where it does not without."""
 
     ranks: tuple[Simulated, ...]
     ignored: tuple[str, ...]
     mended_by: str = ""
+    of_cache: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -175,8 +179,13 @@ def _served(
             at = replace(ranks[-1].setting, stage=end)
             looked -= set(tensors) - set(simulate(config, tensors, at).unread)
     unread = set.intersection(*(set(rank.unread) for rank in ranks))
-    ignored = tuple(name for name in tensors if name in looked and name in unread)
-    return Answer(tuple(ranks), ignored)
+    left = [name for name in tensors if name in unread]
+    cache = tuple(name for name in left if name.endswith(KV_SCALES))
+    return Answer(
+        tuple(ranks),
+        tuple(name for name in left if name in looked and name not in cache),
+        of_cache=cache,
+    )
 
 
 _SIZES = (1, 2, 4, 8)
@@ -186,7 +195,8 @@ _MOST_WHY = 90
 @dataclass(frozen=True, slots=True)
 class Loading:
     """At which tensor-parallel sizes a runtime of this version loads a folder whole. `sizes` are by the
-    option with which it does ("" for none), with the bytes of weights that a rank then holds. `failed`:
+    option with which it does ("" for none), with the bytes of weights that a rank then holds; `cache`:
+    what it leaves of the KV cache's scales there. `failed`:
     at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
     nothing is said of its other sizes, or of any."""
 
@@ -196,6 +206,7 @@ class Loading:
     failed: str = ""
     draft: str = ""
     unknown: str = ""
+    cache: str = ""
 
     @property
     def simulated(self) -> bool:
@@ -215,7 +226,7 @@ class Loading:
             f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
             for option, numbers in self.sizes.items()
         ]
-        found += [f"{who} {text}" for text in (self.failed, self.draft) if text]
+        found += [f"{who} {text}" for text in (self.cache, self.failed, self.draft) if text]
         return (*found, *([f"{who}: {self.unknown}"] if self.unknown else []))
 
 
@@ -291,7 +302,7 @@ def _loading(
     """What one runtime says."""
     number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
-    failed = draft = unknown = ""
+    failed = draft = unknown = cache = ""
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
@@ -318,12 +329,17 @@ def _loading(
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.whole or answer.mended_by:
             whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
+            if answer.of_cache and not cache:
+                cache = (
+                    f"does not read {count(len(answer.of_cache), 'scale')} of the KV cache, such as "
+                    f"{answer.of_cache[0]}, and takes 1"
+                )
             if beside is not None and not beside.whole and not draft:
                 option = f", but with {beside.mended_by}" if beside.mended_by else ""
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             failed = f"not at tp {tp}: {_why(answer)}"
-    return Loading(runtime, SIMULATED[runtime], whole, failed, draft, unknown)
+    return Loading(runtime, SIMULATED[runtime], whole, failed, draft, unknown, cache)
 
 
 def _why(answer: Answer) -> str:

@@ -22,6 +22,7 @@ from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
+from qconvert.core.names import KV_SCALES
 from qconvert.runtimes.serving import Serving
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.validation.workers import AnyTask, Progress, run_tasks
@@ -29,7 +30,7 @@ from qconvert.validation.workers import AnyTask, Progress, run_tasks
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
-    "attribute", "model", "nvfp4", "prepared", "files", "runtime",
+    "attribute", "model", "nvfp4", "prepared", "files", "runtime", "kv-cache",
 ]  # fmt: skip
 Yield = Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask
 
@@ -49,7 +50,7 @@ _OPTIONS: Mapping[str, str] = {
 }
 # Kinds of folders, not options: a validator of another kind does not apply. A `model` holds the layers
 # of one, all or a stage's; `amx` folders hold only experts for CPU kernels; `runtime`: one is named.
-_KINDS = ("amx", "gdn", "model", "nvfp4", "prepared", "runtime")
+_KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
@@ -282,6 +283,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "model": "amx" not in (manifest or {}),
         "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
         "nvfp4": any(name.endswith(_NVFP4) for name in checkpoint),
+        "kv-cache": any(name.endswith(KV_SCALES) for name in checkpoint),
         "prepared": any(name.endswith(_PREPARED) for name in checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,

@@ -26,7 +26,7 @@ from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
-from qconvert.run.pool import undisturbed
+from qconvert.run.forkserver import undisturbed
 from qconvert.run.reader import Reader
 from qconvert.run.worker import die_with
 from qconvert.validation.findings import Finding, Measure, OnlyRead

@@ -13,21 +13,19 @@ from qconvert.layouts.derived.transformers_class import class_of
 hf: Any = transformers
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The folder's class, loaded; every key must be there and none unexpected."""
     found = hf.AutoConfig.from_pretrained(folder)
-    model, told = class_of(hf, found).from_pretrained(
-        folder, dtype=torch.bfloat16, output_loading_info=True
-    )
+    model, told = class_of(hf, found).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not told["missing_keys"], sorted(told["missing_keys"])[:3]
     assert not told["unexpected_keys"], sorted(told["unexpected_keys"])[:3]
     return model.eval()
 
 
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """For fixed tokens."""
     torch.manual_seed(0)
     with torch.no_grad():
         tokens = torch.arange(24).view(2, 12) * 7 % 300 + 3
-        found: torch.Tensor = loaded(folder)(tokens, use_cache=False).logits
+        found: torch.Tensor = loaded(folder, dtype)(tokens, use_cache=False).logits
     return found

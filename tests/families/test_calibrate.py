@@ -55,6 +55,9 @@ FAMILIES = [
     "laguna",
     "mistral4",
     "mellum",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
     "qwen3_moe",
     "qwen3_next",
     "qwen3_5_moe",
@@ -64,7 +67,6 @@ FAMILIES = [
 # Refused while planning, and why.
 REFUSED = {
     "gpt_oss": "neither quantized nor stacked",
-    "granitemoe": "neither quantized nor stacked",
     "glm_moe_dsa": "does not call its layers in turn",
     "hy_v4": "does not call its layers in turn",
     "zaya": "does not call its layers in turn",

@@ -187,17 +187,38 @@ def near(source: Tensors, rounded: Tensors) -> int:
 def _of_stack(source: Tensors, name: str) -> torch.Tensor:
     """The matrix of an expert in its stack, gate rows first; some stacks hold columns before rows."""
     base, expert, module, _ = name.rsplit(".", 3)
-    stack = source[f"{base}.{'down_proj' if module == 'down_proj' else 'gate_up_proj'}"]
-    matrix = stack[int(expert)].T if _is_transposed(source, base) else stack[int(expert)]
-    if module == "down_proj":
-        return matrix
-    gate, up = matrix.chunk(2)
-    return gate if module == "gate_proj" else up
+    stack, parts = _stack_of(source, base, module)
+    turned = _is_transposed(source, base)
+    matrix = source[stack][int(expert)].T if turned else source[stack][int(expert)]
+    return matrix.chunk(len(parts))[parts.index(module)]
+
+
+# What an expert's matrix is named in stacks, and which the stack holds: beside or below `experts`.
+_STACKS = {
+    "gate_up_proj": ("gate_proj", "up_proj"), "input_linear.weight": ("gate_proj", "up_proj"),
+    "gate_proj.weight": ("gate_proj",), "up_proj.weight": ("up_proj",),
+    "down_proj": ("down_proj",), "output_linear.weight": ("down_proj",),
+    "down_proj.weight": ("down_proj",),
+}  # fmt: skip
+
+
+def _stack_of(source: Tensors, base: str, module: str) -> tuple[str, tuple[str, ...]]:
+    """The stack that holds a matrix of the experts below `base`, and all that it holds."""
+    found = [
+        (name, parts)
+        for at in (base, base.removesuffix(".experts"))
+        for end, parts in _STACKS.items()
+        for name in [f"{at}.{end}"]
+        if module in parts and name in source and source[name].ndim == 3
+    ]
+    assert len(found) == 1, (base, module, found)
+    return found[0]
 
 
 def _is_transposed(source: Tensors, base: str) -> bool:
-    both, down = source[f"{base}.gate_up_proj"].shape, source[f"{base}.down_proj"].shape
-    return both[1:] == (down[2], 2 * down[1])
+    both, parts = _stack_of(source, base, "gate_proj")
+    down = source[_stack_of(source, base, "down_proj")[0]].shape
+    return len(parts) == 2 and source[both].shape[1:] == (down[2], 2 * down[1])
 
 
 def as_bf16(source: Path, packed: Path, folder: Path) -> Path:
@@ -205,15 +226,16 @@ def as_bf16(source: Path, packed: Path, folder: Path) -> Path:
     that the source has in stacks in stacks again."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     stored, made = tensors(source), decompressed(packed)
-    for name in stored.keys() - made.keys():
-        base, _, module = name.rpartition(".")
+    bases = {name.rsplit(".", 3)[0] for name in made.keys() - stored.keys()}
+    for base in bases:
         turned = _is_transposed(stored, base)
-        parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
-        matrices = [
-            torch.cat([made.pop(f"{base}.{expert}.{part}.weight") for part in parts])
-            for expert in range(len(stored[name]))
-        ]
-        made[name] = torch.stack([one.T if turned else one for one in matrices])
+        stacks = {_stack_of(stored, base, part) for part in ("gate_proj", "up_proj", "down_proj")}
+        for name, parts in stacks:
+            matrices = [
+                torch.cat([made.pop(f"{base}.{expert}.{part}.weight") for part in parts])
+                for expert in range(len(stored[name]))
+            ]
+            made[name] = torch.stack([one.T if turned else one for one in matrices])
     assert made.keys() == stored.keys()
     whole = {name: tensor.contiguous() for name, tensor in made.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
@@ -294,7 +316,16 @@ def test_every_command(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama4_text", "longcat_flash", "qwen3_vl_moe", "mixtral", "nemotron_h"]
+    "family",
+    [
+        "llama4_text",
+        "longcat_flash",
+        "qwen3_vl_moe",
+        "mixtral",
+        "nemotron_h",
+        "granitemoe",
+        "step3p7",
+    ],
 )
 def test_gate_up_and_down_are_what_the_class_computes(family: str, tmp_path: Path) -> None:
     """The matrices that a conversion calls gate, up and down give the class's own result for an expert,

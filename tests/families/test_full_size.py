@@ -151,7 +151,8 @@ FOUR_BITS = {
     "deepseek-v4-flash": {
         "bf16": "dequant: {}",
         "fp8": "relabel: {to: fp8}",
-        "nvfp4": "dequant: {}\n- nvfp4: {dialect: modelopt}",
+        "nvfp4": "relabel: {to: nvfp4, dialect: modelopt, input_scale: 1.0}",
+        "nvfp4 of all": "dequant: {}\n- nvfp4: {dialect: modelopt}",
     },
     "kimi-k2.5": {
         "bf16": "dequant: {}",
@@ -159,6 +160,16 @@ FOUR_BITS = {
         "nvfp4": "nvfp4: {dialect: compressed-tensors, targets: all}",
     },
 }
+
+
+@pytest.mark.parametrize("command", ["fp8", "nvfp4 --dialect modelopt"])
+def test_deepseek_v4_is_refused_with_the_way(command: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    headers.write_sparse(headers.with_few(published("deepseek-v4-flash")), tmp_path / "source")
+    words: list[str | Path] = [*command.split(), tmp_path / "source", tmp_path / "out", "--dry-run"]
+    code, text = _ran(words, "deepseek-v4-flash", command, 1)
+    assert code == 1
+    assert "qconvert relabel --to fp8" in text
 
 
 @pytest.mark.big

@@ -172,6 +172,9 @@ _MAKE: Mapping[str, Make] = {
     "amx": _converted("bf16", "amx", "{src}", "{out}", "--method", "int8", "--numa", "1"),
     "w4a16": _converted("bf16", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"),
     "stages": _converted("fp8", "split", "{src}", "{out}", "--pp", "1,1", "--for", "vllm"),
+    "shared": _converted(
+        "fp8", "dequant", "{src}", "{out}", "--max-shard-size", "100000", "--shard", "0/2"
+    ),
     "unfinished": _killed("append", 2),
     "publishing": _killed("rename", 3),
     "calibratable": _calibratable,
@@ -182,5 +185,6 @@ _MAKE: Mapping[str, Make] = {
 _NEEDS = {
     "fused": ("gdn",), "bare": ("gdn",),
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
-    "w4a16": ("bf16",), "stages": ("fp8",), "unfinished": ("fp8",), "publishing": ("fp8",),
+    "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
+    "publishing": ("fp8",),
 }  # fmt: skip

@@ -102,7 +102,7 @@ CONVERSIONS = (
     _conversion("relabel", "relabel {src} {out} --to compressed-tensors",
                 has="checkpoint data fp8"),
     _conversion("mx", "mx {src} {out}", src="made", has="checkpoint data"),
-    _conversion("int8", "int8 {src} {out}", src="bf16", has="checkpoint data"),
+    _conversion("int8", "int8 {src} {out} --kv-scale 0.5", src="bf16", has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",
            src="bf16"),
@@ -132,6 +132,14 @@ LEFT_OVERS = (
     _conversion("amx other plan", "amx {src} {out} --method int8 --numa 1", src="bf16",
         out="unfinished",
                 broken="out", has="unfinished"),
+    _conversion("dequant shared", "dequant {src} {out} --max-shard-size 100000", out="shared",
+                broken="out", has="shared", result="sharded"),
+    _conversion("dequant shard", "dequant {src} {out} --max-shard-size 100000 --shard 1/2",
+                out="shared", broken="out", has="shared"),
+    # The journal's command is for the folder where it was made.
+    _scene("finish", "finish {out}", out="shared", broken="out", has="shared", writes="out"),
+    _scene("status", "status {out} --json", out="shared", broken="out", has="shared"),
+    _scene("status unfinished", "status {out}", out="unfinished", broken="out", has="unfinished"),
     _scene("clean", "clean {out}", out="unfinished", broken="out", has="unfinished",
            writes="out"),
     _scene("clean publishing", "clean {out}", out="publishing", broken="out",
@@ -160,7 +168,7 @@ _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
     "fp8", "relabel", "mx", "int8", "split", "join", "unprepare", "diff", "validate", "upload",
     "recipes show",
-    "clean", "demo", "experts stack", "mtp graft", "text",
+    "clean", "finish", "status", "demo", "experts stack", "mtp graft", "text",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS

@@ -15,6 +15,7 @@ from loaders.client import Server
 _SAMPLED = {
     "test_simulator_sglang.py": 5, "test_simulator_sglang_drafts.py": 29,
     "test_launch_lines.py": 11, "test_simulator_vllm.py": 17, "test_relabelled.py": 4,
+    "test_fused_packed.py": 3,
 }  # fmt: skip
 
 

@@ -3,13 +3,17 @@ itself without its environment (`make loaders`)."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from encoded_models import mxfp4, near
 
 from loaders.client import PYTHON, Rank, Server
 from loaders.folders import assert_whole, converted, source
+from loaders.published import published
 from loaders.test_sglang_quantized import launch_flags
 
 pytestmark = [
@@ -46,6 +50,8 @@ CELLS = {
     "fp8 to compressed-tensors": Cell("qwen3_moe", True, "", "compressed-tensors"),
     "fp8 of compressed-tensors": Cell("qwen3_5_moe_text", False, "fp8 --compressed-tensors", "fp8"),
     "mxfp4 to fp8": Cell("qwen3_moe", False, "mx", "fp8"),
+    "mxfp4 to nvfp4": Cell("qwen3_moe", False, "mx", "nvfp4 --dialect modelopt --input-scale 1.0"),
+    "mxfp4 to packed nvfp4": Cell("glm4_moe", False, "mx", "nvfp4 --dialect compressed-tensors"),
 }
 # GPTQ's g_idx is read for act-order only; weight-only NVFP4 has no input scales; vLLM drops biases that
 # no tensor has (as in test_vllm.py and test_sglang_quantized.py).
@@ -86,3 +92,25 @@ def test_vllm_loads_it(name: str, vllm: Server, folders: Path) -> None:
     for rank in (Rank(), Rank(2, 1)):
         loaded = vllm.load(out, rank)
         assert_whole(loaded, cell.family, unread=_UNREAD, unwritten=_UNWRITTEN)
+
+
+@pytest.mark.parametrize("rank", [Rank(), Rank(2, 1)], ids=str)
+def test_sglang_loads_experts_beside_fp8(rank: Rank, blackwell: Server, folders: Path) -> None:
+    """MXFP4 experts as DeepSeek-V4 has them, in DeepSeek-V3's class, whose FP8 layers sglang builds on a
+    CPU: NVFP4 experts by `moe_quant_algo`. vLLM 0.33 reads that for DeepSeek-V4 alone."""
+    origin = folders / "experts beside fp8"
+    if not origin.is_dir():
+        model = published("deepseek_v3", fp8=True)
+        for name in [name for name in model.tensors if ".experts." in name]:
+            value = model.tensors.pop(name)
+            if name.endswith(".weight"):
+                random = np.random.default_rng(zlib.crc32(name.encode()))
+                parts, _ = mxfp4(("weight", "scale"), ("I8", "F8_E8M0"))(random, *value.shape)
+                module = name.removesuffix(".weight")
+                model.tensors |= {f"{module}.{part}": one for part, one in parts.items()}
+        near(model).write(origin, 1)
+    form = ("--to", "nvfp4", "--dialect", "modelopt", "--input-scale", "1.0")
+    out = converted(folders, "relabel", origin, *form)
+    loaded = blackwell.load(out, rank, flags=launch_flags(out) or {})
+    assert_whole(loaded, "deepseek_v3", unwritten=_UNWRITTEN)
+    assert any("NvFp4FusedMoE" in scheme for scheme in loaded.schemes.values())

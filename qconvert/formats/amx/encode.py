@@ -29,6 +29,7 @@ from qconvert.formats.amx.clip import best_steps, clip_scratch
 from qconvert.formats.amx.limits import BITS, RUNTIME_NAME, STEP, Method
 from qconvert.formats.amx.tiles import pair_up, place, tile
 from qconvert.ops.buffers import array
+from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:
@@ -125,6 +126,13 @@ class Amx:
         searching = scratch[at + tall * columns :]
         weights = [array(out.data, np.uint8, (out.type.nbytes,)) for out in outs[::2]]
         scales = [array(out.data, np.float32, (rows,)) for out in outs[1::2]]
+        if self.rounding == "peer" and all(
+            done(f"amx_{self.method}", bits, shard * width, (shard + 1) * width, words, scale)
+            for shard, (words, scale) in enumerate(
+                zip((weight.view(np.uint32) for weight in weights), scales, strict=True)
+            )
+        ):
+            return {}
         with np.errstate(all="ignore"):
             for top in range(0, rows, tall):
                 bottom = min(top + tall, rows)

@@ -21,6 +21,7 @@ from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import decode, round_to_bf16
+from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import RowOp, row_parts
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ def _round_plain(
     memory."""
     import numpy as np
 
+    if done("ints_round", weight, scheme.bits, codes, scale):
+        return
     half = 1 << (scheme.bits - 1)
     largest = np.empty((weight.shape[0], 1), np.int32)
     largest_sizes(weight.view(np.int16), bits, largest)

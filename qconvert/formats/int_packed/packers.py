@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.encodings import INT8, PACKED
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,9 +53,9 @@ class PackQuantized:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        zero = () if self.scheme.symmetric else ("weight_zero_point",)
-        g_idx = ("weight_g_idx",) if self.scheme.actorder == "group" else ()
-        return ("weight_packed", "weight_scale", *zero, *g_idx)
+        codes, scale, zero, g_idx, _ = PACKED
+        lacks = {zero: self.scheme.symmetric, g_idx: self.scheme.actorder != "group"}
+        return tuple(name for name in (codes, scale, zero, g_idx) if not lacks.get(name))
 
     @property
     def row_step(self) -> int:
@@ -99,7 +101,7 @@ class KeepInt8:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        return ("weight", "weight_scale")
+        return INT8[:2]
 
     @property
     def row_step(self) -> int:
@@ -217,6 +219,9 @@ def along_rows(codes: Int8s, bits: int) -> UInt32s:
     bytes_ = np.ascontiguousarray(codes).view(np.uint8)
     if bits == 8:
         return (bytes_ ^ np.uint8(0x80)).view("<u4")
+    packed = np.empty((*bytes_.shape[:-1], bytes_.shape[-1] // 2), np.uint8)
+    if done("ints_pack", bytes_, packed):
+        return packed.view("<u4")
     pairs = bytes_.view("<u2") & np.uint16(0x0F0F)  # what is outside would spill into its neighbour
     np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)
     return (pairs.astype(np.uint8) ^ np.uint8(0x88)).view("<u4")

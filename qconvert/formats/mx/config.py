@@ -1,4 +1,4 @@
-"""What MXFP4 and MXFP8 are called in compressed-tensors, and the group of its config."""
+"""The group of compressed-tensors' config for MXFP4 and MXFP8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from qconvert.formats.mxfp4.limits import MX_BLOCK
 Format = Literal["mxfp4", "mxfp8"]
 
 FORMATS: Mapping[Format, str] = {"mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
-# A matrix's tensors, in the order of the encoder's results.
-SUFFIXES: Mapping[Format, tuple[str, str]] = {
-    "mxfp4": ("weight_packed", "weight_scale"), "mxfp8": ("weight", "weight_scale"),
-}  # fmt: skip
 
 
 def mx_group_config(form: Format, targets: Iterable[str]) -> dict[str, Any]:

@@ -8,12 +8,18 @@ from qconvert.core.errors import PlanError
 MX_BLOCK = 32  # columns that share a scale
 
 
+_CODES = ("U8", "I8")
+EXPONENTS = ("U8", "F8_E8M0")
+
+
 def check_mxfp4(packed: TensorType, scale: TensorType) -> None:
     """Raise PlanError where two tensors are no MXFP4 matrix."""
-    if packed.dtype != "U8" or len(packed.shape) != 2:
-        raise PlanError(f"expected packed E2M1 codes in a U8 matrix, found {packed}")
+    if packed.dtype not in _CODES or len(packed.shape) != 2:
+        raise PlanError(f"expected packed E2M1 codes in a U8 or I8 matrix, found {packed}")
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    if columns % MX_BLOCK or scale != TensorType("U8", (rows, columns // MX_BLOCK)):
+    shape = rows, columns // MX_BLOCK
+    if columns % MX_BLOCK or scale.shape != shape or scale.dtype not in EXPONENTS:
         raise PlanError(
-            f"expected exponents U8 [{rows}, {columns} / {MX_BLOCK}] for {packed}, found {scale}"
+            f"expected exponents U8 or F8_E8M0 [{rows}, {columns} / {MX_BLOCK}] for {packed}, found "
+            f"{scale}"
         )

@@ -36,6 +36,7 @@ from qconvert.formats.nvfp4.scales import (
 )
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
+from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack, to_codes
 from qconvert.ops.rowwise import Scaled
 
@@ -96,6 +97,11 @@ class PackNvfp4(Scaled):
         width = weight.type.nbytes // max(1, weight.type.numel) * BLOCK
         packed = array(outs[0].data, np.uint8, (total, BLOCK // 2))
         blocks = array(outs[1].data, np.uint8, (total,))
+        if weight.type.dtype == "BF16" and 0 < global_scale < np.inf:
+            groups = array(weight.data, np.uint16, (total, BLOCK))
+            own = float(global_scale)
+            if done("nvfp4_encode", groups, own, self.dialect == "modelopt", packed, blocks):
+                return
         values = array(scratch[: 4 * step * BLOCK], np.float32, (step, BLOCK))
         work = array(scratch[4 * step * BLOCK : 8 * step * BLOCK], np.int32, (step, BLOCK))
         with np.errstate(all="ignore"):  # a scale of 0 is looked after

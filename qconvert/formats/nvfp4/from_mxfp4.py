@@ -1,43 +1,52 @@
-"""MXFP4 matrices of a plan, in compressed-tensors' form, under NVFP4's scales."""
+"""MXFP4 matrices of a plan under NVFP4's scales, and the config's block for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.formats.mxfp4.limits import MX_BLOCK
 from qconvert.formats.nvfp4.config import NAMES, group_config
 from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
+from qconvert.ops.fp4 import BLOCK
 from qconvert.plan.plan import Plan
 
+# Keys of a block that make it one of NVFP4 experts beside block FP8: sglang 0.5.23
+# (`configs/model_config.py`, "hybrid NVFP4 moe") and vLLM 0.33 (`models/deepseek_v4/quant_config.py`).
+# Both then take NVFP4 of weights and activations.
+_HYBRID = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": BLOCK}
 
-def relabelled(plan: Plan, modules: tuple[str, ...], dialect: Dialect) -> dict[str, Output]:
-    """The tensors of matrices that share a scale, by name. Raises PlanError naming a matrix that is not
-    MXFP4."""
+
+def relabelled(matrices: Mapping[str, Sequence[Output]], dialect: Dialect) -> dict[str, Output]:
+    """The tensors of matrices that share a scale, by name, from codes and exponents of each. Raises
+    PlanError naming a matrix whose parts do not fit."""
     names = NAMES[dialect]
     ranges = []
-    for module in modules:
-        weight, scale = f"{module}.weight_packed", f"{module}.weight_scale"
-        if scale not in plan.tensors:
-            raise PlanError(f"{scale!r} is missing")
+    for module, parts in matrices.items():
         try:
-            ranges.append(apply(ExponentRange(), plan.tensors[weight], plan.tensors[scale])[0])
+            ranges.append(apply(ExponentRange(), *parts)[0])
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error
     (global_scale,) = apply(RelabelOwn(dialect), *ranges)
     made: dict[str, Output] = {}
-    for module in modules:
-        blocks = apply(
-            RelabelBlocks(dialect), plan.tensors[f"{module}.weight_scale"], global_scale
-        )[0]
-        made[f"{module}.{names.weight}"] = plan.tensors[f"{module}.weight_packed"]
+    for module, (codes, scale) in matrices.items():
+        (blocks,) = apply(RelabelBlocks(dialect), scale, global_scale)
+        # DeepSeek-V4 calls the same bytes I8.
+        made[f"{module}.{names.weight}"] = replace(codes, type=TensorType("U8", codes.type.shape))
         made[f"{module}.{names.scale}"] = blocks
         made[f"{module}.{names.global_scale}"] = global_scale.reshape(names.scalar)
     return made
+
+
+def hybrid_block(block: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V4's own block of its FP8 layers, with experts in modelopt's NVFP4 beside them."""
+    return {**block, **_HYBRID}
 
 
 def relabelled_block(plan: Plan, *, inputs: bool = False) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """MXFP4 to NVFP4 without loss: the same E2M1 codes under other scales.
 
-MXFP4 (OCP Microscaling Formats v1.0, 6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`) has a power
-of two, 2^(e - 127), for each 32 columns. NVFP4's global scale takes the largest of them over 2^8, and
-each 16 columns' E4M3 scale what is left, which is a power of two from 2^8 down to 2^-9: exponents may
-spread over 17, gate's and up's together. Blocks of zeros alone do not count, whatever their exponent.
+MXFP4 (OCP Microscaling Formats v1.0, 6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`; DeepSeek-V4's
+experts, whose codes are called I8) has a power of two, 2^(e - 127), for each 32 columns. NVFP4's global
+scale takes the largest of them over 2^8, and each 16 columns' E4M3 scale what is left, which is a power
+of two from 2^8 down to 2^-9: exponents may spread over 17, gate's and up's together. Blocks of zeros
+alone do not count, whatever their exponent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Part
-from qconvert.formats.mxfp4.limits import check_mxfp4
+from qconvert.formats.mxfp4.limits import EXPONENTS, check_mxfp4
 from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.rowwise import row_parts
@@ -30,8 +31,8 @@ _SIZES = 0x7777777777777777  # codes without their signs
 
 @dataclass(frozen=True, slots=True)
 class ExponentRange(Exact):
-    """packed U8 [N, K/2] and E8M0 scales U8 [N, K/32] -> U8 [N, 2], the least and the largest exponent
-    of a row's blocks that are not all zero: 255 and 0 where there is none.
+    """packed U8 or I8 [N, K/2] and E8M0 scales U8 or F8_E8M0 [N, K/32] -> U8 [N, 2], the least and the
+    largest exponent of a row's blocks that are not all zero: 255 and 0 where there is none.
 
     Raises PlanError where shapes do not fit, RowError where the scale of such a block is NaN.
     """
@@ -81,7 +82,7 @@ class RelabelOwn(Uncut, Exact):
     """Exponent ranges U8 [N, 2] of matrices that share a scale -> that scale, F32 [1]: 2^(e - 135) of
     the largest exponent e (modelopt), or its inverse (compressed-tensors).
 
-    Raises RunError, with the numbers, where exponents spread over more than E4M3 holds.
+    Raises RunError, with the numbers and their rows, where exponents spread over more than E4M3 holds.
     """
 
     dialect: Dialect
@@ -102,10 +103,14 @@ class RelabelOwn(Uncut, Exact):
         power = 0
         if least <= largest:
             if largest - least > SPREAD:
+                low, high = (
+                    _place(ins, int(ranges[:, 0].argmin())),
+                    _place(ins, int(ranges[:, 1].argmax())),
+                )
                 raise RunError(
                     f"its MXFP4 exponents go from {least} to {largest}, a spread of "
-                    f"{largest - least}, and NVFP4's block scales hold {SPREAD}: it cannot be "
-                    "relabelled without loss; quantize to NVFP4 from the original weights"
+                    f"{largest - least} ({low}, {high}), and NVFP4's block scales hold {SPREAD}: it "
+                    "cannot be relabelled without loss; quantize to NVFP4 from the original weights"
                 )
             power = largest - _BIAS - _HIGH
         if self.dialect == "compressed-tensors":
@@ -119,18 +124,29 @@ class RelabelOwn(Uncut, Exact):
         return {}
 
 
+def _place(ranges: Sequence[Buffer], at: int) -> str:
+    """Row `at` of the matrices that share a scale, as a row of its own matrix."""
+    number = 0
+    while at >= ranges[number].type.shape[0]:
+        at -= ranges[number].type.shape[0]
+        number += 1
+    return f"row {at}" if len(ranges) == 1 else f"row {at} of matrix {number + 1} of {len(ranges)}"
+
+
 @dataclass(frozen=True, slots=True)
 class RelabelBlocks(Exact):
-    """E8M0 scales U8 [N, K/32] and what `RelabelOwn` made of them F32 [1] -> F8_E4M3 [N, K/16], each
-    twice. Raises PlanError where types do not fit."""
+    """E8M0 scales U8 or F8_E8M0 [N, K/32] and what `RelabelOwn` made of them F32 [1] -> F8_E4M3
+    [N, K/16], each twice. Raises PlanError where types do not fit."""
 
     dialect: Dialect
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         scale, global_scale = args
         wanted = TensorType("F32", (1,))
-        if scale.dtype != "U8" or len(scale.shape) != 2 or global_scale != wanted:
-            raise PlanError(f"expected U8 scales and an {wanted}, found {scale} and {global_scale}")
+        if scale.dtype not in EXPONENTS or len(scale.shape) != 2 or global_scale != wanted:
+            raise PlanError(
+                f"expected U8 or F8_E8M0 scales and an {wanted}, found {scale} and {global_scale}"
+            )
         return (TensorType("F8_E4M3", (scale.shape[0], 2 * scale.shape[1])),)
 
     def row_step(self, *args: TensorType) -> int:

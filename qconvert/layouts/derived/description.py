@@ -20,7 +20,7 @@ from qconvert.checkpoint.family import (
     generic_dims,
     text_config,
 )
-from qconvert.core.names import experts_module, layer_template, parse, split_parameter
+from qconvert.core.names import apart_experts, layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.layouts.derived import drafts
 
@@ -94,7 +94,7 @@ def _packed(modules: Mapping[str, Module]) -> Mapping[str, Module]:
     if Kind.EXPERT_GATE in kinds or not kinds.keys() >= {Kind.STACKED_GATE_UP, Kind.STACKED_DOWN}:
         return {}
     return {
-        f"{experts_module(name)}.{{E}}.{projection}_proj": replace(stack, kind=kind)
+        f"{apart_experts(name)}.{{E}}.{projection}_proj": replace(stack, kind=kind)
         for name, stack in modules.items()
         if stack.kind is Kind.STACKED_DOWN
         for projection, kind in (
@@ -189,6 +189,7 @@ _NAMED = {
     Kind.EXPERT_GATE: "experts.gate_proj", Kind.EXPERT_UP: "experts.up_proj",
     Kind.EXPERT_DOWN: "experts.down_proj", Kind.STACKED_DOWN: "stacked_experts.down_proj",
     Kind.STACKED_GATE_UP: "stacked_experts.gate_up_proj",
+    Kind.STACKED_GATE: "stacked_experts.gate_proj", Kind.STACKED_UP: "stacked_experts.up_proj",
 }  # fmt: skip
 
 

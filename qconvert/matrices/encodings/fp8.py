@@ -6,7 +6,7 @@ from math import prod
 
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output
+from qconvert.core.graph import Output, inferred
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
 from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
@@ -76,7 +76,7 @@ def fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> S
     """A matrix with this scale. Raises PlanError where they do not fit."""
     try:
         decoder, matrix, grid = fp8_reading(weight, scale, scheme)
-        decoder.infer(matrix.type, grid.type)
+        inferred(decoder, (matrix.type, grid.type))
     except PlanError as error:
         raise PlanError(f"weight {name!r}: {error}") from error
     rows, columns = matrix.type.shape

@@ -84,10 +84,16 @@ def excluded(name: str, entries: Sequence[str], fused: Fused) -> bool:
         return False
     if skipped(name, entries, fused):
         return True
-    return any(
-        (entry != name and entry in name) or compiled(translate(entry)).match(name) is not None
-        for entry in entries
-    )
+    for entry in entries:
+        if entry in name and (entry != name or not _has_wildcards(entry)):
+            return True
+        if _has_wildcards(entry) and compiled(translate(entry)).match(name) is not None:
+            return True
+    return False
+
+
+def _has_wildcards(entry: str) -> bool:
+    return "*" in entry or "?" in entry or "[" in entry
 
 
 def overridden(name: str, dynamic: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -27,6 +27,14 @@ _ROTARY = (
 _OF_CACHES = (
     ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
+# What every quantization config rewrites, the first that fits (base_config.py, get_cache_scale_mapper).
+_SCALES_OF_CACHES = (
+    (
+        re.compile(r"\.self_attn\.(?:[kv]|qkv|qkqkv)_proj\.([kv])_scale$"),
+        r".self_attn.attn.\1_scale",
+    ),
+    (re.compile(r"(?<!\.attn)\.([qkv])_(scale|zero_point)$"), r".attn.\1_\2"),
+)
 Stacked = Sequence[tuple[str, str, Shard]]
 QKV: Stacked = (
     (".q_proj", ".qkv_proj", "q"), (".k_proj", ".qkv_proj", "k"), (".v_proj", ".qkv_proj", "v"),
@@ -113,7 +121,11 @@ class Walk:
                 name = name.replace(old, new, 1)
         if any(part in name for part in _ROTARY):
             return None
-        return None if self.quantized and name.endswith(".g_idx") else name
+        if not self.quantized:
+            return name
+        for pattern, replaced in _SCALES_OF_CACHES:
+            name = pattern.sub(replaced, name)
+        return None if name.endswith(".g_idx") else name
 
     def _stacked(self, name: str) -> tuple[str, Shard] | None:
         inner, shard = f".{name.removeprefix(self.root)}", None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from qconvert.core.errors import UsageError
 from qconvert.validation.reports import (
@@ -46,6 +47,11 @@ def render(report: Report, format: str, *, terminal: bool = False) -> str:
     if format == "text":
         return as_text.render(report, rules(), terminal=terminal)
     return _RENDER[format](report, rules())
+
+
+def as_object(report: Report) -> dict[str, Any]:
+    """The report as what its JSON form holds."""
+    return as_json.to_json(report, rules())
 
 
 def suffix_format(path: str | Path) -> str:

@@ -164,6 +164,9 @@ def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]
         "router.e_score_correction_bias": (experts,),
         "shared_expert_gate": (1, hidden),
         "stacked_experts.gate_up_proj": (experts, _times(2, each), inputs),
+        **dict.fromkeys(
+            ("stacked_experts.gate_proj", "stacked_experts.up_proj"), (experts, each, inputs)
+        ),
         "stacked_experts.down_proj": (experts, inputs, each),
     }
     for prefix, rows, columns in (

@@ -47,9 +47,11 @@ def routed_experts(checkpoint: Checkpoint) -> Routed:
     own: set[int] = set()
     drafts: set[int] = set()
     for (role, layer, expert, parameter), matrix in matrices(checkpoint).items():
-        if ".experts." not in matrix.tensor or _is_beside(checkpoint, matrix.tensor):
+        stands = checkpoint.role_index.kind(matrix.tensor)
+        named = ".experts." in matrix.tensor or stands.routed
+        if not named or _is_beside(checkpoint, matrix.tensor):
             continue
-        if checkpoint.role_index.kind(matrix.tensor) is RoleKind.BUFFER:
+        if stands is RoleKind.BUFFER:
             continue  # a router's bias that lies among them
         kind = _ROLES.get(role.removeprefix("mtp."))
         if kind is None or layer is None or expert is None or parameter != "weight":

@@ -188,9 +188,10 @@ class Forms:
             return self._packed(name, weight)
         if name.endswith(".qweight"):
             return (self._gptq if self._awq is None else self._of_awq)(name, weight)
-        beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
-        if weight.type.dtype == "I8" and beside is not None and beside.type.dtype == "F8_E8M0":
-            return _mx(weight, beside)
+        if weight.type.dtype == "I8":
+            beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
+            if beside is not None and beside.type.dtype == "F8_E8M0":
+                return _mx(weight, beside)
         scale = int8_scale(self.checkpoint, name)
         if scale is not None:
             return self._int8(name, weight, scale)

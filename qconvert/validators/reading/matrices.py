@@ -88,7 +88,7 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
     found: dict[str, list[Matrix]] = {}
     used: set[str] = set()
     for name in checkpoint:
-        if checkpoint[name].type.numel == 0:
+        if name in used or checkpoint[name].type.numel == 0:
             continue
         try:
             found[name] = list(_of_tensor(checkpoint, forms, name, groups))
@@ -102,10 +102,9 @@ def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
         if name in used:
             continue
         for matrix in made_of_it:
-            key = matrix.key
-            if key in by_key:  # the same matrix twice, under two names
-                key = (matrix.tensor, None, None, key[3])
-            by_key[key] = replace(matrix, key=key)
+            if matrix.key in by_key:  # the same matrix twice, under two names
+                matrix = replace(matrix, key=(matrix.tensor, None, None, matrix.key[3]))
+            by_key[matrix.key] = matrix
     return MappingProxyType(by_key)
 
 

@@ -60,6 +60,7 @@ PACKED = Dialect(
     "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", True
 )
 DIALECTS = (MODELOPT, PACKED)
+_INPUTS = tuple(dialect.input for dialect in DIALECTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,12 @@ class Parts:
 def parts_of(tensors: Mapping[str, Source], name: str) -> Parts | None:
     """The matrix that a tensor holds the codes of; None if it is not an NVFP4 weight: U8, with a global
     scale or block scales in E4M3."""
+    weight = tensors[name]
+    if weight.type.dtype != "U8":
+        return None
     module, _, parameter = name.rpartition(".")
     dialect = next((d for d in DIALECTS if d.weight == parameter), None)
-    weight = tensors[name]
-    if dialect is None or weight.type.dtype != "U8":
+    if dialect is None:
         return None
     scale, global_scale, given = (
         tensors.get(f"{module}.{part}")
@@ -158,6 +161,8 @@ def fault(parts: Parts) -> tuple[str, str] | None:
 
 def is_part(tensors: Mapping[str, Source], name: str) -> bool:
     """Whether a tensor is the input scale of an NVFP4 matrix."""
+    if not name.endswith(_INPUTS):
+        return False
     module, _, parameter = name.rpartition(".")
     return any(
         parameter == d.input

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.text_class import text_model_type
-from qconvert.core.names import parse, split_parameter
+from qconvert.core.names import KV_SCALES, parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
@@ -75,7 +75,7 @@ class Weights:
         unread: list[tuple[Matrix, str]] = []
         holes = {_whole(m): m.note for m in theirs.values() if m.note}
         moved = prepared_tensors(folder.checkpoint)
-        inputs = 0
+        inputs = cache = 0
         for key, mine in ours.items():
             if mine.tensor in moved:
                 continue
@@ -83,6 +83,9 @@ class Weights:
             hole = mine.note or holes.get(_whole(mine), "")
             if yours is None and is_input_scale(folder.checkpoint, mine.tensor):
                 inputs += 1
+                continue
+            if yours is None and mine.tensor.endswith(KV_SCALES):
+                cache += 1
                 continue
             if yours is None and hole:
                 unread.append((mine, hole))
@@ -104,6 +107,8 @@ class Weights:
                 task = Compare(mine, yours, _how(folder, mine, yours), _is_full(folder))
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
+        if cache:
+            yield Skipped(f"{count(cache, 'scale')} of the KV cache (the source has none)")
         if inputs:
             yield Skipped(f"{count(inputs, 'input scale')} (of activations; the source has none)")
         if moved:

@@ -10,11 +10,12 @@ from hostile.breaking import (
     indexes,
     leftovers,
     recipes,
+    shards,
     sidefiles,
     sound,
 )
 
 MODULES = (
-    sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, recipes, calibration,
-    arguments,
+    sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, shards, recipes,
+    calibration, arguments,
 )  # fmt: skip

@@ -6,7 +6,9 @@ from hostile.case import Ground, Mutation, Verdict
 from hostile.scenes import SCENES
 
 # What a sound input is refused for in these: no Hub, an OUT that is another plan's or unfinished.
-_REFUSED = frozenset({"upload dry", "validate", "validate sarif", "inspect", "amx other plan"})
+_REFUSED = frozenset(
+    {"upload dry", "validate", "validate sarif", "inspect", "amx other plan", "finish"}
+)
 
 
 def _nothing(_ground: Ground) -> None:

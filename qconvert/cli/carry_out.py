@@ -1,0 +1,164 @@
+"""A planned conversion carried out: what it left is printed and, with --validate, checked."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import FINDINGS
+from qconvert.core.say import say, say_json, say_report
+
+if TYPE_CHECKING:
+    from qconvert.api import Planned, Result
+    from qconvert.checkpoint.checkpoint import Checkpoint
+    from qconvert.cli.convert import RunOptions
+    from qconvert.run.division import Shard
+    from qconvert.validation.runner import Report
+
+
+@dataclass(frozen=True)
+class Started:
+    """The command line, as the root context's object. `finishing`: it was taken from a shard's journal,
+    to publish that folder."""
+
+    words: tuple[str, ...]
+    finishing: Path | None = None
+
+    @staticmethod
+    def now() -> Started:
+        context = click.get_current_context(silent=True)
+        found = None if context is None else context.find_root().obj
+        return found if isinstance(found, Started) else Started(())
+
+
+def carry_out(
+    planned: Planned,
+    options: RunOptions,
+    source: str | Checkpoint,
+    draft: str | None = None,
+    *,
+    part: bool = False,
+) -> None:
+    """Run the plan, print the result and, with --validate, check it against `source`, from which it was
+    made, and against `draft`, which was grafted to that. Ends the command with exit code 3 where the
+    check finds an error. `part`: it is one of several, which are shown and checked together."""
+    import time
+
+    from qconvert import api
+    from qconvert.cli.progress import Bar
+    from qconvert.validation.reports import as_object
+
+    whole = Started.now().finishing
+    if whole is not None:
+        _check_finishing(planned, whole)
+    begin = time.monotonic()
+    with Bar() as bar:
+        results = api.carry_out(planned, events=bar)
+    seconds = time.monotonic() - begin
+    for remark in results[0].remarks:
+        say(f"remark  {remark}", err=True)
+    as_json = options["as_json"]
+    if not as_json:
+        for result in results:
+            say(_ending(result, seconds, planned.folders[0].ready.options.shard))
+    if part:
+        return
+    reports = []
+    if options["validate"] is not None and results[0].published:
+        # A folder of experts for CPUs is read together with that of its GPU side.
+        pairs = (results[1].folder,) if len(results) > 1 else ()
+        for result, pair in itertools.zip_longest(results, pairs):
+            reports.append(checked(result.folder, source, options, pair=pair, draft=draft))
+    if as_json:
+        found = [
+            {**_summary(result, seconds), **({"validation": as_object(report)} if report else {})}
+            for result, report in itertools.zip_longest(results, reports)
+        ]
+        say_json(found if len(found) > 1 else found[0])
+    end_with(reports)
+
+
+def checked(
+    folder: Path,
+    source: str | Checkpoint,
+    options: RunOptions,
+    *,
+    pair: Path | None = None,
+    draft: str | None = None,
+) -> Report:
+    """What --validate finds in a folder that was made from `source`; printed, unless as JSON."""
+    from qconvert import api
+    from qconvert.cli.progress import Bar
+    from qconvert.validation.reports import render
+
+    assert options["validate"] is not None
+    against = source if isinstance(source, str) else source.root
+    with Bar() as bar:
+        report = api.validate(
+            folder, against, level=options["validate"], pair=pair, draft=draft,
+            jobs=options["jobs"], memory=options["memory"],
+            follow_links=options["follow_links"], events=bar,
+        )  # fmt: skip
+    if not options["as_json"]:
+        styled = sys.stdout.isatty()
+        say_report(render(report, "text", terminal=styled), "text", styled=styled)
+    return report
+
+
+def _check_finishing(planned: Planned, whole: Path) -> None:
+    """Raise OutputError where a command that a journal holds would write elsewhere."""
+    from qconvert.core.errors import OutputError
+
+    root = whole.resolve()
+    outs = [folder.out.resolve() for folder in planned.folders if folder.out is not None]
+    # A stage of a split lies in the folder, the GPU side of a pair beside it.
+    if not any(root in (out, out.parent) for out in outs):
+        raise OutputError(
+            f"{whole}: its journal holds a command for {outs[0]}; if the folder was moved, run the "
+            "command of the shards with its new name and without --shard"
+        )
+
+
+def end_with(reports: Sequence[Report]) -> None:
+    """End the command with exit code 3 if a report has an error."""
+    if any(report.errors for report in reports):
+        click.get_current_context().exit(FINDINGS)
+
+
+def _summary(result: Result, seconds: float) -> dict[str, Any]:
+    return {
+        "out": str(result.folder), "fingerprint": result.fingerprint,
+        "files": list(result.files), "bytes": result.nbytes, "seconds": seconds,
+        "remarks": list(result.remarks), "already_done": result.already_done,
+        "resumed_units": result.resumed_units, "repaired": dict(result.repaired),
+        "published": result.published,
+    }  # fmt: skip
+
+
+def _ending(result: Result, seconds: float, shard: Shard | None) -> str:
+    from qconvert.core.shown import count, message
+    from qconvert.core.sizes import format_size
+
+    if result.already_done:
+        return f"{result.folder} already holds this very result; nothing to do"
+    if result.repaired:
+        shown = ", ".join(f"{name} ({why})" for name, why in list(result.repaired.items())[:3])
+        more = f" and {len(result.repaired) - 3} more" if len(result.repaired) > 3 else ""
+        return message(f"repaired {result.folder}: {shown}{more}")
+    units = count(result.resumed_units, "unit")
+    resumed = f", {units} from before" if result.resumed_units else ""
+    if not result.published:
+        return (
+            f"shard {shard} of {result.folder} is done: {format_size(result.nbytes)} in {seconds:.1f} s"
+            f"{resumed}; `qconvert status` shows the others, `qconvert finish` publishes"
+        )
+    return (
+        f"wrote {result.folder}: {format_size(result.nbytes)} in {seconds:.1f} s "
+        f"({format_size(result.nbytes / seconds)}/s){resumed}"
+    )

@@ -1,0 +1,20 @@
+"""The hot loops of row ops, compiled by numba (the extra `fast`).
+
+numpy's form of an op is the definition: a compiled loop of `loops/` gives the same bytes, or declines.
+It declines what is out of the ordinary (NaN, infinities, overflow, denormal scales), which numpy's form
+then answers, errors included. So an op asks `done("name of the loop", ...)` first and goes on as if it
+were alone where the answer is no; whether loops are compiled at all is decided in `choice`, for a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qconvert.ops.compiled.choice import in_use
+
+
+def done(name: str, *args: Any) -> bool:
+    """Whether the loop of this name made the results; else they are undefined, and numpy's form is to
+    make them."""
+    found = in_use()
+    return found is not None and bool(getattr(found, name)(*args))

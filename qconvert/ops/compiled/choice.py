@@ -1,0 +1,144 @@
+"""Whether a run computes in compiled loops: the one place that decides.
+
+QCONVERT_KERNELS says it outright (`numpy`, `numba`); `auto`, the default, takes numba where it is
+installed and the run is long enough to pay for its import and for loading what it compiled before.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from qconvert.core.errors import RunError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VARIABLE = "QCONVERT_KERNELS"
+_CHOICES = ("auto", "numpy", "numba")
+
+# What a process writes from computed tensors, from which on `auto` takes numba. Measured on one core of
+# an AMD EPYC (Zen 3): importing numba and loading loops cost a process 0.6 s of CPU; a GB of results
+# saves 0.4 s (FP8 to BF16) to 4 s (BF16 to INT4).
+ENOUGH_BYTES = 1 << 30
+# What numba and LLVM add to a process's memory: 53 MiB to load every loop, 122 MiB to compile them all
+# (tests/test_compiled.py).
+LOOP_BYTES = 128 << 20
+
+_on = False
+
+
+def wanted(nbytes: int) -> bool:
+    """Whether a process that makes this many bytes should compute in compiled loops. Raises RunError
+    for a choice that is none, or that this environment cannot follow."""
+    asked = os.environ.get(VARIABLE) or "auto"
+    if asked not in _CHOICES:
+        raise RunError(f"{VARIABLE} is {asked!r}; expected one of {', '.join(_CHOICES)}")
+    if asked == "numpy" or (asked == "auto" and nbytes < ENOUGH_BYTES):
+        return False
+    if _installed():
+        return True
+    if asked == "numba":
+        raise RunError(
+            f"{VARIABLE} asks for numba, which is not installed: "
+            "pip install 'qconvert[fast]', or unset it"
+        )
+    return False
+
+
+def _installed() -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec("numba") is not None
+    except (ImportError, ValueError):  # ValueError: a module of that name that no file made
+        return False
+
+
+def use(on: bool) -> None:
+    """What ops of this process compute in from now on."""
+    global _on
+    _on = on
+
+
+def in_use() -> ModuleType | None:
+    """The compiled loops, if this process is to use them."""
+    return _loops() if _on else None
+
+
+def load() -> None:
+    """Load every loop that an earlier process left on disk: .35 s for the first, 5 ms for each other.
+    Raises RunError as `in_use` does."""
+    if _loops() is not None:
+        from qconvert.ops.compiled.loops.jit import load_kept
+
+        load_kept()
+
+
+@cache
+def _loops() -> ModuleType | None:
+    """None where numba is there and cannot be imported (it refuses versions of numpy that it does not
+    know) and nobody asked for it. Raises RunError where QCONVERT_KERNELS does."""
+    try:
+        import numba
+    except ImportError as error:
+        if os.environ.get(VARIABLE) == "numba":
+            raise RunError(
+                f"{VARIABLE} asks for numba, which cannot be imported: {error}; install the "
+                "version that it names, or unset it"
+            ) from error
+        return None
+    folder = cache_folder()
+    if folder is not None:
+        vars(numba.config)["CACHE_DIR"] = str(folder)
+    from qconvert.ops.compiled import loops
+
+    return loops
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where compiled loops are kept from run to run, one folder for each state of their sources: in
+    the user's cache, else among temporary files, in a folder that nobody else can write to (what lies
+    there is loaded as code). None: neither can be written, and each process compiles for itself."""
+    import tempfile
+    from pathlib import Path
+
+    name = f"loops-{_state()}"
+    places = [Path(tempfile.gettempdir()) / f"qconvert-{os.getuid()}" / name]
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        places.insert(0, Path(root) / "qconvert" / name)
+    except RuntimeError:  # nobody knows this user's home
+        pass
+    return next((place for place in places if _usable(place)), None)
+
+
+def _state() -> str:
+    """numba looks at the file of an outer function alone to see whether what it kept is current."""
+    from pathlib import Path
+
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for file in sorted((Path(__file__).parent / "loops").glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _usable(folder: Path) -> bool:
+    import tempfile
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+            seen = made.lstat()
+            if seen.st_uid != os.getuid() or seen.st_mode & 0o022 or made.is_symlink():
+                return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

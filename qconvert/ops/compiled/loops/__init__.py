@@ -1,0 +1,22 @@
+"""The loops by their names. This package needs numba whole, and is imported where loops run."""
+
+from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8
+from qconvert.ops.compiled.loops.fp4 import fp4_decode, mxfp4_encode, mxfp8_encode, nvfp4_encode
+from qconvert.ops.compiled.loops.fp8 import fp8_codes, fp8_decode, fp8_encode
+from qconvert.ops.compiled.loops.ints import int4_decode, int8_decode, ints_pack, ints_round
+
+__all__ = [
+    "amx_int4",
+    "amx_int8",
+    "fp4_decode",
+    "fp8_codes",
+    "fp8_decode",
+    "fp8_encode",
+    "int4_decode",
+    "int8_decode",
+    "ints_pack",
+    "ints_round",
+    "mxfp4_encode",
+    "mxfp8_encode",
+    "nvfp4_encode",
+]

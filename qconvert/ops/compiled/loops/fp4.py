@@ -1,0 +1,167 @@
+"""E2M1 codes, of NVFP4 and MXFP4, and MXFP8: what ops/fp4.py, formats/nvfp4 and formats/mx do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qconvert.ops.compiled.loops.bits import NAN, e4m3, largest, rounded
+from qconvert.ops.compiled.loops.jit import inner, loop
+
+_LEAST_SCALE = np.float32(2.0**-9)
+_HALF_LEAST = np.float32(2.0**-134)  # formats/mx/encode.py says why
+
+
+@inner
+def _decode_block(source: Any, factor: np.float32, target: Any) -> None:
+    """Two codes a byte times their factor -> two bf16 a word, the even column's in its lower half."""
+    for at in range(source.size):
+        byte = np.int32(source[at])
+        low = _product(np.int32(byte & np.int32(0x0F)), factor)
+        high = _product(np.int32(byte >> np.int32(4)), factor)
+        target[at] = np.uint32(np.int32(low | np.int32(high << np.int32(16))))
+
+
+@inner
+def _product(code: np.int32, factor: np.float32) -> np.int32:
+    """Bits of bf16(code * factor). From 1.0 on a code's bits are those of a float, moved."""
+    size = np.int32(code & np.int32(7))
+    bits = np.int32(np.int32(size << np.int32(22)) + np.int32(126 << 23))
+    bits = bits if size > np.int32(1) else np.int32(size * np.int32(126 << 23))
+    bits = np.int32(bits | np.int32(np.int32(code & np.int32(8)) << np.int32(28)))
+    product = np.float32(np.int32(bits).view(np.float32) * factor).view(np.int32)
+    even = np.int32(np.int32(product >> np.int32(16)) & np.int32(1))
+    product = np.int32(np.int32(product + np.int32(0x7FFF)) + even)
+    return np.int32(np.int32(product >> np.int32(16)) & np.int32(0xFFFF))
+
+
+@loop("u1[2]", "f4[1]", "u4[2]")
+def fp4_decode(source: Any, factor: Any, target: Any) -> bool:
+    """Bytes [n, B] of n blocks and a factor for each -> pairs of BF16 [n, B]."""
+    for block in range(source.shape[0]):
+        _decode_block(source[block], factor[block], target[block])
+    return True
+
+
+@inner
+def _e2m1(value: np.float32) -> np.int32:
+    """The code of a number: `to_codes` of ops/fp4.py."""
+    size = np.float32(abs(value))
+    code = np.int32(8) if value < np.float32(0) else np.int32(0)
+    code = np.int32(code + np.int32(size > np.float32(0.25)))
+    code = np.int32(code + np.int32(size >= np.float32(0.75)))
+    code = np.int32(code + np.int32(size > np.float32(1.25)))
+    code = np.int32(code + np.int32(size >= np.float32(1.75)))
+    code = np.int32(code + np.int32(size > np.float32(2.5)))
+    code = np.int32(code + np.int32(size >= np.float32(3.5)))
+    return np.int32(code + np.int32(size > np.float32(5)))
+
+
+@inner
+def _pack(codes: Any, packed: Any) -> None:
+    """Pairs of codes, one a byte, to bytes."""
+    for at in range(packed.size):
+        pair = np.int32(codes[at])
+        packed[at] = np.uint8(np.int32(pair | np.int32(pair >> np.int32(4))))
+
+
+@inner
+def _nvfp4_block(weight: Any, scale: np.float32, codes: Any) -> None:
+    for column in range(16):
+        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
+        codes[column] = np.uint8(_e2m1(np.float32(value / scale)))
+
+
+@loop("u2[2]", "float", "bool", "u1[2]", "u1[1]")
+def nvfp4_encode(weight: Any, own: np.float32, modelopt: bool, packed: Any, scales: Any) -> bool:
+    """Blocks [n, 16] of BF16 and the matrix's own scale -> packed [n, 8] and E4M3 scales [n]."""
+    codes = np.empty((weight.shape[0], 16), np.uint8)
+    for block in range(weight.shape[0]):
+        size = largest(weight[block])
+        if size >= NAN:
+            return False
+        each = np.int32(size << np.int32(16)).view(np.float32)
+        if modelopt:
+            each = np.float32(each / np.float32(np.float32(6) * own))
+            each = each if each != np.float32(0) else np.float32(1)
+            each = each if each > _LEAST_SCALE else _LEAST_SCALE
+        else:
+            each = np.float32(rounded(np.float32(each / np.float32(6))) * own)
+        each = each if each < np.float32(448) else np.float32(448)
+        # `e4m3` of ops/fp4.py.
+        power = np.int32(np.float32(each).view(np.int32) & np.int32(0x7F800000))
+        power = power if power > np.int32(121 << 23) else np.int32(121 << 23)
+        rounder = np.int32(power + np.int32(20 << 23)).view(np.float32)
+        total = np.float32(each + rounder)
+        steps = np.int32(np.float32(total).view(np.int32) & np.int32(0xFF))
+        code = np.int32(np.int32(np.int32(power >> np.int32(23)) - np.int32(121)) * np.int32(8))
+        code = np.int32(code + steps)
+        each = np.float32(total - rounder)
+        if modelopt:
+            each = np.float32(each * own)
+        else:
+            if each == np.float32(0):
+                each = np.float32(0.125)
+                code = np.int32(0x20)
+            each = np.float32(each / own)
+        scales[block] = np.uint8(code)
+        _nvfp4_block(weight[block], each, codes[block])
+    _pack(codes.reshape(codes.size).view(np.uint16), packed.reshape(packed.size))
+    return True
+
+
+@inner
+def _mxfp4_group(weight: Any, inverse: np.float32, codes: Any) -> None:
+    for column in range(32):
+        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
+        value = np.float32(value * inverse)
+        value = value if abs(value) > _HALF_LEAST else np.float32(0)
+        codes[column] = np.uint8(_e2m1(value))
+
+
+@inner
+def _mxfp8_group(weight: Any, inverse: np.float32, codes: Any) -> None:
+    for column in range(32):
+        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
+        bits = np.float32(value * inverse).view(np.int32)
+        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
+        codes[column] = np.uint8(np.int32(e4m3(np.int32(bits & np.int32(0x7FFF0000))) | sign))
+
+
+@inner
+def _exponent(size: np.int32, less: int) -> np.int32:
+    """A group's, of the size of its largest weight; 255: none can hold it."""
+    power = np.int32(np.int32(size + np.int32(1 << 5)) >> np.int32(7))
+    if power >= np.int32(255):
+        return np.int32(255)
+    power = np.int32(power - np.int32(less))
+    return power if power > np.int32(0) else np.int32(0)
+
+
+@loop("u2[2]", "u1[2]", "u1[1]")
+def mxfp4_encode(weight: Any, packed: Any, exponents: Any) -> bool:
+    """Groups [n, 32] of BF16 -> packed [n, 16] and exponents [n]."""
+    codes = np.empty((weight.shape[0], 32), np.uint8)
+    for group in range(weight.shape[0]):
+        power = _exponent(largest(weight[group]), 2)
+        if power == np.int32(255):
+            return False
+        exponents[group] = np.uint8(power)
+        inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
+        _mxfp4_group(weight[group], inverse, codes[group])
+    _pack(codes.reshape(codes.size).view(np.uint16), packed.reshape(packed.size))
+    return True
+
+
+@loop("u2[2]", "u1[2]", "u1[1]")
+def mxfp8_encode(weight: Any, codes: Any, exponents: Any) -> bool:
+    """Groups [n, 32] of BF16 -> codes [n, 32] and exponents [n]."""
+    for group in range(weight.shape[0]):
+        power = _exponent(largest(weight[group]), 8)
+        if power == np.int32(255):
+            return False
+        exponents[group] = np.uint8(power)
+        inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
+        _mxfp8_group(weight[group], inverse, codes[group])
+    return True

@@ -1,0 +1,131 @@
+"""FP8: what ops/fp8.py and formats/fp8/encode.py do, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qconvert.ops.compiled.loops.bits import NAN, e4m3, largest, rounded
+from qconvert.ops.compiled.loops.jit import inner, loop
+
+_SIGN_AND_CODE = np.int32(0x87F00000 - (1 << 32))
+_BIAS = np.float32(2.0**120)
+_LEAST_SCALE = np.float32(2.0**-126)
+
+
+@inner
+def _decode_row(source: Any, factor: Any, target: Any) -> np.int32:
+    """One row's codes times 2^-120 times their factors. Bit 7 of the answer: a code is NaN."""
+    seen = np.int32(0)
+    for column in range(source.size):
+        code = np.int32(source[column])
+        seen = np.int32(seen | np.int32(np.int32(code & np.int32(0x7F)) + np.int32(1)))
+        value = np.int32(np.int32(code << np.int32(20)) & _SIGN_AND_CODE).view(np.float32)
+        bits = np.float32(value * factor[column]).view(np.int32)
+        even = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
+        bits = np.int32(np.int32(bits + np.int32(0x7FFF)) + even)
+        target[column] = np.uint16(np.int32(bits >> np.int32(16)))
+    return seen
+
+
+@inner
+def _decode_block(source: Any, factor: np.float32, target: Any) -> np.int32:
+    """The same for columns that have one factor."""
+    seen = np.int32(0)
+    for column in range(source.size):
+        code = np.int32(source[column])
+        seen = np.int32(seen | np.int32(np.int32(code & np.int32(0x7F)) + np.int32(1)))
+        value = np.int32(np.int32(code << np.int32(20)) & _SIGN_AND_CODE).view(np.float32)
+        bits = np.float32(value * factor).view(np.int32)
+        even = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
+        bits = np.int32(np.int32(bits + np.int32(0x7FFF)) + even)
+        target[column] = np.uint16(np.int32(bits >> np.int32(16)))
+    return seen
+
+
+@loop("ri1[2]", "rf4[2]", "int", "int", "u2[2]")
+def fp8_decode(source: Any, factor: Any, height: int, width: int, target: Any) -> bool:
+    """E4M3 [N, K] and float32 scales, all below 2^7, one for each `height` x `width`, -> BF16.
+    Declines NaN codes; no product may be beyond bf16."""
+    rows, columns = source.shape
+    spread = np.empty(columns, np.float32)
+    shown = -1
+    if height == 1:
+        seen = np.int32(0)
+        for row in range(rows):
+            for block in range(factor.shape[1]):
+                first, last = block * width, min(columns, (block + 1) * width)
+                each = np.float32(factor[row, block] * _BIAS)
+                seen |= _decode_block(source[row, first:last], each, target[row, first:last])
+        return not seen & 0x80
+    for row in range(rows):
+        if row // height != shown:
+            shown = row // height
+            for block in range(factor.shape[1]):
+                for column in range(block * width, min(columns, (block + 1) * width)):
+                    spread[column] = np.float32(factor[shown, block] * _BIAS)
+        if _decode_row(source[row], spread, target[row]) & 0x80:
+            return False
+    return True
+
+
+@inner
+def _codes(weight: Any, step: np.float32, whole: bool, codes: Any) -> None:
+    """Weights of one scale -> E4M3."""
+    for column in range(weight.size):
+        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
+        bits = np.float32(value / step).view(np.int32)
+        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
+        size = np.int32(bits & np.int32(0x7FFFFFFF))
+        if not whole:
+            size = np.int32(np.int32(size + np.int32(0x8000)) & np.int32(-0x10000))
+        codes[column] = np.uint8(np.int32(e4m3(size) | sign))
+
+
+@inner
+def _scale(size: np.int32, exponents: bool, whole: bool) -> np.float32:
+    """`scales_of` of formats/fp8/encode.py, for one."""
+    step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / np.float32(448.0))
+    if whole:
+        if not size:
+            return np.float32(1)
+        step = step if step > _LEAST_SCALE else _LEAST_SCALE
+        if exponents:
+            up = np.int32(np.float32(step).view(np.int32) + np.int32((1 << 23) - 1))
+            step = np.int32(up & np.int32(-(1 << 23))).view(np.float32)
+        return step
+    step = rounded(step)
+    return step if step > np.float32(0) else np.float32(2.0**-7)
+
+
+@loop("ru2[2]", "int", "int", "bool", "bool", "u1[2]", "f4[2]")
+def fp8_encode(
+    weight: Any, height: int, width: int, exponents: bool, whole: bool, codes: Any, scale: Any
+) -> bool:
+    """BF16 [N, K] -> E4M3 and the scale of each `height` x `width`, as float32. `whole`: of dialect fp8.
+    Declines NaN and infinity."""
+    rows, columns = weight.shape
+    for top in range(0, rows, height):
+        bottom = min(rows, top + height)
+        for block in range(scale.shape[1]):
+            first, last = block * width, min(columns, (block + 1) * width)
+            size = np.int32(0)
+            for row in range(top, bottom):
+                found = largest(weight[row, first:last])
+                size = found if found > size else size
+            if size >= NAN:
+                return False
+            step = _scale(size, exponents, whole)
+            scale[top // height, block] = step
+            for row in range(top, bottom):
+                _codes(weight[row, first:last], step, whole, codes[row, first:last])
+    return True
+
+
+@loop("u2[2]", "float", "bool", "u1[2]")
+def fp8_codes(weight: Any, step: np.float32, whole: bool, codes: Any) -> bool:
+    """BF16 [N, K], no NaN and no infinity, and one scale -> E4M3."""
+    for row in range(weight.shape[0]):
+        _codes(weight[row], step, whole, codes[row])
+    return True

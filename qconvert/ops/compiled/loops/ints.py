@@ -1,0 +1,115 @@
+"""Integer codes: what formats/int_packed does, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qconvert.ops.compiled.loops.bits import NAN, largest, rounded
+from qconvert.ops.compiled.loops.jit import inner, loop
+
+_COARSE = np.int32((127 - 120) << 7)  # formats/int_packed/encode.py says why
+_ROUNDER = np.float32(1.5 * 2.0**23)
+
+
+@inner
+def _codes(row: Any, step: np.float32, most: np.float32, out: Any) -> None:
+    for column in range(row.size):
+        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
+        bits = np.float32(value / step).view(np.int32)
+        bits = np.int32(np.int32(bits + np.int32(0x8000)) & np.int32(-0x10000))
+        value = bits.view(np.float32)
+        value = most if value > most else value
+        out[column] = np.int8(np.float32(value + _ROUNDER).view(np.int32))
+
+
+@loop("ru2[2]", "int", "i1[2]", "f4[2]")
+def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
+    """`_round_plain`: groups [n, G] of BF16 -> codes alike and scales [n, 1]. Declines NaN, infinity and
+    groups whose scale may be a denormal."""
+    half = np.float32((1 << (bits - 1)) - 0.5)
+    most = np.float32((1 << (bits - 1)) - 1)
+    for group in range(weight.shape[0]):
+        size = largest(weight[group])
+        if size >= NAN or 0 < size < _COARSE:
+            return False
+        step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / half)
+        step = rounded(step) if size else np.float32(2.0**-7)
+        scale[group, 0] = step
+        _codes(weight[group], step, most, codes[group])
+    return True
+
+
+@inner
+def _pack_row(codes: Any, packed: Any) -> None:
+    for byte in range(packed.size):
+        pair = np.int32(codes[byte])
+        high = np.int32(np.int32(pair >> np.int32(4)) & np.int32(0xF0))
+        low = np.int32(pair & np.int32(0x0F))
+        packed[byte] = np.uint8(np.int32(np.int32(low | high) ^ np.int32(0x88)))
+
+
+@loop("ru1[2]", "u1[2]")
+def ints_pack(codes: Any, packed: Any) -> bool:
+    """Signed 4-bit codes, one a byte, [n, K] -> two a byte, each plus 8."""
+    pairs = codes.view(np.uint16)
+    for row in range(codes.shape[0]):
+        _pack_row(pairs[row], packed[row])
+    return True
+
+
+@inner
+def _bf16(code: np.int32, zero: np.float32, scale: np.float32) -> np.int32:
+    value = np.float32(np.float32(code) - zero)
+    bits = np.float32(value * scale).view(np.int32)
+    even = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
+    bits = np.int32(np.int32(bits + np.int32(0x7FFF)) + even)
+    return np.int32(np.int32(bits >> np.int32(16)) & np.int32(0xFFFF))
+
+
+@inner
+def _decode4(packed: Any, zero: np.float32, scale: np.float32, target: Any) -> None:
+    for at in range(packed.size):
+        byte = np.int32(packed[at])
+        low = _bf16(np.int32(byte & np.int32(0x0F)), zero, scale)
+        high = _bf16(np.int32(byte >> np.int32(4)), zero, scale)
+        target[at] = np.uint32(np.int32(low | np.int32(high << np.int32(16))))
+
+
+@inner
+def _decode8(packed: Any, zero: np.float32, scale: np.float32, target: Any) -> None:
+    for at in range(packed.size):
+        target[at] = np.uint16(_bf16(np.int32(packed[at]), zero, scale))
+
+
+@loop("u1[2]", "f4[2]", "f4[2]", "u4[2]")
+def int4_decode(packed: Any, zero: Any, scale: Any, target: Any) -> bool:
+    """Bytes of two codes [n, B], zero points as stored and scales [n, groups] -> pairs of BF16 [n, B].
+    Declines groups that end within a byte."""
+    rows, groups = scale.shape
+    width = packed.shape[1] // groups
+    if width * groups != packed.shape[1]:
+        return False
+    for row in range(rows):
+        for group in range(groups):
+            first, last = group * width, (group + 1) * width
+            _decode4(
+                packed[row, first:last], zero[row, group], scale[row, group],
+                target[row, first:last],
+            )  # fmt: skip
+    return True
+
+
+@loop("u1[2]", "f4[2]", "f4[2]", "u2[2]")
+def int8_decode(codes: Any, zero: Any, scale: Any, target: Any) -> bool:
+    """The same of codes that are bytes: [n, K] -> BF16 [n, K]."""
+    rows, groups = scale.shape
+    width = codes.shape[1] // groups
+    for row in range(rows):
+        for group in range(groups):
+            first, last = group * width, (group + 1) * width
+            _decode8(
+                codes[row, first:last], zero[row, group], scale[row, group], target[row, first:last]
+            )
+    return True

@@ -1,0 +1,119 @@
+"""kv_scale: one constant scale for the keys, and one for the values, that runtimes keep in FP8.
+
+Names are modelopt's, `self_attn.k_proj.k_scale` and `v_proj.v_scale`, under every dialect. Loaders of
+sglang 0.5.23 and vLLM 0.33 were run over the spellings there are: classes that read any read these.
+`self_attn.k_scale`, llm-compressor's, is an error in sglang's Qwen3-Next, and its DeepSeek does not read
+it (it puts `attn_mqa` for `k_proj`, latent attention included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from struct import pack
+from typing import Any, ClassVar
+
+from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import apply
+from qconvert.core.names import KV_SCALES, split_parameter
+from qconvert.core.roles import Kind
+from qconvert.core.shown import count
+from qconvert.formats.nvfp4.config import hf_quant_config
+from qconvert.ops.constant import Constant
+from qconvert.plan.plan import LogEntry, Plan
+
+# What makes keys and values: a projection of each, of all three, or of the latent ones.
+_MAKERS = (Kind.KEY, Kind.QKV, Kind.KV_UP)
+_ENDS = ("k_proj.k_scale", "v_proj.v_scale")
+# compressed-tensors 0.19, `QuantizationConfig.kv_cache_scheme`; modelopt 0.47 writes the first, second
+# and last of it in config.json (`torch/export/convert_hf_config.py`).
+_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
+_OF_MODELOPT = ("num_bits", "type", "dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """`value` is by what keys and values are divided before they are rounded to FP8 (their largest size
+    / 448). After a pass that quantizes, whose config has a place for it; draft layers stay without.
+
+    Raises PlanError where the config is of another quantization, where no attention layer is known, and
+    where scales of a KV cache are there already.
+    """
+
+    name: ClassVar[str] = "kv_scale"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < inf:
+            raise PlanError(f"expected a scale of the KV cache above 0, found {self.value}")
+
+    def __call__(self, plan: Plan) -> Plan:
+        block = _with_cache(plan)
+        held = [name for name in plan.tensors if name.endswith(KV_SCALES)]
+        if held:
+            raise PlanError(f"{held[0]!r}: scales of a KV cache are there already, and are kept")
+        layers = _attention(plan)
+        if not layers:
+            raise PlanError("no attention layer is known whose keys and values could have a scale")
+        constant = Constant("F32", (), pack("<f", self.value).hex())
+        made = {f"{layer}.{end}": apply(constant)[0] for layer in layers for end in _ENDS}
+        note = (
+            f"keys and values of {count(len(layers), 'layer')} are divided by the constant "
+            f"{self.value:g}, found from no data; a server keeps them in FP8 with --kv-cache-dtype "
+            "fp8_e4m3"
+        )
+        entry = LogEntry(self.name, repr(self), len(made), None, (note,), "scales")
+        files = {}
+        if HF_QUANT_CONFIG in plan.new_files:
+            said = {key: value for key, value in block.items() if key != "kv_cache_scheme"}
+            files[HF_QUANT_CONFIG] = hf_quant_config({**said, "kv_cache_quant_algo": "FP8"})
+        return plan.logged(
+            entry,
+            tensors={**plan.tensors, **made},
+            config={**plan.config, "quantization_config": block},
+            new_files={**plan.new_files, **files},
+            facts={**plan.facts, "kv_scale": self.value},
+        )
+
+
+def _with_cache(plan: Plan) -> dict[str, Any]:
+    """The config's block with what it says of the KV cache: nothing in quant_method fp8, whose layers of
+    attention have scales in any case."""
+    block = dict(plan.config.get("quantization_config") or {})
+    method = block.get("quant_method")
+    if method == "compressed-tensors":
+        return {**block, "kv_cache_scheme": dict(_SCHEME)}
+    if method == "modelopt":
+        scheme = {key: _SCHEME[key] for key in _OF_MODELOPT}
+        said = {"kv_cache_quant_algo": "FP8"} if "kv_cache_quant_algo" in block else {}
+        return {**block, **said, "kv_cache_scheme": scheme}
+    if method == "fp8":
+        return block
+    raise PlanError(
+        f"quant_method {method!r} has no scales of a KV cache that runtimes read: choose fp8, nvfp4, "
+        "int8, or compressed-tensors' W4A16"
+    )
+
+
+def _attention(plan: Plan) -> list[str]:
+    """The modules of attention of the model's own layers."""
+    found: dict[str, None] = {}
+    for name in plan.tensors:
+        if plan.role_index.kind(name) in _MAKERS and not plan.family.is_mtp(
+            name, plan.role_index.dims
+        ):
+            found[split_parameter(name)[0].rpartition(".")[0]] = None
+    return list(found)
+
+
+PASSES = (KvScale,)

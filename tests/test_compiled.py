@@ -1,0 +1,528 @@
+"""Compiled loops against numpy's form of the same ops, bit for bit, and what chooses between them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from checkpoints import run_cli, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import numbers_only, qwen3_moe
+from ops_harness import buffer, run_op
+
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import QConvertError, RunError
+from qconvert.core.graph import Buffer, Op
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.amx.encode import Amx
+from qconvert.formats.fp8.encode import EncodeFp8
+from qconvert.formats.fp8.tensor import EncodeFp8Tensor
+from qconvert.formats.int_packed.encode import encoder
+from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
+from qconvert.formats.mx.encode import EncodeMx
+from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.ops import compiled
+from qconvert.ops.compiled import choice
+from qconvert.ops.fp4 import DequantNvfp4
+from qconvert.ops.fp8 import DequantFp8
+from qconvert.ops.int8 import DequantInt8
+from qconvert.ops.ints import DequantInts
+from qconvert.ops.mx import DequantMxfp4
+
+Bits = np.ndarray[Any, np.dtype[np.uint16]]
+Random = np.random.Generator
+
+
+@pytest.fixture(autouse=True)
+def _off_again() -> Iterator[None]:
+    yield
+    choice.use(False)
+
+
+# --- Weights -------------------------------------------------------------------------------------
+
+
+def bf16(values: Any) -> Bits:
+    found: Bits = (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return found
+
+
+def gaussian(random: Random, rows: int, columns: int) -> Bits:
+    return bf16(0.02 * random.standard_normal((rows, columns)))
+
+
+def every_size(random: Random, rows: int, columns: int) -> Bits:
+    """All exponents but those of infinities, a power of two a row and a spread within it."""
+    power = random.integers(-100, 110, (rows, 1)) + random.integers(-12, 12, (rows, columns))
+    return bf16(np.ldexp(random.uniform(-2, 2, (rows, columns)), power))
+
+
+def with_zeros(random: Random, rows: int, columns: int) -> Bits:
+    """Groups, rows and single weights of zero, some of them negative zero."""
+    found = gaussian(random, rows, columns)
+    found[random.random((rows, columns)) < 0.3] = 0x8000
+    found[random.integers(rows)] = 0
+    found[:, : columns // 2] &= np.uint16(0x8000)
+    return found
+
+
+def alike(random: Random, rows: int, columns: int) -> Bits:
+    """Few values: quotients tie."""
+    return bf16(random.integers(-16, 17, (rows, columns)) / 8)
+
+
+def tiny(random: Random, rows: int, columns: int) -> Bits:
+    """Denormals, and what is just above."""
+    found = random.integers(0, 0x0200, (rows, columns), np.uint16)
+    found |= random.integers(0, 2, (rows, columns), np.uint16) << np.uint16(15)
+    return found
+
+
+def broken(random: Random, rows: int, columns: int) -> Bits:
+    found = gaussian(random, rows, columns)
+    found[random.integers(rows), random.integers(columns)] = random.choice([0x7F80, 0xFFC1, 0x7FC0])
+    return found
+
+
+def any_bits(random: Random, rows: int, columns: int) -> Bits:
+    found = random.integers(0, 1 << 16, (rows, columns), np.uint16)
+    found[(found & 0x7F80) == 0x7F80] ^= np.uint16(0x4000)
+    return found
+
+
+WEIGHTS = (gaussian, every_size, with_zeros, alike, tiny, broken, any_bits)
+_ORDINARY = (gaussian, with_zeros, alike)
+
+
+# --- Ops -----------------------------------------------------------------------------------------
+
+
+class Encoder(NamedTuple):
+    """An op of a BF16 matrix: the loops it runs in, and what its rows and columns are multiples of."""
+
+    op: Op
+    loops: tuple[str, ...]
+    rows: int = 1
+    columns: int = 1
+    scale: TensorType | None = None  # its second argument, of numbers about `about`
+    about: float = 0.0
+
+    def ins(self, random: Random, weights: Bits) -> list[Buffer]:
+        if self.scale is None:
+            return [matrix(weights)]
+        own = np.array([self.about * random.uniform(0.5, 2)], "<f4")
+        data = own.tobytes()[2:] if self.scale.dtype == "BF16" else own.tobytes()
+        return [matrix(weights), buffer(self.scale, data)]
+
+
+def _int(packer: Callable[[IntScheme], Any], **scheme: Any) -> Op:
+    made = IntScheme(**scheme)
+    return encoder(made, packer(made))
+
+
+_F32, _BF16 = TensorType("F32", (1,)), TensorType("BF16", (1,))
+ENCODERS = {
+    "fp8 tensor": Encoder(EncodeFp8Tensor(None, "fp8"), ("fp8_codes",), scale=_F32, about=2e-4),
+    "fp8 tensor, compressed-tensors": Encoder(
+        EncodeFp8Tensor(None, "compressed-tensors"), ("fp8_codes",), scale=_BF16, about=2e-4
+    ),
+    "nvfp4": Encoder(
+        PackNvfp4(None, "modelopt"), ("nvfp4_encode",), 1, 16, scale=_F32, about=0.08 / 2688
+    ),
+    "nvfp4, compressed-tensors": Encoder(
+        PackNvfp4(None, "compressed-tensors"), ("nvfp4_encode",), 1, 16, scale=_F32, about=2688 / 0.08
+    ),
+    "nvfp4 with a tiny scale": Encoder(
+        PackNvfp4(None, "modelopt"), ("nvfp4_encode",), 1, 16, scale=_F32, about=1e-42
+    ),
+    "mxfp4": Encoder(EncodeMx("mxfp4"), ("mxfp4_encode",), 1, 32),
+    "mxfp8": Encoder(EncodeMx("mxfp8"), ("mxfp8_encode",), 1, 32),
+    "fp8 blocks": Encoder(EncodeFp8("fp8", (16, 24)), ("fp8_encode",)),
+    "fp8 exponents": Encoder(EncodeFp8("fp8", (16, 24), True), ("fp8_encode",)),
+    "fp8 rows": Encoder(EncodeFp8("fp8", None), ("fp8_encode",)),
+    "fp8 blocks, compressed-tensors": Encoder(
+        EncodeFp8("compressed-tensors", (16, 24)), ("fp8_encode",)
+    ),
+    "fp8 rows, compressed-tensors": Encoder(EncodeFp8("compressed-tensors", None), ("fp8_encode",)),
+    "amx int4": Encoder(Amx("int4"), ("amx_int4",), 128, 128),
+    "amx int8": Encoder(Amx("int8"), ("amx_int8",), 64, 64),
+    "amx int4 in shards": Encoder(Amx("int4", 2), ("amx_int4",), 128, 256),
+    "amx int8 in shards": Encoder(Amx("int8", 3), ("amx_int8",), 64, 192),
+    "w4a16 g128": Encoder(_int(PackQuantized, bits=4, group=128), ("ints_round", "ints_pack"), 1, 128),
+    "w4a16 g32": Encoder(_int(PackQuantized, bits=4, group=32), ("ints_round", "ints_pack"), 1, 32),
+    "w4a16 rows": Encoder(_int(PackQuantized, bits=4, group=None), ("ints_round", "ints_pack"), 1, 8),
+    "w8a16 g32": Encoder(_int(PackQuantized, bits=8, group=32), ("ints_round",), 1, 32),
+    "w4a16 asymmetric": Encoder(
+        _int(PackQuantized, bits=4, group=32, symmetric=False), ("ints_pack",), 8, 32
+    ),
+    "gptq": Encoder(_int(PackGptq, bits=4, group=32), ("ints_round", "ints_pack"), 8, 32),
+    "int8": Encoder(_int(lambda _: KeepInt8(), bits=8, group=None), ("ints_round",)),
+}  # fmt: skip
+
+
+def matrix(bits: Bits) -> Buffer:
+    return buffer(TensorType("BF16", bits.shape), bits.tobytes())
+
+
+def outcome(op: Op, ins: Sequence[Buffer], *, on: bool, limit: int | None = None) -> Any:
+    """What an op makes, or says."""
+    choice.use(on)
+    try:
+        with np.errstate(all="ignore"):  # scales that no plan would give
+            return run_op(op, ins, limit)
+    except QConvertError as error:
+        return type(error), vars(error), str(error)
+    finally:
+        choice.use(False)
+
+
+def same(op: Op, ins: Sequence[Buffer], limit: int | None = None) -> None:
+    plain, fast = (outcome(op, ins, on=on, limit=limit) for on in (False, True))
+    assert plain == fast
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The loops that made results."""
+    found: set[str] = set()
+    real = compiled.done
+
+    def done(name: str, *args: Any) -> bool:
+        made = real(name, *args)
+        if made:
+            found.add(name)
+        return made
+
+    for module in [*sys.modules.values()]:
+        if module.__name__.startswith("qconvert.") and vars(module).get("done") is real:
+            monkeypatch.setattr(module, "done", done)
+    return found
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name: str, weights: Callable[..., Bits], accepted: set[str]) -> None:
+    found = ENCODERS[name]
+    random = np.random.default_rng(len(name))
+    rows, columns = (
+        2 * found.rows + (found.rows == 1),
+        3 * found.columns + (found.columns == 1) * 34,
+    )
+    same(found.op, found.ins(random, weights(random, rows, columns)))
+    if weights in _ORDINARY:
+        assert accepted == set(found.loops)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(ENCODERS)), st.sampled_from(WEIGHTS), st.integers(1, 4),
+    st.integers(1, 5), st.integers(0, 1 << 30), st.booleans(),
+)  # fmt: skip
+def test_encoders_of_any_shape(
+    name: str, weights: Callable[..., Bits], tall: int, wide: int, seed: int, parts: bool
+) -> None:
+    found = ENCODERS[name]
+    random = np.random.default_rng(seed)
+    made = found.ins(random, weights(random, tall * found.rows, wide * found.columns))
+    same(found.op, made, 2000 if parts else None)
+
+
+def test_amx_beyond_a_block_of_columns(accepted: set[str]) -> None:
+    """From 3584 columns on rows stay together in blocks."""
+    for name, columns in (("amx int4", 3584 + 256), ("amx int8", 2 * 3584 + 64)):
+        made = gaussian(np.random.default_rng(1), 128, columns)
+        same(ENCODERS[name].op, [matrix(made)])
+    assert accepted == {"amx_int4", "amx_int8"}
+
+
+# --- FP8 -----------------------------------------------------------------------------------------
+
+
+def fp8(codes: Any, scale: Any, dtype: str = "F8_E4M3") -> list[Buffer]:
+    codes, scale = np.asarray(codes, np.uint8), np.asarray(scale, np.float32)
+    return [
+        buffer(TensorType(dtype, codes.shape), codes.tobytes()),
+        buffer(TensorType("F32", scale.shape), scale.tobytes()),
+    ]
+
+
+def test_fp8_every_code_with_scales_of_every_size(accepted: set[str]) -> None:
+    """256 codes times scales of all exponents: ties, denormal products, and (declined) overflow."""
+    random = np.random.default_rng(3)
+    numbers = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    for low, high in ((-149, -120), (-120, 0), (0, 7), (7, 118), (118, 121)):
+        powers = random.integers(low, high, (300, 1))
+        kinds = (
+            random.uniform(1, 2, powers.shape),
+            1 + random.integers(0, 128, powers.shape) / 128,
+        )
+        for mantissa in kinds:
+            scale = np.ldexp(mantissa, powers)
+            codes = np.tile(numbers, (300, 1))
+            for overflow in (False, True):
+                same(DequantFp8((1, numbers.size), overflow), fp8(codes, scale))
+    assert accepted == {"fp8_decode"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 90), st.integers(1, 50), st.integers(1, 100),
+    st.integers(0, 1 << 30), st.sampled_from(["F8_E4M3", "F8_E5M2"]), st.sampled_from([0, 0, 1, 2]),
+    st.booleans(),
+)  # fmt: skip
+def test_fp8_of_any_shape(
+    rows: int, columns: int, height: int, width: int, seed: int, dtype: str, nan: int, parts: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 0x78, (rows, columns), np.uint8)
+    codes |= random.integers(0, 2, codes.shape, np.uint8) << 7
+    codes.reshape(-1)[:nan] = 0xFF
+    grid = ceil_div(rows, height), ceil_div(columns, width)
+    scale = np.ldexp(random.standard_normal(grid), random.integers(-30, 9, grid))
+    same(DequantFp8((height, width)), fp8(codes, scale, dtype), 300 if parts else None)
+
+
+def test_fp8_broken_scales_are_refused_alike() -> None:
+    for bad in (np.nan, np.inf):
+        same(DequantFp8((1, 8)), fp8(np.zeros((2, 8)), [[1.0], [bad]]))
+
+
+# --- Codes of four bits, and integers ------------------------------------------------------------
+
+
+def test_fp4_every_byte_under_every_scale(accepted: set[str]) -> None:
+    rows = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    packed = buffer(TensorType("U8", rows.shape), rows.tobytes())
+    for first in (0, 1, 127):  # 254 is risky, 255 NaN
+        scale = np.repeat(np.arange(256, dtype=np.uint8).clip(first, 252)[:, None], 16, axis=1)
+        made = buffer(TensorType("U8", scale.shape), scale.tobytes())
+        same(DequantMxfp4(), [packed, made])
+    assert accepted == {"fp4_decode"}
+    for high in (253, 254, 255):
+        exponents = buffer(TensorType("U8", (256, 16)), bytes([high]) * 4096)
+        for overflow in (False, True):
+            same(DequantMxfp4(overflow), [packed, exponents])
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_nvfp4_every_byte_under_every_scale(dialect: Any, accepted: set[str]) -> None:
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    blocks = np.repeat(codes[:, None], 32, axis=1)
+    rows = np.tile(np.arange(256, dtype=np.uint8), (codes.size, 1))
+    for own in (1.0, 1e-5, 3e-38, 1e38, 0.0, 1e-42, float("nan")):
+        ins = [
+            buffer(TensorType("U8", rows.shape), rows.tobytes()),
+            buffer(TensorType("F8_E4M3", blocks.shape), blocks.tobytes()),
+            buffer(_F32, np.float32(own).tobytes()),
+        ]
+        same(DequantNvfp4(dialect), ins)
+    assert accepted == {"fp4_decode"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([4, 8]), st.integers(1, 9), st.integers(1, 4), st.sampled_from([None, 8, 24, 3]),
+    st.sampled_from(["BF16", "F16", "F32"]), st.booleans(), st.booleans(), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_packed_integers(
+    bits: int, rows: int, groups: int, group: int | None, dtype: str, symmetric: bool, g_idx: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    random, word = np.random.default_rng(seed), 32 // bits
+    columns = groups * (group or 1) * (1 if group and group % word == 0 else word)
+    op = DequantInts(bits, group, symmetric, g_idx)
+    wide = columns // (group or columns)
+    width = {"BF16": 2, "F16": 2, "F32": 4}[dtype]
+    kinds = [TensorType("I32", (rows, columns // word)), TensorType(dtype, (rows, wide))]
+    data = [random.bytes(kinds[0].nbytes), random.bytes(width * rows * wide)]
+    if not symmetric:
+        kinds.append(TensorType("I32", (ceil_div(rows, word), wide)))
+        data.append(random.bytes(kinds[-1].nbytes))
+    if g_idx:
+        kinds.append(TensorType("I32", (columns,)))
+        data.append(random.integers(0, wide, columns).astype("<i4").tobytes())
+    same(op, [buffer(kind, one) for kind, one in zip(kinds, data, strict=True)])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ordinary_integers_are_decoded_in_loops(
+    bits: int, symmetric: bool, accepted: set[str]
+) -> None:
+    random = np.random.default_rng(bits)
+    kinds = [TensorType("I32", (16, 64 * bits // 32)), TensorType("BF16", (16, 2))]
+    data = [random.bytes(kinds[0].nbytes), bf16(random.random((16, 2))).tobytes()]
+    if not symmetric:
+        kinds.append(TensorType("I32", (16 * bits // 32, 2)))
+        data.append(random.bytes(kinds[-1].nbytes))
+    ins = [buffer(kind, one) for kind, one in zip(kinds, data, strict=True)]
+    same(DequantInts(bits, 32, symmetric), ins)
+    zeros = [] if symmetric else [buffer(TensorType("I8", (16, 2)), random.bytes(32))]
+    codes = buffer(TensorType("I8", (16, 64)), random.bytes(16 * 64))
+    same(DequantInt8(symmetric), [codes, ins[1], *zeros])
+    assert accepted == {f"int{bits}_decode", "int8_decode"}
+
+
+# --- The choice ----------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = choice.ENOUGH_BYTES
+    for asked, small, large in (
+        ("", False, True), ("auto", False, True), ("numpy", False, False), ("numba", True, True),
+    ):  # fmt: skip
+        monkeypatch.setenv(choice.VARIABLE, asked)
+        assert [choice.wanted(1), choice.wanted(enough)] == [small, large], asked
+    monkeypatch.setenv(choice.VARIABLE, "fast")
+    with pytest.raises(RunError, match="expected one of auto, numpy, numba"):
+        choice.wanted(1)
+
+
+def _python(code: str, **environment: str) -> str:
+    """What a process prints that runs this."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+_DECODE = """
+import sys, numpy as np
+from qconvert.ops.compiled import choice, done
+choice.use(choice.wanted(1 << 40))
+made = np.zeros((1, 4), np.uint16)
+ran = done("fp8_decode", np.full((1, 4), 0x38, np.int8), np.ones((1, 1), np.float32), 1, 4, made)
+print(ran, made[0, 0] == 0x3F80, choice.cache_folder() if ran else "numba" in sys.modules)
+"""
+
+
+def test_without_numba_numpy_works_and_numba_is_refused() -> None:
+    """An import that fails (None in sys.modules) is what a missing package gives."""
+    block = "import sys; sys.modules['numba'] = None\n"
+    assert _python(block + _DECODE, QCONVERT_KERNELS="auto") == "False False True"
+    refused = block + "from qconvert.ops.compiled.choice import wanted\ntry:\n    wanted(1)\n"
+    refused += "except Exception as error: print(type(error).__name__, error)"
+    said = _python(refused, QCONVERT_KERNELS="numba")
+    assert said.startswith("RunError")
+    assert "qconvert[fast]" in said
+
+
+def test_numba_that_cannot_be_imported_leaves_numpy(tmp_path: Path) -> None:
+    """As with a numpy that is too new for it."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.0 or less')\n")
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    assert _python(path + _DECODE, QCONVERT_KERNELS="auto").startswith("False False")
+    asked = path + "try:\n" + indent(_DECODE, "    ")
+    asked += "except Exception as error: print(type(error).__name__, error)"
+    said = _python(asked, QCONVERT_KERNELS="numba")
+    assert said.startswith(
+        "RunError QCONVERT_KERNELS asks for numba, which cannot be imported: Numba"
+    )
+
+
+def test_loops_are_kept_in_the_users_cache(tmp_path: Path) -> None:
+    said = _python(_DECODE, XDG_CACHE_HOME=str(tmp_path))
+    assert said.startswith(f"True True {tmp_path}/qconvert/loops-")
+    kept = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
+    assert kept
+    assert _python(_DECODE, XDG_CACHE_HOME=str(tmp_path)) == said
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")} == kept
+
+
+def test_where_no_folder_can_be_written_loops_run_without(tmp_path: Path) -> None:
+    """A file stands where each folder would be: not even root can write there."""
+    (tmp_path / "file").touch()
+    home = str(tmp_path / "file")
+    assert _python(_DECODE, XDG_CACHE_HOME=home, TMPDIR=str(tmp_path)).startswith(
+        f"True True {tmp_path}/qconvert-{os.getuid()}/loops-"
+    )
+    blocked = "import tempfile; tempfile.tempdir = '/dev/null'\n" + _DECODE
+    assert _python(blocked, XDG_CACHE_HOME=home) == "True True None"
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    """What lies there is loaded as code."""
+    theirs = tmp_path / f"qconvert-{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    environment = {"XDG_CACHE_HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    assert _python(_DECODE, **environment) == "True True None"
+
+
+_MEMORY = """
+import numpy as np
+from qconvert.ops.compiled import choice
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+before = anonymous()
+choice.use(True)
+found = choice.in_use()
+for name in found.__all__:
+    getattr(found, name).made
+print(anonymous() - before)
+"""
+
+
+@pytest.mark.big  # it compiles all of them: 13 s of CPU
+def test_memory_of_loops_is_what_plans_count(tmp_path: Path) -> None:
+    """All of them, loaded; a run needs two or three. Compiling them first is not what runs do."""
+    _python(_MEMORY, XDG_CACHE_HOME=str(tmp_path))
+    assert 16 << 20 < int(_python(_MEMORY, XDG_CACHE_HOME=str(tmp_path))) < choice.LOOP_BYTES
+
+
+# --- Whole runs ----------------------------------------------------------------------------------
+
+
+def _converted(command: Sequence[str], source: Path, out: Path, kernels: str) -> dict[str, Any]:
+    code = (
+        "import sys; from qconvert.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('numba' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command[0], str(source), str(out), *command[1:], "--jobs", "1"],
+        env={**os.environ, "QCONVERT_KERNELS": kernels}, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().endswith(str(kernels == "numba")), (
+        "auto leaves numba out of small runs"
+    )
+    return {name: data for name, data in tree(out).items() if name != "README.md"}
+
+
+@pytest.mark.parametrize("command", ["dequant", "amx --method int4 --numa 2", "w4a16 --rtn"])
+def test_a_run_writes_the_same_bytes(command: str, tmp_path: Path) -> None:
+    """Tensors, receipt and fingerprint."""
+    source = numbers_only(qwen3_moe(form="fp8", hidden=256, intermediate=256)).write(
+        tmp_path / "source"
+    )
+    made = [
+        _converted(command.split(), source, tmp_path / kernels, kernels)
+        for kernels in ("auto", "numba")
+    ]
+    assert made[0] == made[1]
+
+
+def test_workers_compute_in_loops_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = numbers_only(qwen3_moe(form="fp8", hidden=256, intermediate=256)).write(
+        tmp_path / "source"
+    )
+    monkeypatch.setenv(choice.VARIABLE, "numba")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = run_cli("dequant", source, tmp_path / "two", "--jobs", "2")
+    assert done.code == 0, done.err
+    assert [*(tmp_path / "cache").rglob("*.nbc")], "workers left what they compiled"
+    monkeypatch.setenv(choice.VARIABLE, "numpy")
+    assert run_cli("dequant", source, tmp_path / "one", "--jobs", "1").code == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
