@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.plan.units import Unit
+from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.sink import Sink, Underway
@@ -155,6 +156,15 @@ def run_workers(
         server.finish()
     finally:
         server.close()
+
+
+def run_local(work: Work) -> Generator[Progress | Done]:
+    """Units in this process or in workers, as the plan shares out the memory."""
+    jobs = work.targets[0].ready.share.jobs
+    if jobs == 1:
+        return run_here(work.setup, work.batches, work.files)
+    locks = [target.space.lock_fd for target in work.targets if not target.space.finished]
+    return run_workers(work.setup, jobs, work.batches, locks)
 
 
 def _ahead() -> list[str]:
