@@ -1,16 +1,16 @@
-"""What runs the units of a conversion, as one small protocol: workers of this machine (run/local.py), the
-same as one shard of several machines (run/sharing.py), a Ray cluster (run/on_ray.py).
+"""What runs the units of a conversion, as one small protocol: workers of this machine (run/local.py),
+the same as one shard of several machines (run/sharing.py), a Ray cluster (run/on_ray.py).
 
-An engine says how folders are claimed, which journal a run has and which units are its own, and it runs
-batches of units. The rest is the executor's, once: the look at the source, the journal's lines, publishing.
-A journal does not tell whole runs apart: what one engine has begun another finishes."""
+An engine says how folders are claimed, which journal a run has and which units are its own, and it
+runs batches of units. The rest is the executor's, once: the look at the source, the journal's lines,
+publishing. A journal does not tell whole runs apart: what one engine has begun another finishes."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from qconvert.run.backend import Backend
 from qconvert.run.events import Events
@@ -20,9 +20,6 @@ from qconvert.run.target import Target
 from qconvert.run.worker import Batch, Done, Setup
 from qconvert.run.worker import Progress as Made
 from qconvert.run.workspace import Workspace
-
-# Those that a user chooses from; a shard is one by its own option.
-EngineName = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)

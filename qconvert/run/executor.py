@@ -14,6 +14,7 @@ from qconvert.run.events import Events, Silent
 from qconvert.run.files import Files
 from qconvert.run.local import LocalEngine
 from qconvert.run.memory import Share
+from qconvert.run.on_ray import RayEngine
 from qconvert.run.prepare import Options, Prepared, prepare
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
@@ -113,6 +114,8 @@ def engine_of(options: Options) -> Engine:
     """What runs the units, as the options have it."""
     if options.shard is not None:
         return ShardEngine(options.shard)
+    if options.engine == "ray":
+        return RayEngine(options.address, options.memory, options.jobs)
     return LocalEngine()
 
 

@@ -77,7 +77,7 @@ class _Worker:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
-                    return _error(message)
+                    return failure(message)
         try:
             return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
         except RunError as error:  # of the server: it went, and its workers with it
@@ -113,8 +113,14 @@ class Backlog:
             del self._files[file]
         return batch
 
+    def again(self, batch: Batch) -> None:
+        """Take back a batch whose worker was lost: it is the next of its file."""
+        self._files.setdefault(batch.file, deque()).appendleft(batch)
+        self._given.setdefault(batch.file, 0)
 
-def _error(message: Failed) -> QConvertError:
+
+def failure(message: Failed) -> QConvertError:
+    """The error that a worker told of."""
     error: QConvertError = getattr(errors, message.kind)(message.message)
     return error
 
@@ -143,7 +149,7 @@ def run_workers(
                 except (EOFError, ConnectionResetError):
                     raise worker.died() from None
                 if isinstance(message, Failed):
-                    raise _error(message)
+                    raise failure(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
                     if (batch := backlog.next(worker.file)) is not None:
