@@ -98,7 +98,6 @@ def test_on_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         execute(plan_of(source), tmp_path / kind, faults.options(kind))
         here[kind] = tree(tmp_path / kind)
     with cluster() as made:
-        handler = signal.getsignal(signal.SIGTERM)
         bench = Bench(made, source, tmp_path, here)
         lasting = _a_node_is_killed(bench)
         _one_engine_finishes_what_another_began(bench)
@@ -107,7 +106,6 @@ def test_on_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         _as_a_command(bench)
         _workers_are_as_many_as_memory_holds(bench, lasting)
         assert capfd.readouterr().out == "", "Ray tells of a lost node on stdout"
-        assert signal.getsignal(signal.SIGTERM) is handler
     assert left_behind() == []
 
 
@@ -194,7 +192,9 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, node: Any) -> None:
         (140 << 20, 200 << 20, {big: 1, less: 1}),
         (400 << 20, None, {big: 2}),
     ]
+    handler = signal.getsignal(signal.SIGTERM)
     with connected(bench.cluster.address) as ray:
+        assert signal.getsignal(signal.SIGTERM) is handler
         for worker, most, wanted in cases:
             sizes = on_ray._Sizes(worker, 0, most)
             crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
@@ -204,3 +204,4 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, node: Any) -> None:
         )
         with pytest.raises(RunError, match=r"no node of the Ray cluster has a CPU and 8\.6 GB"):
             crew.nodes()
+    assert signal.getsignal(signal.SIGTERM) is handler

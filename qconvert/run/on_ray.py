@@ -255,23 +255,32 @@ def connected(address: str | None) -> Iterator[Any]:
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _without_notices() as quiet:
-        before = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
+            with _handler_kept():
+                ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"no Ray cluster can be reached at {address}: {_short(error)}; start one with `ray "
                 "start --head`, or name its head with --address HOST:PORT"
             ) from error
-        finally:
-            # Ray's handler would end the process where ours ends the run.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)
         try:
             yield ray
         finally:
             quiet.here = threading.get_ident()  # what was not printed yet is now
-            ray.shutdown()
+            with _handler_kept():
+                ray.shutdown()
+
+
+@contextmanager
+def _handler_kept() -> Iterator[None]:
+    """The process's handler of SIGTERM, which ends the run and keeps what is finished, is the same
+    afterwards: Ray takes its place, and at the end leaves the system's."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
