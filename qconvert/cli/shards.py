@@ -16,8 +16,9 @@ from qconvert.core.say import say, say_json
 if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
-# What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source.
-_REFUSED = ("--family", "--follow-links")
+# What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
+# take orders of a cluster.
+_REFUSED = ("--family", "--follow-links", "--engine", "--address")
 
 
 @click.command()
