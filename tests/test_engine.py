@@ -90,6 +90,12 @@ class Heard:
         self.phases.append(text)
 
 
+class Steady(Files):
+    """Writes that are done when a unit is."""
+
+    beside = False
+
+
 def _interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -155,7 +161,8 @@ def test_one_engine_finishes_what_another_began(
             if crew_first:
                 _by(CrewEngine(MACHINES), patch)
             with pytest.raises(KeyboardInterrupt):
-                execute(plan_of(source), out, how, events=Heard((200_000, _interrupt)))
+                heard = Heard((200_000, _interrupt))
+                execute(plan_of(source), out, how, events=heard, files=Steady())
         assert os.listdir(out) == [WORK_DIR]
         with monkeypatch.context() as patch:
             if not crew_first:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from qconvert.core.errors import RunError
+from qconvert.core.shown import count
 from qconvert.run.blocks import End
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
@@ -97,17 +98,17 @@ class _Shift:
         """As many workers as there is room and work for, evenly over the nodes. Raises RunError where
         there is room for none."""
         nodes = self._crew.nodes()
-        count = Counter(worker.node.key for worker in self._workers.values())
+        at = Counter(worker.node.key for worker in self._workers.values())
         while len(self._workers) < min(self._most, self.left):
             free = [
                 node
                 for node in nodes
-                if count[node.key] < node.workers and self._lost_on[node.key] < _MOST_LOSSES
+                if at[node.key] < node.workers and self._lost_on[node.key] < _MOST_LOSSES
             ]
             if not free:
                 break
-            node = min(free, key=lambda node: count[node.key])
-            count[node.key] += 1
+            node = min(free, key=lambda node: at[node.key])
+            at[node.key] += 1
             self._workers[self._crew.hire(node)] = _Worker(node)
         if not self._workers:
             raise RunError("no machine of the cluster has room for a worker")
@@ -146,8 +147,8 @@ class _Shift:
             if self._lost[first] == _MOST_LOSSES:
                 raise RunError(
                     f"units from {unit.outputs[0][0]!r} on were lost with their worker "
-                    f"{_MOST_LOSSES} times, the last time on {worker.node.name}: {why}; run the same "
-                    "command again to go on"
+                    f"{count(_MOST_LOSSES, 'time')}, the last time on {worker.node.name}: {why}; run the "
+                    "same command again to go on"
                 )
         for batch in reversed(worker.ahead):
             self._backlog.again(batch)
