@@ -160,8 +160,8 @@ def test_one_engine_finishes_what_another_began(
         with monkeypatch.context() as patch:
             if crew_first:
                 _by(CrewEngine(MACHINES), patch)
+            heard = Heard((200_000, _interrupt))
             with pytest.raises(KeyboardInterrupt):
-                heard = Heard((200_000, _interrupt))
                 execute(plan_of(source), out, how, events=heard, files=Steady())
         assert os.listdir(out) == [WORK_DIR]
         with monkeypatch.context() as patch:

@@ -147,8 +147,8 @@ class _Shift:
             if self._lost[first] == _MOST_LOSSES:
                 raise RunError(
                     f"units from {unit.outputs[0][0]!r} on were lost with their worker "
-                    f"{count(_MOST_LOSSES, 'time')}, the last time on {worker.node.name}: {why}; run the "
-                    "same command again to go on"
+                    f"{count(_MOST_LOSSES, 'time')}, the last time on {worker.node.name}: {why}; "
+                    "run the same command again to go on"
                 )
         for batch in reversed(worker.ahead):
             self._backlog.again(batch)
