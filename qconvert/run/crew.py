@@ -5,6 +5,7 @@ memory holds, and a worker is sent a batch beyond the one it runs: no more is ev
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from qconvert.run.worker import Batch, Done, Failed, Progress
 _BATCHES_AHEAD = 2
 # How often a batch, or workers of a node one after another, may be lost before it is given up.
 _MOST_LOSSES = 3
-# How long nothing need happen before the cluster is looked at again, for nodes that joined.
+# How often the cluster is looked at again, for nodes that joined.
 _LOOK_SECONDS = 5.0
 
 
@@ -196,11 +197,13 @@ def _returned(
 ) -> Generator[Returned]:
     shift = _Shift(crew, backlog, most, told)
     shift.hire()
+    looked = time.monotonic()
     while shift.left:
         event = crew.next(_LOOK_SECONDS)
         if event is not None:
             yield from shift.take(*event)
-            continue
-        if shift.idle:
+        elif shift.idle:
             told("waiting for the cluster to start a worker: its cores or memory are taken")
-        shift.hire()
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            shift.hire()
+            looked = time.monotonic()
