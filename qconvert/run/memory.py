@@ -91,8 +91,10 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
-            computed = sum(unit.write for unit in units if any(map(_computes, unit.steps)))
-            compiled = loops_wanted(computed // count) and total + count * LOOP_BYTES <= memory
+            computed = sum(
+                max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps))
+            )
+            compiled = loops_wanted(computed) and total + count * LOOP_BYTES <= memory
             if compiled:
                 total += count * LOOP_BYTES
             return Share(count, arena, window, total, compiled)
