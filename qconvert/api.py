@@ -57,6 +57,7 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events
 from qconvert.run.executor import RunResult, run_together
@@ -159,6 +160,11 @@ class PlanOptions(TypedDict, total=False):
     and publishes nothing; `finish` publishes what all shards did, and refuses a folder where units
     miss. The same call with neither does all that is left. `command` is the command line that a
     shard's journal names, for `qconvert finish`.
+
+    `engine` ray runs the units on the nodes of the Ray cluster whose head is at `address` (`HOST:PORT`;
+    `local`: one of this machine alone; None: RAY_ADDRESS, or the cluster that this machine belongs to).
+    All nodes must see source and `out` under the same paths. `memory` is then what each machine gives,
+    `jobs` the workers of all nodes. A program that is connected to a cluster already stays so.
     """
 
     memory: int | str | None
@@ -172,6 +178,8 @@ class PlanOptions(TypedDict, total=False):
     shard: str | None
     finish: bool
     command: tuple[str, ...]
+    engine: EngineName
+    address: str | None
 
 
 @dataclass(frozen=True)
@@ -802,7 +810,14 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
+        engine=_engine(options), address=options.get("address"),
     )  # fmt: skip
+
+
+def _engine(options: PlanOptions) -> EngineName:
+    engine = options.get("engine", "local")
+    check_engine(engine, options.get("address"), options.get("shard"))
+    return engine
 
 
 def _shard(options: PlanOptions) -> Shard | None:

@@ -102,7 +102,7 @@ def checked(
     with Bar() as bar:
         report = api.validate(
             folder, against, level=options["validate"], pair=pair, draft=draft,
-            jobs=options["jobs"], memory=options["memory"],
+            jobs=options["jobs"] if options["engine"] == "local" else None, memory=options["memory"],
             follow_links=options["follow_links"], events=bar,
         )  # fmt: skip
     if not options["as_json"]:

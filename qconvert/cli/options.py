@@ -172,6 +172,17 @@ class ShardName(_Text):
         parse_shard(text, os.environ)
 
 
+class Address(_Text):
+    """The head of a Ray cluster."""
+
+    name = "address"
+
+    def check(self, text: str) -> None:
+        from qconvert.run.cluster import check_address
+
+        check_address(text)
+
+
 class Folder(click.Path):
     """A folder's path. An empty one (an unset shell variable) would mean the current folder."""
 

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.plan.units import Unit
+from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.sink import Sink, Underway
@@ -76,7 +77,7 @@ class _Worker:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
-                    return _error(message)
+                    return failure(message)
         try:
             return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
         except RunError as error:  # of the server: it went, and its workers with it
@@ -112,8 +113,14 @@ class Backlog:
             del self._files[file]
         return batch
 
+    def again(self, batch: Batch) -> None:
+        """Take back a batch whose worker was lost: it is the next of its file."""
+        self._files.setdefault(batch.file, deque()).appendleft(batch)
+        self._given.setdefault(batch.file, 0)
 
-def _error(message: Failed) -> QConvertError:
+
+def failure(message: Failed) -> QConvertError:
+    """The error that a worker told of."""
     error: QConvertError = getattr(errors, message.kind)(message.message)
     return error
 
@@ -142,7 +149,7 @@ def run_workers(
                 except (EOFError, ConnectionResetError):
                     raise worker.died() from None
                 if isinstance(message, Failed):
-                    raise _error(message)
+                    raise failure(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
                     if (batch := backlog.next(worker.file)) is not None:
@@ -155,6 +162,15 @@ def run_workers(
         server.finish()
     finally:
         server.close()
+
+
+def run_local(work: Work) -> Generator[Progress | Done]:
+    """Units in this process or in workers, as the plan shares out the memory."""
+    jobs = work.targets[0].ready.share.jobs
+    if jobs == 1:
+        return run_here(work.setup, work.batches, work.files)
+    locks = [target.space.lock_fd for target in work.targets if not target.space.finished]
+    return run_workers(work.setup, jobs, work.batches, locks)
 
 
 def _ahead() -> list[str]:

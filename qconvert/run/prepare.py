@@ -12,10 +12,11 @@ from qconvert.core.dtypes import TensorType
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
+from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import Share, share_out
+from qconvert.run.memory import Share, share_on_cluster, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 
 # Journal, receipt and index lines of one tensor, generously.
@@ -31,7 +32,8 @@ class Options:
     `verify` hashes all that an earlier run left, not only what it wrote last. `shard`: the run is
     that part of a larger one, whose folder others fill too, and publishes nothing; `finish`
     publishes what all of them did, and refuses a folder where units are missing. `command` is noted
-    in a shard's journal, as what it was started by."""
+    in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
+    cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -43,6 +45,8 @@ class Options:
     shard: Shard | None = None
     finish: bool = False
     command: tuple[str, ...] = ()
+    engine: EngineName = "local"
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,16 @@ def prepare(plan: Plan, options: Options) -> Prepared:
 def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
+    if options.engine == "ray":
+        check_installed()
     merged = {name: output for plan in plans for name, output in plan.tensors.items()}
     assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
     cut = tuple(units(merged))
     tensors = max(len(plans[0].checkpoint), len(merged))
     # A backend takes memory of its own, after the workers have given theirs back.
     workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
-    share = share_out(workers, tensors, options.memory, options.jobs)
+    share_of = share_out if options.engine == "local" else share_on_cluster
+    share = share_of(workers, tensors, options.memory, options.jobs)
     ready = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}

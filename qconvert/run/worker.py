@@ -176,11 +176,15 @@ def main(descriptor: int) -> None:
     except (MemoryError, OSError, RuntimeError) as error:
         # An arena, a thread or a module that there is no room for.
         with suppress(OSError):
-            what = str(error) or "out of memory"
-            connection.send(
-                Failed(
-                    "RunError",
-                    f"worker process {os.getpid()}: {type(error).__name__}: {what} (its limits are in "
-                    "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
-                )
-            )
+            connection.send(broken(error))
+
+
+def broken(error: Exception, where: str = "") -> Failed:
+    """What a worker says of an arena, a thread or a module that there is no room for; `where` names its
+    machine."""
+    what = str(error) or "out of memory"
+    return Failed(
+        "RunError",
+        f"worker process {os.getpid()}{where}: {type(error).__name__}: {what} (its limits are in "
+        "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
+    )
