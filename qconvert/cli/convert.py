@@ -27,6 +27,7 @@ from qconvert.cli.options import (
     memory,
     stacked,
 )
+from qconvert.cli.profile import PROFILE, without_profile
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ RUNNING: Callable[[F], F] = stacked(
         "`qconvert finish OUT` publishes. auto, auto/N: I as Slurm, torchrun or Kubernetes say in the "
         "environment.",
     ),
+    PROFILE,
     DRY_RUN,
 )
 CONVERSION: Callable[[F], F] = stacked(
@@ -250,7 +252,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": started.words,
+        "command": without_profile(started.words),
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import OutputError
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Backend
 from qconvert.run.events import Events, Silent
@@ -202,6 +203,7 @@ def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence
     return now
 
 
+@phase("publish")
 def _publish(targets: Sequence[Target], progress: Progress, now: Sequence[Shard] | None) -> None:
     """Write what lies beside the tensors, then rename everything into place, the first folder last."""
     for target in targets:

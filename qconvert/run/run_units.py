@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.errors import QConvertError
+from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
+from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.verify import check_same_sources
+from qconvert.run.worker import Measured, Setup
 from qconvert.run.worker import Progress as Made
-from qconvert.run.worker import Setup
 from qconvert.run.workspace import CALIBRATION
 
 
@@ -36,6 +38,7 @@ class _Writing:
     commit: Callable[[], None]
 
 
+@phase("fill")
 def run_units(
     targets: Sequence[Target],
     progress: Progress,
@@ -67,6 +70,7 @@ def run_units(
         committer.add(number, result)
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
+    note_run(targets, left)
     solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
         _by_workers(targets, [item for item in left if item[0] not in solved], writing)
@@ -93,7 +97,8 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     ready = targets[0].ready
     share = ready.share
     shards = ready.plan.checkpoint.shards
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled)
+    metered = recording() is not None
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
     return setup, places
 
 
@@ -109,14 +114,17 @@ def _by_workers(targets: Sequence[Target], todo: Sequence[Numbered], writing: _W
         else run_workers(writing.setup, ready.share.jobs, batches, locks)
     )
     # Closed whatever happens here: workers must not outlive the run they belong to.
-    with closing(stream):
+    with closing(stream), working():
         for message in stream:
             if isinstance(message, Made):
                 writing.told.wrote(message.nbytes)
+            elif isinstance(message, Measured):
+                heard(message.word)
             else:
                 writing.finished(message.number, message.result)
 
 
+@phase("calibrate")
 def _by_backend(
     first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qconvert.core.errors import OutputError
+from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.run.division import LEFT_TO_FINISH, Division, Shard, divide
@@ -87,6 +88,7 @@ def division_of(targets: Sequence[Target], count: int) -> Division:
     return divide(targets[0].ready.units, [target.ready.layout for target in targets], count)
 
 
+@phase("stage")
 def run_shard(targets: Sequence[Target], told: Events, files: Files) -> Progress:
     """Run the units of this run's shard that no journal knows. `targets` are claimed and not finished.
 
