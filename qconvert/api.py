@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -63,6 +63,7 @@ from qconvert.run.events import Events
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
+from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.sharing import Share, share_of
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
@@ -103,6 +104,8 @@ __all__ = (
     "Planned",
     "PlannedFolder",
     "PlannedStages",
+    "Profile",
+    "Profiling",
     "QConvertError",
     "Recipe",
     "RecipeError",
@@ -128,6 +131,7 @@ __all__ = (
     "plan_graft",
     "plan_pair",
     "plan_stages",
+    "profiled",
     "reading_as",
     "refusal",
     "repair",
@@ -316,6 +320,7 @@ class Result:
     as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
     been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
+    `profile` is there if it was asked for.
     """
 
     folder: Path
@@ -330,6 +335,7 @@ class Result:
     repaired: Mapping[str, str]
     dry_run: bool = False
     published: bool = True
+    profile: Profile | None = field(default=None, compare=False)
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
@@ -508,11 +514,13 @@ def run(
     out: str | Path,
     *,
     dry_run: bool = False,
+    profile: bool = False,
     events: Events | Callback | None = None,
     **options: Unpack[PlanOptions],
 ) -> Result:
     """Run a recipe on a source and write the folder `out`; options as for `plan`. With `dry_run` nothing
-    is written, and whatever the run would refuse is refused.
+    is written, and whatever the run would refuse is refused. `profile` measures where the time goes
+    (`profiled` does so for several calls).
 
     `events` receives the progress: an object with the methods of Events, or a function of the bytes
     written and the bytes to write in total.
@@ -532,6 +540,10 @@ def run(
     Raises as `plan` does, OutputError (foreign or locked folder, other plan, full disk), RunError (data
     that cannot be right). Nothing is published unless all of it is.
     """
+    if profile:
+        with profiled() as profiling:
+            made = run(recipe, source, out, dry_run=dry_run, events=events, **options)
+            return replace(made, profile=profiling.profile())
     options["for_run"] = not dry_run
     planned = plan(recipe, source, out, **options)
     if not dry_run:

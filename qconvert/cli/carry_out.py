@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.options import FINDINGS
+from qconvert.cli.profile import profile_json
 from qconvert.core.say import say, say_json, say_report
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def carry_out(
             {**_summary(result, seconds), **({"validation": as_object(report)} if report else {})}
             for result, report in itertools.zip_longest(results, reports)
         ]
+        found[0].update(profile_json())
         say_json(found if len(found) > 1 else found[0])
     end_with(reports)
 

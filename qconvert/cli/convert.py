@@ -29,6 +29,7 @@ from qconvert.cli.options import (
     memory,
     stacked,
 )
+from qconvert.cli.profile import PROFILE, without_profile
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
         "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
     ),
+    PROFILE,
     DRY_RUN,
     _engine_checked,
 )
@@ -286,7 +288,8 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": started.words, "engine": options["engine"], "address": options["address"],
+        "command": without_profile(started.words), "engine": options["engine"],
+        "address": options["address"],
     }  # fmt: skip
 
 

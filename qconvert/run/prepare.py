@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
@@ -69,6 +70,7 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     return prepare_together([plan], options)[0]
 
 
+@phase("prepare")
 def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
