@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*_SETTINGS, "RAY_TMPDIR", "RAY_ADDRESS")}
     os.environ |= _SETTINGS | {"RAY_TMPDIR": folder}
     os.environ.pop("RAY_ADDRESS", None)
-    made = None
+    made, handler = None, signal.getsignal(signal.SIGTERM)
     try:
         from ray.cluster_utils import Cluster
 
@@ -45,6 +46,7 @@ def cluster() -> Iterator[Any]:
     finally:
         if made is not None:
             made.shutdown()
+        signal.signal(signal.SIGTERM, handler)  # a node of Ray's has taken it
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

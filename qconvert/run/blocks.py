@@ -58,7 +58,7 @@ def parts_of(start: int, stop: int, own: Sequence[Range]) -> Iterator[tuple[int,
     for low, high in own[max(0, bisect_right(own, (start, stop)) - 1) :]:
         if low >= stop:
             break
-        if high <= at:
+        if high <= at or at == stop:
             continue
         if at < low:
             yield at, low, False

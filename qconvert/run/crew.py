@@ -20,7 +20,7 @@ from qconvert.run.pool import Backlog, failure
 from qconvert.run.worker import Batch, Failed, Progress, Told
 
 _BATCHES_AHEAD = 2
-# How often a batch, or the workers of a node, may be lost before it is given up.
+# How often a batch, or workers of a node one after another, may be lost before it is given up.
 _MOST_LOSSES = 3
 # How long nothing need happen before the cluster is looked at again, for nodes that joined.
 _LOOK_SECONDS = 5.0
@@ -123,6 +123,7 @@ class _Shift:
             worker.ready = True
         else:
             worker.ahead.popleft()
+            self._lost_on.pop(worker.node.key, None)
             yield what
         self._feed(number)
 

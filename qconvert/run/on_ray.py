@@ -253,47 +253,59 @@ def connected(address: str | None) -> Iterator[Any]:
     own: dict[str, Any] = {"include_dashboard": False} if address == OWN else {}
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with _without_notices():
-        before = signal.getsignal(signal.SIGTERM)
+    with _without_notices() as quiet:
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
+            with _handler_kept():
+                ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"no Ray cluster can be reached at {address}: {_short(error)}; start one with `ray "
                 "start --head`, or name its head with --address HOST:PORT"
             ) from error
-        finally:
-            # Ray's handler would end the process where ours ends the run.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)
         try:
             yield ray
         finally:
-            ray.shutdown()
+            quiet.here = threading.get_ident()  # what was not printed yet is now
+            with _handler_kept():
+                ray.shutdown()
 
 
 @contextmanager
-def _without_notices() -> Iterator[None]:
+def _handler_kept() -> Iterator[None]:
+    """The process's handler of SIGTERM, which ends the run and keeps what is finished, is the same
+    afterwards: Ray takes its place, and at the end leaves the system's."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _without_notices() -> Iterator[_Quiet]:
     """What a thread of Ray's prints of nodes, log files and all, does not reach stdout, which may be
     JSON: the run tells of lost workers itself."""
     before = sys.stdout
-    sys.stdout = _Filtered(before)
+    sys.stdout = quiet = _Quiet(before)
     try:
-        yield
+        yield quiet
     finally:
         sys.stdout = before
 
 
-class _Filtered:
-    """A stream that one thread cannot write to."""
+class _Quiet:
+    """A stream that a thread of Ray's cannot write to, nor the thread `here`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.here: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if threading.current_thread().name == _PRINTER:
+        thread = threading.current_thread()
+        if thread.name == _PRINTER or thread.ident == self.here:
             return len(text)
         return int(self._stream.write(text))
