@@ -34,6 +34,7 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
     underway: Underway[Done] = Underway(sink)
     try:
         for batch in batches:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 yield Progress(sum(made))

@@ -101,6 +101,7 @@ def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
         Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
         for number, tensors in by_shard.items()
         if (shard := plan.checkpoint.shards[number]).size <= largest
+        and shard.remote is None
         and (shard.inode in linked or can_link(shard.path, folder))
     ]
 
