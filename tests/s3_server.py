@@ -1,4 +1,4 @@
-"""An S3 server on the loopback (moto's), behind a proxy that counts what is fetched, and fails if told to."""
+"""An S3 server on the loopback (moto's), behind a proxy that counts what it sends, and fails if told."""
 
 from __future__ import annotations
 
@@ -86,6 +86,13 @@ class Server:
             return sum(a.nbytes for a in self.asked if a.is_get and a.path.endswith(suffix))
 
 
+class _Front(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tests kill clients in the middle of an answer."""
+
+
 def _handler(server: Server, behind: int) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -140,15 +147,14 @@ def _handler(server: Server, behind: int) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def serving() -> Iterator[Server]:
     """A server with an empty bucket, and the environment in which clients find it."""
-    import boto3  # type: ignore[import-untyped]
+    import boto3
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     moto.start()
     server = Server()
-    front = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server, moto.get_host_and_port()[1]))
-    front.daemon_threads = True
+    front = _Front(("127.0.0.1", 0), _handler(server, moto.get_host_and_port()[1]))
     server.port = front.server_port
     thread = threading.Thread(target=front.serve_forever, daemon=True)
     thread.start()

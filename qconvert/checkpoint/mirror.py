@@ -161,6 +161,8 @@ def _header(store: Store, file: Stored) -> list[bytes]:
         return [start]
     (length,) = struct.unpack("<Q", start[:8])
     stop = 8 + length
-    if length > MAX_HEADER or stop > file.size or stop <= len(start):
+    if length > MAX_HEADER or stop > file.size:
         return [start]
+    if stop <= len(start):
+        return [start[:stop]]
     return [start, store.read(file.name, len(start), stop)]

@@ -124,14 +124,18 @@ def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Any source: what Checkpoint.open takes, a folder in a store by its URL, or a folder of pipeline
     stages as the one checkpoint they were. Raises CheckpointError."""
     if is_url(where):
-        folder = mirror(store_of(str(where))).folder
         try:
-            return open_source(folder, follow_links=follow_links)
+            return open_source(local(where), follow_links=follow_links)
         except CheckpointError as error:
             raise CheckpointError(named(str(error))) from error
     if str(where) and stage_folders(Path(where)):
         return open_stages(Path(where), follow_links=follow_links)
     return Checkpoint.open(where, follow_links=follow_links)
+
+
+def local(where: str | Path) -> Path:
+    """A folder, or the one on this machine that stands for a store. Raises as the store does."""
+    return mirror(store_of(str(where))).folder if is_url(where) else Path(where)
 
 
 def stage_folders(folder: Path) -> list[Path]:

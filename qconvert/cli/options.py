@@ -70,17 +70,21 @@ class ModelId(_Text):
 
 
 class SourceName(_Text):
-    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is refused."""
+    """A folder, here or in an object store, a file, or a repo on the Hub. An empty name (an unset shell
+    variable) is refused."""
 
     name = "source"
 
     def check(self, text: str) -> None:
         from qconvert.checkpoint.hub_cache import parse_repo
+        from qconvert.checkpoint.store import is_url, store_of
 
         if not text:
             raise ValueError(_EMPTY)
         if text.startswith("hf://"):  # the client's import is slow, and all else may be a path
             parse_repo(text)
+        elif is_url(text):
+            store_of(text)
 
 
 class Partition(_Text):

@@ -46,7 +46,7 @@ def plan_lines(
     lines = [
         checkpoint.model_line,
         (
-            f"source  {checkpoint.root}: {count(len(checkpoint.shards), 'file')}, "
+            f"source  {checkpoint.name}: {count(len(checkpoint.shards), 'file')}, "
             f"{count(len(checkpoint), 'tensor')}, "
             f"{format_size(plan.bytes_in)}"
         ),
@@ -312,7 +312,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "layers": dims.num_layers,
         "experts": dims.num_experts,
         "mtp_layers": dims.mtp_layers,
-        "source": str(checkpoint.root),
+        "source": checkpoint.name,
         "fingerprint": ready.fingerprint,
         "passes": [
             {

@@ -14,6 +14,7 @@ from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
+from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
 from qconvert.run.memory import Share, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
@@ -74,7 +75,9 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     tensors = max(len(plans[0].checkpoint), len(merged))
     # A backend takes memory of its own, after the workers have given theirs back.
     workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
-    share = share_out(workers, tensors, options.memory, options.jobs)
+    far = any(shard.remote is not None for shard in plans[0].checkpoint.shards)
+    client = FETCH_BYTES if far else 0
+    share = share_out(workers, tensors, options.memory, options.jobs, client)
     ready = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
