@@ -12,7 +12,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from qconvert.checkpoint.store import Stored
@@ -22,6 +24,7 @@ from qconvert.core.shown import shortened
 T = TypeVar("T")
 
 TRIES = 6
+_PARTS_AT_ONCE = 4
 FIRST_WAIT = 0.5  # seconds; each further one is twice as long
 _LATER = "run the same command again later: finished work is kept"
 # Repeating these finds the same.
@@ -67,13 +70,67 @@ class FsspecStore:
             return b""
 
         def once() -> bytes:
-            fs, root = _file_system(self.url)
-            data: bytes = fs.cat_file(f"{root.rstrip('/')}/{name}", start=start, end=stop)
+            fs, path = self._path(name)
+            data: bytes = fs.cat_file(path, start=start, end=stop)
             if len(data) < stop - start:
                 raise _Short(f"bytes {start} to {stop} were asked for, {len(data)} came")
             return data[: stop - start]
 
         return patiently(once, f"reading {self.url}/{name}")
+
+    def look(self, name: str) -> Stored | None:
+        def once() -> Stored | None:
+            fs, path = self._path(name)
+            fs.invalidate_cache()
+            try:
+                return stored(name, fs.info(path))
+            except FileNotFoundError:
+                return None
+
+        return patiently(once, f"looking at {self.url}/{name}")
+
+    def put(self, name: str, data: bytes) -> None:
+        def once() -> None:
+            fs, path = self._path(name)
+            fs.pipe_file(path, data)
+
+        patiently(once, f"writing {self.url}/{name}")
+
+    def send(self, file: Path, name: str, part: int) -> None:
+        def once() -> None:
+            fs, path = self._path(name)
+            # s3fs's own words; it takes parts from 5 MiB on.
+            in_parts = {"chunksize": part, "max_concurrency": _PARTS_AT_ONCE}
+            fs.put_file(str(file), path, **(in_parts if hasattr(fs, "call_s3") else {}))
+
+        patiently(once, f"sending {self.url}/{name}")
+
+    def remove(self, name: str) -> None:
+        def once() -> None:
+            fs, path = self._path(name)
+            with suppress(FileNotFoundError):
+                fs.rm_file(path)
+
+        patiently(once, f"removing {self.url}/{name}")
+
+    def abandon(self) -> None:
+        fs, root = _file_system(self.url)
+        if not hasattr(fs, "list_multipart_uploads"):
+            return
+        bucket, slash, folder = root.partition("/")
+
+        def once() -> None:
+            # Who may not look for them may still write: then a rule of the bucket has to remove them.
+            with suppress(PermissionError):
+                for upload in fs.list_multipart_uploads(bucket):
+                    if upload["Key"].startswith(f"{folder}{slash}"):
+                        fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
+        patiently(once, f"listing unfinished uploads of {self.url}")
+
+    def _path(self, name: str) -> tuple[Any, str]:
+        fs, root = _file_system(self.url)
+        return fs, f"{root.rstrip('/')}/{name}"
 
 
 def stored(name: str, info: Mapping[str, Any]) -> Stored:
@@ -107,7 +164,8 @@ def _opened(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise UsageError(f"{url}: fsspec is missing: pip install 'qconvert[s3]'") from error
     try:
-        fs, root = url_to_fs(url, use_listings_cache=False)
+        own = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        fs, root = url_to_fs(url, use_listings_cache=False, **own)
     except ImportError as error:
         package = "qconvert[s3]" if scheme in ("s3", "s3a") else error.name or "its package"
         raise UsageError(

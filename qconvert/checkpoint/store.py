@@ -59,6 +59,26 @@ class Store(Protocol):
         """Bytes [start, stop) of an object."""
 
 
+class WritableStore(Store, Protocol):
+    """A store that takes objects. An object is there whole or not at all, and is named at the end."""
+
+    def look(self, name: str) -> Stored | None:
+        """An object as it is now, None where there is none."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object."""
+
+    def send(self, file: Path, name: str, part: int) -> None:
+        """Write a file as an object, one of two parts or more in parts of `part` bytes."""
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+
+    def abandon(self) -> None:
+        """Drop parts of objects below the folder that were sent and never put together: they are shown
+        nowhere, and paid for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """Where a shard's bytes are: an object of a store, as it was when its header was read."""
@@ -81,7 +101,7 @@ def is_url(where: str | Path) -> bool:
     return found is not None and found[1] != "hf"
 
 
-def store_of(url: str) -> Store:
+def store_of(url: str) -> WritableStore:
     """The store that a URL names. Raises UsageError for a URL that names none."""
     from qconvert.checkpoint.fsspec_store import FsspecStore
 
@@ -115,6 +135,14 @@ def place_of(url: str, state: str) -> Path:
     found = _URL.fullmatch(url)
     assert found is not None
     return stores_root().joinpath(found[1], *_parts(found[2]), f"@{state}")
+
+
+def work_folder(url: str, below: str | Path | None) -> Path:
+    """Where the folder is made that is sent to a store."""
+    found = _URL.fullmatch(url)
+    assert found is not None
+    root = stores_root().with_name("outputs") if below is None else Path(below)
+    return root.joinpath(found[1], *_parts(found[2]))
 
 
 def named(text: str) -> str:

@@ -19,6 +19,7 @@ from qconvert.cli.options import (
     OUT,
     SOURCE,
     Folder,
+    OutName,
     PassName,
     ShardName,
     Size,
@@ -49,6 +50,7 @@ class RunOptions(TypedDict):
     verify: bool
     validate: Level | None
     shard: str | None
+    work_dir: Path | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -94,6 +96,13 @@ RUNNING: Callable[[F], F] = stacked(
         "`qconvert finish OUT` publishes. auto, auto/N: I as Slurm, torchrun or Kubernetes say in the "
         "environment.",
     ),
+    click.option(
+        "--work-dir",
+        type=Folder(),
+        metavar="DIR",
+        help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
+        "it. [default: ~/.cache/qconvert/outputs]",
+    ),
     DRY_RUN,
 )
 CONVERSION: Callable[[F], F] = stacked(
@@ -107,10 +116,10 @@ CONVERSION: Callable[[F], F] = stacked(
 @click.command()
 @click.argument("recipe")
 @SOURCE
-@click.argument("out", required=False, type=Folder())
+@click.argument("out", required=False, type=OutName())
 @_PLANNING
 @DATA
-def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
+def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -126,7 +135,8 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
-    options = cast(RunOptions, {**rest, **running, "print_recipe": False})
+    unused = {"print_recipe": False, "work_dir": None}
+    options = cast(RunOptions, {**rest, **running, **unused})
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -136,7 +146,7 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 @OUT
 @RUNNING
 @DATA
-def run(recipe: str, source: str, out: Path, **given: Any) -> None:
+def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     """Run RECIPE on SRC and write the folder OUT.
 
     After any interruption the same command continues where it stopped. Recipes of llm-compressor
@@ -171,7 +181,7 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
 @CONVERSION
 def dequant(
     source: str,
-    out: Path,
+    out: Path | str,
     drop_mtp: bool,
     allow_overflow: bool,
     dtype: Literal["bf16", "f16", "f32"],
@@ -208,7 +218,7 @@ def with_kv_scale(step: Pass, value: float | None) -> tuple[Pass, ...]:
 
 
 def convert(
-    recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
+    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: RunOptions
 ) -> Planned | None:
     """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
     a dump was requested."""
@@ -250,7 +260,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": started.words,
+        "command": started.words, "work_dir": options["work_dir"],
     }  # fmt: skip
 
 
@@ -298,8 +308,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             report = plan_json(folder.ready, rates, folder.verdict)
             found.append({**report, **outlook_json(look)})
         else:
-            name = None if out is None else str(out)
-            lines = plan_lines(folder.ready, name, rates, folder.verdict)
+            lines = plan_lines(folder.ready, folder.name, rates, folder.verdict)
             say(*lines, *outlook_lines(look), err=not dry)
     for share in planned.shares:
         if options["as_json"]:

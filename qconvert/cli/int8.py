@@ -21,7 +21,7 @@ from qconvert.cli.options import KV_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS,
 @CONVERSION
 def int8(
     source: str,
-    out: Path,
+    out: Path | str,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,

@@ -53,7 +53,7 @@ _MTP = click.option(
 @CONVERSION
 def amx(
     source: str,
-    out: Path,
+    out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
     rounding: str,

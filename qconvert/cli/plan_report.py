@@ -111,11 +111,11 @@ def outlook_lines(look: Outlook | None) -> list[str]:
         return []
     if look.damaged:
         files = count(len(look.damaged), "damaged file")
-        return [f"exists  {look.out} holds this result with {files}; a run repairs it"]
+        return [f"exists  {look.name} holds this result with {files}; a run repairs it"]
     if look.state == "finished":
-        return [f"exists  {look.out} already holds this very result; nothing to do"]
+        return [f"exists  {look.name} already holds this very result; nothing to do"]
     return [
-        f"exists  {look.out} has {look.done} of {count(look.units, 'unit')}; a run continues there"
+        f"exists  {look.name} has {look.done} of {count(look.units, 'unit')}; a run continues there"
     ]
 
 
@@ -125,7 +125,7 @@ def outlook_json(look: Outlook | None) -> dict[str, Any]:
     if look is None:
         return {"out": None, "refusals": []}
     out = {
-        "folder": str(look.out),
+        "folder": look.name,
         "state": look.state,
         "units": look.units,
         "done": look.done,

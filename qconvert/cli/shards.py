@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import JSON, OUT
+from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _REFUSED = ("--family", "--follow-links")
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 @JSON
 @click.pass_context
 def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
@@ -94,7 +94,7 @@ def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 @JSON
 def status(out: Path, as_json: bool) -> None:
     """Show who did what in OUT, a folder that shards fill: host, process, units and bytes, and the

@@ -12,7 +12,7 @@ from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import carry_out, checked, end_with
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
-from qconvert.cli.options import OUT, SOURCE, Partition, SourceName
+from qconvert.cli.options import OUT, OUT_FOLDER, SOURCE, Partition, SourceName
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 
 @click.command()
 @SOURCE
-@OUT
+@OUT_FOLDER
 @click.option(
     "--pp",
     required=True,
@@ -180,7 +180,7 @@ def split(
 @click.argument("stages", type=SourceName())
 @OUT
 @RUNNING
-def join(stages: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def join(stages: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Join the stages that `split` made.
 
     \b
