@@ -60,15 +60,14 @@ class Delivery:
             return "new"
         foreign = sorted(there.keys() - {*self.names, NOTE})
         for name in (MANIFEST, NOTE):
-            if name in there and not foreign:
-                identity = self._identity_in(there[name])
-                if identity is None:
-                    foreign = [name]
-                elif identity != self.identity:
-                    raise OutputError(
-                        f"{self.store.url}: {name} is of another conversion; remove what lies there, or "
-                        "choose another folder"
-                    )
+            identity = self._identity_in(there[name]) if name in there else self.identity
+            if identity is None:
+                foreign = [name]
+            elif identity != self.identity:
+                raise OutputError(
+                    f"{self.store.url}: {name} is of another conversion; remove what lies there, or "
+                    "choose another folder"
+                )
         if foreign or not {MANIFEST, NOTE} & there.keys():
             raise OutputError(
                 f"{self.store.url}: holds {(foreign or sorted(there))[0]}, which is not of this "
