@@ -48,7 +48,7 @@ from qconvert.cli.options import (
 @CONVERSION
 def fp8(
     source: str,
-    out: Path,
+    out: Path | str,
     packed: bool,
     block: int | None,
     channel: bool,

@@ -29,7 +29,7 @@ from qconvert.cli.options import (
 @CONVERSION
 def int8(
     source: str,
-    out: Path,
+    out: Path | str,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,

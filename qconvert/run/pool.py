@@ -56,6 +56,7 @@ def _run_here(
     underway: Underway[Done] = Underway(sink)
     try:
         for batch in batches:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 yield Progress(sum(made))

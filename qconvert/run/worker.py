@@ -136,6 +136,7 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     underway: Underway[Message] = Underway(sink)
     try:
         while (batch := _next(inbox, work)) is not None:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 _send(connection, underway.settled(), work)
