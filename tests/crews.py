@@ -16,7 +16,7 @@ from qconvert.run.files import Files
 from qconvert.run.local import whole_run
 from qconvert.run.nodes import NodeWorker, Returned
 from qconvert.run.target import Target
-from qconvert.run.worker import Batch, Done, Progress, Setup
+from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
 
 Happening = tuple[int, Ready | Returned | Lost]
@@ -95,7 +95,7 @@ class CrewEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
-    def run(self, work: Work) -> Generator[Progress | Done]:
+    def run(self, work: Work) -> Generator[Told]:
         chooser = random.Random(self.seed)
         self.crew = HereCrew(work.setup, list(self.machines), chooser, self.losses, self.chance)
         return run_by_crew(self.crew, list(work.batches), self.most, work)

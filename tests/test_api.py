@@ -27,10 +27,10 @@ NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
     "Difference", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
     "OutputError", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
-    "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "RunError",
-    "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
+    "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
+    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
     "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint",
-    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "reading_as", "refusal",
+    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
     "repair", "run", "status", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 

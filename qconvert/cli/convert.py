@@ -21,6 +21,7 @@ from qconvert.cli.options import (
     SOURCE,
     Address,
     Folder,
+    OutName,
     PassName,
     ShardName,
     Size,
@@ -29,6 +30,7 @@ from qconvert.cli.options import (
     memory,
     stacked,
 )
+from qconvert.cli.profile import PROFILE, without_profile
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class RunOptions(TypedDict):
     shard: str | None
     engine: EngineName
     address: str | None
+    work_dir: Path | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -128,6 +131,14 @@ RUNNING: Callable[[F], F] = stacked(
         help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
         "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
     ),
+    click.option(
+        "--work-dir",
+        type=Folder(),
+        metavar="DIR",
+        help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
+        "it. [default: ~/.cache/qconvert/outputs]",
+    ),
+    PROFILE,
     DRY_RUN,
     _engine_checked,
 )
@@ -142,10 +153,10 @@ CONVERSION: Callable[[F], F] = stacked(
 @click.command()
 @click.argument("recipe")
 @SOURCE
-@click.argument("out", required=False, type=Folder())
+@click.argument("out", required=False, type=OutName())
 @_PLANNING
 @DATA
-def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
+def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -161,7 +172,7 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
-    here = {"engine": "local", "address": None, "print_recipe": False}
+    here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
     options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
@@ -172,7 +183,7 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 @OUT
 @RUNNING
 @DATA
-def run(recipe: str, source: str, out: Path, **given: Any) -> None:
+def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     """Run RECIPE on SRC and write the folder OUT.
 
     After any interruption the same command continues where it stopped. Recipes of llm-compressor
@@ -207,7 +218,7 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
 @CONVERSION
 def dequant(
     source: str,
-    out: Path,
+    out: Path | str,
     drop_mtp: bool,
     allow_overflow: bool,
     dtype: Literal["bf16", "f16", "f32"],
@@ -244,7 +255,7 @@ def with_kv_scale(step: Pass, value: float | None) -> tuple[Pass, ...]:
 
 
 def convert(
-    recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
+    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: RunOptions
 ) -> Planned | None:
     """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
     a dump was requested."""
@@ -286,7 +297,8 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": started.words, "engine": options["engine"], "address": options["address"],
+        "command": without_profile(started.words), "engine": options["engine"],
+        "address": options["address"], "work_dir": options["work_dir"],
     }  # fmt: skip
 
 
@@ -334,8 +346,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             report = plan_json(folder.ready, rates, folder.verdict)
             found.append({**report, **outlook_json(look)})
         else:
-            name = None if out is None else str(out)
-            lines = plan_lines(folder.ready, name, rates, folder.verdict)
+            lines = plan_lines(folder.ready, folder.name, rates, folder.verdict)
             say(*lines, *outlook_lines(look), err=not dry)
     for share in planned.shares:
         if options["as_json"]:

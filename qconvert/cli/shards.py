@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import JSON, OUT
+from qconvert.cli.options import JSON, OUT_FOLDER
+from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
 # What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
-# take orders of a cluster.
-_REFUSED = ("--family", "--follow-links", "--engine", "--address")
+# take orders of a cluster, to write a file (commands are noted without --profile).
+_REFUSED = ("--family", "--follow-links", "--engine", "--address", "--profile")
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
+@PROFILE
 @JSON
 @click.pass_context
 def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
@@ -95,7 +97,7 @@ def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 @JSON
 def status(out: Path, as_json: bool) -> None:
     """Show who did what in OUT, a folder that shards fill: host, process, units and bytes, and the

@@ -19,7 +19,7 @@ from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.nodes import Returned
 from qconvert.run.pool import Backlog, failure
-from qconvert.run.worker import Batch, Done, Failed, Progress
+from qconvert.run.worker import Batch, Failed, Progress, Told
 
 _BATCHES_AHEAD = 2
 # How often a batch, or workers of a node one after another, may be lost before it is given up.
@@ -165,9 +165,7 @@ class _Shift:
             self._feed(other)
 
 
-def run_by_crew(
-    crew: Crew, batches: Sequence[Batch], most: int, work: Work
-) -> Generator[Progress | Done]:
+def run_by_crew(crew: Crew, batches: Sequence[Batch], most: int, work: Work) -> Generator[Told]:
     """Run batches, in any order. `most` bounds the workers of all nodes together. Raises what a unit
     raised, RunError where no machine is left or a batch was lost several times."""
     for left in _returned(crew, Backlog(batches), most, work.told.phase):

@@ -17,8 +17,7 @@ from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
-from qconvert.run.worker import Batch, Done, Setup
-from qconvert.run.worker import Progress as Made
+from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
 
 
@@ -60,7 +59,7 @@ class Engine(Protocol):
         """Journals for claimed folders, until the run ends; None where all are finished and whole.
         Raises OutputError where what is there cannot be gone on with."""
 
-    def run(self, work: Work) -> Generator[Made | Done]:
+    def run(self, work: Work) -> Generator[Told]:
         """Run units, in any order. A `Done` comes when its bytes are in their files, so that a sync by
         this machine makes them last. Raises what a unit raised, RunError where workers are lost for
         good; closed early, no worker goes on."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Backend
 from qconvert.run.engine import Begun, Engine
@@ -177,6 +178,7 @@ def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence
     return now
 
 
+@phase("publish")
 def _publish(targets: Sequence[Target], progress: Progress, now: Sequence[Shard] | None) -> None:
     """Write what lies beside the tensors, then rename everything into place, the first folder last."""
     for target in targets:

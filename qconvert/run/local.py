@@ -14,8 +14,7 @@ from qconvert.run.repair import begin_repair, claim_damaged
 from qconvert.run.resume import open_journals, progress_of
 from qconvert.run.sharing import check_complete
 from qconvert.run.target import Target
-from qconvert.run.worker import Done
-from qconvert.run.worker import Progress as Made
+from qconvert.run.worker import Told
 from qconvert.run.workspace import Workspace
 
 
@@ -32,7 +31,7 @@ class LocalEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
-    def run(self, work: Work) -> Generator[Made | Done]:
+    def run(self, work: Work) -> Generator[Told]:
         return run_local(work)
 
 

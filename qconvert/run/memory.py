@@ -63,25 +63,29 @@ def free_bytes() -> int:
     return min(available, int(limit) - used) if limit.isdecimal() else available
 
 
-def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None) -> Share:
+def share_out(
+    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None, client: int = 0
+) -> Share:
     """Workers and arena for a budget in bytes, or for what is fit where none is given. `tensors`
-    counts those read or those written, whichever are more. Raises PlanError naming the tensor that
-    cannot fit and the smallest --memory that is enough.
+    counts those read or those written, whichever are more; `client` is what each process takes to
+    read from a store. Raises PlanError naming the tensor that cannot fit and the smallest --memory
+    that is enough.
 
     Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
     workers are never slower than many starved ones.
     """
     plan = tensors * PLAN_BYTES_PER_TENSOR
+    process = PROCESS_BYTES + client
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
-    need = plan + PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    need = plan + process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
     given = None if memory is None else exact_size(memory)
     if memory is None:
-        each = PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
-        full = plan + PROCESS_BYTES + wanted * (each + LOOP_BYTES)
+        each = process + comfortable + WINDOWS * WINDOW_BYTES
+        full = plan + process + wanted * (each + LOOP_BYTES)
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
@@ -91,15 +95,13 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
             + (f"(given: {given})" if given else f"(half of what is free: {format_size(memory)})")
         )
     for count in range(wanted, 0, -1):
-        processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)
+        processes = process * (count + 1 if count > 1 else 1)
         each = (memory - plan - processes) // count
         if each >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
-            compiled = (
-                loops_wanted(_computed(units) // count) and total + count * LOOP_BYTES <= memory
-            )
+            compiled = loops_wanted(_computed(units)) and total + count * LOOP_BYTES <= memory
             if compiled:
                 total += count * LOOP_BYTES
             return Share(count, arena, window, total, compiled)
@@ -133,8 +135,8 @@ def share_on_cluster(
 
 
 def _computed(units: Sequence[Unit]) -> int:
-    """Bytes of outputs that are not all copies."""
-    return sum(unit.write for unit in units if any(map(_computes, unit.steps)))
+    """Bytes that are read or written of units that are not all copies, whichever are more."""
+    return sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
 
 
 def _computes(step: Step) -> bool:

@@ -32,8 +32,7 @@ from qconvert.run.local import whole_run
 from qconvert.run.memory import BYTES_PER_JOB
 from qconvert.run.nodes import NodeWorker, Probe, Returned, look
 from qconvert.run.target import Target
-from qconvert.run.worker import Batch, Done, Setup
-from qconvert.run.worker import Progress as Made
+from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
 
 # How long nodes may take to say what they see: those that are there at the start, and those that join.
@@ -62,7 +61,7 @@ class RayEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
-    def run(self, work: Work) -> Generator[Made | Done]:
+    def run(self, work: Work) -> Generator[Told]:
         batches = list(work.batches)
         if not batches:
             return

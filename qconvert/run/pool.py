@@ -14,9 +14,21 @@ from qconvert.plan.units import Unit
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
-from qconvert.run.sink import Sink, Underway
+from qconvert.run.metered import Meters
+from qconvert.run.sink import Underway
 from qconvert.run.unit_runner import Place
-from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
+from qconvert.run.worker import (
+    Batch,
+    BatchDone,
+    Done,
+    Failed,
+    Measured,
+    Progress,
+    Setup,
+    Told,
+    sink_for,
+    unit_runner,
+)
 
 # Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
 # so many, for a batch of very small ones would be large itself and leave the others idle.
@@ -27,14 +39,24 @@ _BATCHES_AHEAD = 2
 Numbered = tuple[int, Unit]
 
 
-def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Progress | Done]:
+def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Told]:
     """Run units in this process, one after another."""
+    if not setup.metered:
+        return _run_here(setup, batches, files, None)
+    work = Meters()
+    return work.counting(_run_here(setup, batches, files, work))
+
+
+def _run_here(
+    setup: Setup, batches: Iterable[Batch], files: Files, work: Meters | None
+) -> Generator[Told]:
     made: list[int] = []
-    sink = Sink(files, setup.paths, setup.window)
-    runner = unit_runner(setup, sink, made.append)
+    sink = sink_for(setup, files, work)
+    runner = unit_runner(setup, sink, made.append, work)
     underway: Underway[Done] = Underway(sink)
     try:
         for batch in batches:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 yield Progress(sum(made))
@@ -43,6 +65,8 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
             sink.seal()
             yield from underway.settled()
         yield from underway.flush()
+        if work is not None:
+            yield Measured(work.word())
     finally:
         runner.close()
         sink.close()
@@ -127,7 +151,7 @@ def failure(message: Failed) -> QConvertError:
 
 def run_workers(
     setup: Setup, jobs: int, all_batches: Iterable[Batch], locks: Sequence[int]
-) -> Generator[Progress | Done]:
+) -> Generator[Told]:
     """Run units in `jobs` processes, which inherit the descriptors of the output folders' locks.
     Raises what a worker raised, or RunError if one died."""
     workers: list[_Worker] = []
@@ -164,7 +188,7 @@ def run_workers(
         server.close()
 
 
-def run_local(work: Work) -> Generator[Progress | Done]:
+def run_local(work: Work) -> Generator[Told]:
     """Units in this process or in workers, as the plan shares out the memory."""
     jobs = work.targets[0].ready.share.jobs
     if jobs == 1:

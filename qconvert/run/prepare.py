@@ -9,12 +9,15 @@ from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
 from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
+from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
 from qconvert.run.memory import Share, share_on_cluster, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
@@ -69,6 +72,7 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     return prepare_together([plan], options)[0]
 
 
+@phase("prepare")
 def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
@@ -80,8 +84,7 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     tensors = max(len(plans[0].checkpoint), len(merged))
     # A backend takes memory of its own, after the workers have given theirs back.
     workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
-    share_of = share_out if options.engine == "local" else share_on_cluster
-    share = share_of(workers, tensors, options.memory, options.jobs)
+    share = _share(plans[0], workers, tensors, options)
     ready = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
@@ -91,6 +94,20 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
         layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
         ready.append(Prepared(plan, options, plan.fingerprint(), cut, layout, share))
     return ready
+
+
+def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
+    """What each worker gets. Those that read a store have its client, too."""
+    far = next((shard for shard in first.checkpoint.shards if shard.remote is not None), None)
+    if options.engine == "local":
+        client = FETCH_BYTES if far is not None else 0
+        return share_out(workers, tensors, options.memory, options.jobs, client)
+    if far is not None and far.remote is not None:
+        raise PlanError(
+            f"{far.remote.url}: the nodes of a cluster read files that all of them see, and the source "
+            "lies in a store: omit --engine ray, or fetch the source first"
+        )
+    return share_on_cluster(workers, tensors, options.memory, options.jobs)
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
@@ -108,6 +125,7 @@ def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
         Link(shard.path, shard.size, tuple(sorted(tensors, key=lambda entry: entry[2])))
         for number, tensors in by_shard.items()
         if (shard := plan.checkpoint.shards[number]).size <= largest
+        and shard.remote is None
         and (shard.inode in linked or can_link(shard.path, folder))
     ]
 

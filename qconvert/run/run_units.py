@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.errors import QConvertError
+from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
@@ -15,12 +16,13 @@ from qconvert.run.engine import Engine, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
+from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.verify import check_same_sources
+from qconvert.run.worker import Measured, Setup
 from qconvert.run.worker import Progress as Made
-from qconvert.run.worker import Setup
 from qconvert.run.workspace import CALIBRATION
 
 
@@ -37,6 +39,7 @@ class _Writing:
     commit: Callable[[], None]
 
 
+@phase("fill")
 def run_units(
     targets: Sequence[Target],
     progress: Progress,
@@ -69,6 +72,7 @@ def run_units(
         committer.add(number, result)
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
+    note_run(targets, left)
     solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
         by_engine = [item for item in left if item[0] not in solved]
@@ -96,7 +100,8 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     ready = targets[0].ready
     share = ready.share
     shards = ready.plan.checkpoint.shards
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled)
+    metered = recording() is not None
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
     return setup, places
 
 
@@ -107,14 +112,17 @@ def _by_engine(
     batches = cut_batches(todo, writing.places, size)
     stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
     # Closed whatever happens here: workers must not outlive the run they belong to.
-    with closing(stream):
+    with closing(stream), working():
         for message in stream:
             if isinstance(message, Made):
                 writing.told.wrote(message.nbytes)
+            elif isinstance(message, Measured):
+                heard(message.word)
             else:
                 writing.finished(message.number, message.result)
 
 
+@phase("calibrate")
 def _by_backend(
     first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:

@@ -49,8 +49,7 @@ from qconvert.run.verify import (
     shard_fault,
     wrong_units,
 )
-from qconvert.run.worker import Done
-from qconvert.run.worker import Progress as Made
+from qconvert.run.worker import Told
 from qconvert.run.workspace import JOURNAL, Workspace
 
 _SHOWN_SHARDS = 5
@@ -132,7 +131,7 @@ class ShardEngine:
             for each in leases:
                 each.end(how)
 
-    def run(self, work: Work) -> Generator[Made | Done]:
+    def run(self, work: Work) -> Generator[Told]:
         return run_local(work)
 
 

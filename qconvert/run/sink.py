@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Window:
+class Window:
     """Bytes [start, stop) of `memory` belong at byte `base` + start of a file on. `base` is a
     multiple of BLOCK, as is the memory's address."""
 
@@ -59,12 +59,12 @@ class Sink:
         self._window = window
         self._files = files
         self._paths = paths
-        self._now: _Window | None = None
+        self._now: Window | None = None
         pages = fresh_pages(WINDOWS * window)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(WINDOWS):
             self._free.put(pages[number * window : (number + 1) * window])
-        self._full: SimpleQueue[_Window | None] = SimpleQueue()
+        self._full: SimpleQueue[Window | None] = SimpleQueue()
         self._cached = Handles(lambda n: files.open(paths[n]), files.close, _OPEN_FILES)
         self._direct = Handles(lambda n: files.open_direct(paths[n]), files.close, _OPEN_FILES)
         self._go_direct = True
@@ -98,7 +98,7 @@ class Sink:
         if now is None:
             start = 0 if rest else at % BLOCK
             base = at - at % BLOCK
-            self._now = now = _Window(self._free.get(), file, base, start, start + len(rest))
+            self._now = now = Window(self._empty(), file, base, start, start + len(rest))
             self._check()
             now.memory[: len(rest)] = rest
         begin = now.stop
@@ -133,11 +133,14 @@ class Sink:
         self._cached.close()
         self._direct.close()
 
+    def _empty(self) -> memoryview:
+        return self._free.get()
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _submit(self, window: _Window) -> None:
+    def _submit(self, window: Window) -> None:
         if not self._files.beside:
             self._write(window)
             return
@@ -162,8 +165,11 @@ class Sink:
                     self._moved.notify()
             self._free.put(window.memory)
 
-    def _write(self, window: _Window) -> None:
+    def _put(self, window: Window) -> None:
         self.put(window.file, window.memory, window.base, window.start, window.stop)
+
+    def _write(self, window: Window) -> None:
+        self._put(window)
         count = window.stop - window.start
         self._free.put(window.memory)
         with self._moved:
