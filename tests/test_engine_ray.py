@@ -180,9 +180,12 @@ def _as_a_command(bench: Bench) -> None:
     out = bench.folder / "command"
     size = ("--max-shard-size", str(faults.SHARD_BYTES))
     more = ("--engine", "ray", "--address", bench.cluster.address, "--jobs", "2", "--json")
-    done = run_cli("dequant", bench.source, out, *size, *more)
+    done = run_cli("dequant", bench.source, out, *size, *more, "--profile")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["published"] is True
+    told = json.loads(done.out)
+    assert told["published"] is True
+    read = [row["bytes"] for row in told["profile"]["workers"]["steps"] if row["step"] == "read"]
+    assert read == [told["profile"]["runs"][0]["bytes_to_read"]]
     here = bench.folder / "command-here"
     assert run_cli("dequant", bench.source, here, *size, "--jobs", "1").code == 0
     assert differing(tree(out), tree(here)) == []
