@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,7 +28,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, QConvertError, RunError, UsageError
 from qconvert.core.graph import Output
 from qconvert.plan.units import Unit
-from qconvert.run import blocks, executor
+from qconvert.run import blocks, executor, on_ray
 from qconvert.run.blocks import BlockSink, own_blocks, parts_of
 from qconvert.run.crew import Node
 from qconvert.run.division import BLOCK_BYTES, Shard
@@ -350,6 +351,15 @@ def test_the_smallest_memory_is_named(source: Path, monkeypatch: pytest.MonkeyPa
     assert share.total + share.worker <= least
     with pytest.raises(PlanError):
         prepare(plan, Options(engine="ray", memory=least - (1 << 20)))
+
+
+def test_nobody_listens_at_the_address() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ConnectionRefusedError):
+            on_ray._knock(address)
+    on_ray._knock("auto")
 
 
 # --- what a node looks for ------------------------------------------------------------------------

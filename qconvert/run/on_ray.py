@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert import __version__
-from qconvert.core.errors import RunError
+from qconvert.core.errors import OutputError, RunError
 from qconvert.core.shown import count, message
 from qconvert.core.sizes import format_size
 from qconvert.run.backend import Backend
@@ -37,6 +38,7 @@ from qconvert.run.workspace import Workspace
 
 # How long nodes may take to say what they see: those that are there at the start, and those that join.
 _FIRST_SECONDS, _LATER_SECONDS = 60.0, 5.0
+_KNOCK_SECONDS = 10.0
 _WHY = 300  # characters of what Ray says of a loss
 # The thread of Ray's that prints what becomes of nodes.
 _PRINTER = "ray_listen_error_messages"
@@ -114,8 +116,8 @@ def _probe(work: Work) -> Iterator[Probe]:
         yield Probe(__version__, [(path, wanted) for path in made], work.setup.shards)
     finally:
         for path in made:
-            with suppress(FileNotFoundError):
-                path.unlink()
+            with suppress(OutputError):  # that goes with the work folder
+                files.remove(path)
 
 
 class _RayCrew:
@@ -262,9 +264,10 @@ def connected(address: str | None) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _without_notices() as quiet:
         try:
+            _knock(address)
             with _handler_kept():
                 ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"no Ray cluster can be reached at {address}: {_short(error)}; start one with `ray "
                 "start --head`, or name its head with --address HOST:PORT"
@@ -275,6 +278,13 @@ def connected(address: str | None) -> Iterator[Any]:
             quiet.here = threading.get_ident()  # what was not printed yet is now
             with _handler_kept():
                 ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens at HOST:PORT: Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
 
 
 @contextmanager
