@@ -647,7 +647,8 @@ MUTANTS = (
     ),
     Mutant(
         "loops: every code the last", "asymmetric", "ops.compiled.loops.ints",
-        "ints_round_any", "first, last, codes[group])", "last, last, codes[group])",
+        "ints_round_any", "_codes_bf16(weight[group], step, middle, first,",
+        "_codes_bf16(weight[group], step, middle, last,",
     ),
     Mutant(
         "loops: GPTQ's scales halved", "gptq", "ops.compiled.loops.ints", "ints_round_any",

@@ -54,8 +54,7 @@ def _ends(row: Any) -> tuple[np.float32, np.float32, bool]:
         key = np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & np.int16(0x7FFF)))
         most = key if key > most else most
         least = key if key < least else least
-    finite = most < _INFINITE and least > np.int16(-_INFINITE - 1)
-    return _value(most), _value(least), finite
+    return _value(most), _value(least), bool(most < _INFINITE and least > ~_INFINITE)
 
 
 @inner
@@ -66,7 +65,7 @@ def _value(key: np.int16) -> np.float32:
 
 @inner
 def _as_f16(value: np.float32) -> np.float32:
-    """A number above 0 to the nearest of fp16, ties to even; below 2^-14 those are multiples of 2^-24."""
+    """A number above 0 to the nearest of fp16, ties to even: multiples of 2^-24 below 2^-14."""
     bits = np.float32(value).view(np.int32)
     even = np.int32(np.int32(bits >> np.int32(13)) & np.int32(1))
     bits = np.int32(np.int32(np.int32(bits + np.int32(0xFFF)) + even) & np.int32(-0x2000))
