@@ -33,7 +33,7 @@ _BAD: dict[str, list[str]] = {
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
     "validate": _CHOICES, "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
-    "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
+    "parts": _PATHS, "merge": _PATHS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
