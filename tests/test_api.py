@@ -87,7 +87,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 # --- The same as the command line ----------------------------------------------------------------

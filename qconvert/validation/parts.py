@@ -34,6 +34,7 @@ _FORMAT = 1
 # Levels that read weights, and so have something to divide.
 DIVIDED: Mapping[str, Level] = {"sample": "sample", "full": "full"}
 _SHOWN = 8
+_MOST = 1 << 60  # of tasks, and of bytes
 _KINDS: Mapping[str, type[Result]] = {"finding": Finding, "measure": Measure, "read": OnlyRead}
 # What parts of one validation have in common, and what is said where they do not.
 _SAME = {
@@ -227,8 +228,8 @@ class _Fields:
         return [self.a(str, each, what) for each in self.a(list, value, what)]
 
     def count(self, value: Any, what: str) -> int:
-        if self.a(int, value, what) < 0:
-            raise self.wrong(f"{what} is below 0")
+        if not 0 <= self.a(int, value, what) <= _MOST:
+            raise self.wrong(f"{what}: expected 0 to {_MOST}")
         return int(value)
 
     def pair(self, value: Any, what: str) -> tuple[int, int]:
@@ -400,10 +401,13 @@ def merged(places: Sequence[Path]) -> Report:
             if validator >= len(ran):
                 raise _Fields(path).wrong("results: expected the number of a validator")
             ran[validator].keep(item, report)
-    done = sum(part.tasks for _, part in parts.values())
-    if done != lead.of_tasks:
+    tasks = sum(part.tasks for _, part in parts.values())
+    nbytes = sum(part.nbytes for _, part in parts.values())
+    expected = sum(run.elsewhere for run in ran)
+    if not (tasks == lead.of_tasks == expected and nbytes == lead.of_bytes):
         raise CheckpointError(
-            f"{first}: the parts have {done} of {count(lead.of_tasks, 'task')}; run all shards again"
+            f"{first}: the parts have {tasks} of {count(expected, 'task')} and {nbytes} of "
+            f"{lead.of_bytes} bytes; run all shards again"
         )
     level = DIVIDED[lead.identity["level"]]
     whole = Begun(report, ran, Request(level), None).conclude()
