@@ -35,6 +35,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
+from qconvert.checkpoint.store import is_url, store_of, work_folder
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -57,9 +58,12 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.cluster import EngineName, check_engine
+from qconvert.run.delivery import Delivery, check_urls_apart
 from qconvert.run.division import Shard, parse_shard
-from qconvert.run.events import Events
+from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
+from qconvert.run.files import Files
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.profile import Profile, Profiling, profiled
@@ -168,6 +172,14 @@ class PlanOptions(TypedDict, total=False):
     and publishes nothing; `finish` publishes what all shards did, and refuses a folder where units
     miss. The same call with neither does all that is left. `command` is the command line that a
     shard's journal names, for `qconvert finish`.
+
+    `engine` ray runs the units on the nodes of the Ray cluster whose head is at `address` (`HOST:PORT`;
+    `local`: one of this machine alone; None: RAY_ADDRESS, or the cluster that this machine belongs to).
+    All nodes must see source and `out` under the same paths. `memory` is then what each machine gives,
+    `jobs` the workers of all nodes. A program that is connected to a cluster already stays so.
+
+    An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
+    `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
     """
 
     memory: int | str | None
@@ -181,16 +193,31 @@ class PlanOptions(TypedDict, total=False):
     shard: str | None
     finish: bool
     command: tuple[str, ...]
+    engine: EngineName
+    address: str | None
+    work_dir: str | Path | None
 
 
 @dataclass(frozen=True)
 class PlannedFolder:
     """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds the
-    warnings of the header rules. `out` is None if no folder was named."""
+    warnings of the header rules. `out` is None if no folder was named; with a `url`, it is where the
+    folder is made before it is sent there."""
 
     out: Path | None
     ready: Prepared
     verdict: Verdict
+    url: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Where the result will be, None if that was not said."""
+        return self.url or (None if self.out is None else str(self.out))
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """How a result gets to its store, None for one that stays here."""
+        return None if self.url is None else Delivery(store_of(self.url), self.ready)
 
     @property
     def tensors(self) -> int:
@@ -317,7 +344,8 @@ class Result:
     as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
     been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
-    `profile` is there if it was asked for.
+    `profile` is there if it was asked for. `url` is where in a store the result is; `folder`, where it
+    was made, is gone then.
     """
 
     folder: Path
@@ -333,6 +361,12 @@ class Result:
     dry_run: bool = False
     published: bool = True
     profile: Profile | None = field(default=None, compare=False)
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Where the result is."""
+        return self.url or str(self.folder)
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
@@ -364,12 +398,10 @@ def plan(
     validation; memory is too small), UsageError for an invalid size.
     """
     steps, checkpoint = _recipe(recipe), _source(source, options)
-    folder = None if out is None else Path(out)
-    if folder is not None and options.get("for_run"):
-        check_apart(folder, checkpoint)
+    folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
     running, card = _running(steps, options), options.get("base_model")
-    return Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
+    return _sent(Planned(checkpoint, _judged([made], [folder], checkpoint, running, card)), url)
 
 
 def plan_after(
@@ -403,7 +435,7 @@ def plan_pair(
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
     the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
     checkpoint = _source(source, options)
-    outs = (Path(cpu_out), Path(gpu_out))
+    outs = (_here(cpu_out, options), _here(gpu_out, options))
     if options.get("for_run"):
         for out in outs:
             check_apart(out, checkpoint)
@@ -431,9 +463,7 @@ def plan_graft(
     Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings
     do not fit."""
     checkpoint = _grafted(source, draft, options)
-    folder = None if out is None else Path(out)
-    if folder is not None and options.get("for_run"):
-        check_apart(folder, checkpoint)
+    folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
     running, card = _running(Recipe("graft", ()), options), options.get("base_model")
     planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
@@ -449,7 +479,7 @@ def plan_graft(
             f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
             "draft from one release"
         )
-    return planned
+    return _sent(planned, url)
 
 
 def plan_stages(
@@ -471,7 +501,7 @@ def plan_stages(
     stage unchanged is hard-linked to the source's, where possible.
     """
     steps, checkpoint = _recipe(recipe), _source(source, options)
-    folder = Path(out)
+    folder = _here(out, options)
     if options.get("for_run"):
         check_apart(folder, checkpoint)
     running = replace(_running(steps, options), link_near=folder if link else None)
@@ -551,7 +581,7 @@ def run(
     return Result(
         look.out, folder.fingerprint, folder.tensors, folder.ready.layout.nbytes, (),
         folder.warnings, (), look.state == "finished" and not look.damaged, look.done,
-        dict.fromkeys(look.damaged, "damaged"), dry_run=True,
+        dict.fromkeys(look.damaged, "damaged"), dry_run=True, url=look.url,
     )  # fmt: skip
 
 
@@ -867,6 +897,43 @@ def _grafted(
     return grafted(_source(source, options), _source(draft, options))
 
 
+def _placed(
+    out: str | Path | None, source: Checkpoint, options: PlanOptions
+) -> tuple[Path | None, str | None]:
+    """The folder that a result is made in, and the URL that it is sent to. Raises OutputError for one on
+    top of the source, UsageError for what cannot be done in a store."""
+    if out is None or not is_url(out):
+        folder = None if out is None else _here(out, options)
+        if folder is not None and options.get("for_run"):
+            check_apart(folder, source)
+        return folder, None
+    url = store_of(str(out)).url
+    if options.get("shard") is not None or options.get("finish"):
+        raise UsageError(f"--shard: expected a folder that all machines share, found {url}")
+    check_urls_apart(url, source)
+    folder = work_folder(url, options.get("work_dir"))
+    if options.get("for_run"):
+        check_apart(folder, source)
+    return folder, url
+
+
+def _here(out: str | Path, options: PlanOptions) -> Path:
+    """A folder of this machine. Raises UsageError for a URL."""
+    if is_url(out):
+        raise UsageError(f"{out}: several folders are made at once; name folders of this machine")
+    if options.get("work_dir") is not None:
+        raise UsageError(
+            f"--work-dir is for an OUT in a store, and {out} is a folder of this machine"
+        )
+    return Path(out)
+
+
+def _sent(planned: Planned, url: str | None) -> Planned:
+    """A plan of one folder, whose result is sent to a store."""
+    (folder,) = planned.folders
+    return replace(planned, folders=(replace(folder, url=url),))
+
+
 def _size(given: int | str | None) -> int | None:
     return None if given is None else parse_size(given)
 
@@ -881,7 +948,14 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
+        engine=_engine(options), address=options.get("address"),
     )  # fmt: skip
+
+
+def _engine(options: PlanOptions) -> EngineName:
+    engine = options.get("engine", "local")
+    check_engine(engine, options.get("address"), options.get("shard"))
+    return engine
 
 
 def _shard(options: PlanOptions) -> Shard | None:
@@ -921,19 +995,49 @@ def _foreseen(planned: Planned) -> list[Outlook]:
         return []
     parts = _named(planned)
     backend = backend_for([ready.plan for ready, _ in parts])
-    return foreseen(parts, backend=backend)
+    looks = foreseen(parts, backend=backend)
+    return [
+        _foreseen_there(folder, look) for folder, look in zip(planned.folders, looks, strict=True)
+    ]
+
+
+def _foreseen_there(folder: PlannedFolder, look: Outlook) -> Outlook:
+    """What a run finds of a result that goes to a store."""
+    if folder.delivery is None:
+        return look
+    look = replace(look, url=folder.url)
+    try:
+        found = folder.delivery.look()
+    except QConvertError as error:
+        return replace(look, state=None, refusals=(*look.refusals, str(error)))
+    return replace(look, state="finished", done=look.units) if found == "finished" else look
 
 
 def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     parts = _named(planned)
     backend = backend_for([ready.plan for ready, _ in parts])
-    receipts = run_together(parts, events=events, backend=backend)
-    return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
+    first = planned.folders[0]
+    if first.delivery is None:
+        receipts = run_together(parts, events=events, backend=backend)
+        return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
+    (_, folder), delivery = parts[0], first.delivery
+    if delivery.look() == "finished":
+        delivery.clear(folder, Files())
+        there = RunResult(
+            folder, first.fingerprint, tuple(delivery.names), first.ready.layout.nbytes,
+            already_done=True,
+        )  # fmt: skip
+        return [_result(first, there)]
+    (done,) = run_together(parts, events=events, backend=backend)
+    delivery.send(folder, events or Silent())
+    delivery.clear(folder, Files())
+    # What was made before and only sent now is no result that was there already.
+    return [_result(first, replace(done, already_done=False))]
 
 
 def _result(planned: PlannedFolder, done: RunResult) -> Result:
     return Result(
         done.out, done.fingerprint, planned.tensors, done.nbytes, done.files,
         planned.warnings, done.remarks, done.already_done, done.resumed_units,
-        done.repaired, published=done.published,
+        done.repaired, published=done.published, url=planned.url,
     )  # fmt: skip

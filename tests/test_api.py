@@ -143,6 +143,7 @@ def test_the_defaults_are_the_command_lines(source: Path) -> None:
     plain: Any = dict.fromkeys(RunOptions.__annotations__)
     for flag in ("sha256", "verify", "dry_run", "follow_links"):
         plain[flag] = False
+    plain["engine"] = "local"
     given = plan_options(plain)
     assert set(given) == set(api.PlanOptions.__annotations__)
     asked, plainly = api.plan("copy", source, **given), api.plan("copy", source)

@@ -322,6 +322,7 @@ _READERS = {
     "core/links.py": "the reader of files of a foreign folder",
     "checkpoint/checkpoint.py": "gives descriptors of both",
     "checkpoint/safetensors.py": "descriptors",
+    "checkpoint/mirror.py": "writes headers into our own cache",
     "cli/demo_checkpoint.py": "writes the demo's sample",
     "recipe/recipe.py": "recipes of our package",
     "layouts/derived/find.py": "data of our package, our own cache, tables of transformers",

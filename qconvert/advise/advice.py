@@ -58,7 +58,7 @@ def advise(
     """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another
     runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said;
     PlanError where experts cannot be found."""
-    source = str(checkpoint.root)
+    source = checkpoint.name
     if consumer.name == "ktransformers":
         return _hybrid(checkpoint, machine, source, numa, hotness)
     if consumer.name not in SIMULATED:

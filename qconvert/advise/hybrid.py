@@ -78,7 +78,7 @@ def hybrids(checkpoint: Checkpoint, machine: Machine, numa: int) -> list[Hybrid]
     dims, index = checkpoint.role_index.dims, checkpoint.role_index
     if not dims.num_experts:
         raise PlanError(
-            f"{checkpoint.root}: has no routed experts, and KTransformers keeps nothing else on the CPU"
+            f"{checkpoint.name}: has no routed experts, and KTransformers keeps nothing else on the CPU"
         )
     routed = sum(s.type.nbytes for name, s in checkpoint.items() if index.kind(name).routed)
     layers = dims.groups.get("moe", ())

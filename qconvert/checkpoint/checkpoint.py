@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from qconvert.checkpoint.family import Family, RoleIndex, role_index
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
+from qconvert.checkpoint.store import Remote, Store, Stored, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
@@ -53,6 +55,7 @@ DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_c
 
 # Of each shard, for Checkpoint.sample_digest: 10 MB in all for the 163 shards of DeepSeek-V3.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_SAMPLERS = 16
 
 # The shortest entry of a tensor in a header: `"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`.
 _LEAST_ENTRY = 50
@@ -64,7 +67,8 @@ _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 class Shard:
     """One safetensors file, with the size and times it had when its header was read: a source that
     changes during a run is refused by them. `real` is its resolved path, which is what gets opened; it
-    is never a link."""
+    is never a link. The bytes of one with a `remote` lie in a store: its file is a header and a hole,
+    and its times are 0, since the object's mark tells what they would."""
 
     path: Path
     size: int
@@ -72,10 +76,30 @@ class Shard:
     ctime_ns: int = 0
     inode: int = 0
     real: Path | None = None
+    remote: Remote | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return str(self.path) if self.remote is None else self.remote.url
+
+    @property
+    def stat(self) -> list[int | str]:
+        """What tells it from the file that it was."""
+        return [self.size, self.mtime_ns if self.remote is None else self.remote.object.mark]
+
+    @property
+    def seen(self) -> list[int | str]:
+        """What tells that it was written to, even where `stat` is as it was."""
+        if self.remote is not None:
+            return [self.remote.object.time, 0]
+        return [self.ctime_ns, self.inode]
 
     def open(self) -> int:
         """A descriptor to read it with. Raises CheckpointError if it is gone or is no longer a regular
-        file."""
+        file, or if its bytes are not on this machine."""
+        if self.remote is not None:
+            raise CheckpointError(f"{self.name}: is not a file of this machine; copy the folder")
         try:
             return open_regular(self.real or self.path, follow=self.real is None)
         except FileNotFoundError as error:
@@ -158,6 +182,7 @@ class Checkpoint(Mapping[str, Source]):
         sources: dict[str, Source] = {}
         metadata: dict[str, str] = {}
         digest = sha256()
+        mirrored = mirrored_at(root)
         for number, file in enumerate(files):
             name = file.relative_to(root).as_posix()
             # A file that the user named may be a link, as a folder may.
@@ -166,7 +191,10 @@ class Checkpoint(Mapping[str, Source]):
             before = _stat(file)
             header = read_header(file, real)
             digest.update(header.raw)
-            shards.append(_shard(file, header.file_size, before, real))
+            if mirrored is None:
+                shards.append(_shard(file, header.file_size, before, real))
+            else:
+                shards.append(Shard(file, header.file_size, 0, 0, 0, real, mirrored.remote(name)))
             metadata.update(header.metadata)
             for entry in header.entries:
                 if entry.name in sources:
@@ -190,6 +218,11 @@ class Checkpoint(Mapping[str, Source]):
             index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
             stated(),
         )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """What the user calls it: its folder, or its URL."""
+        return named(str(self.root))
 
     def real(self, name: str) -> Path:
         """The path of the file of that name below the folder; it need not exist. Raises
@@ -351,12 +384,13 @@ class Checkpoint(Mapping[str, Source]):
     @cached_property
     def _sampled(self) -> tuple[str, dict[str, str]]:
         digest = xxhash.xxh3_128()
-        for shard in self.shards:
-            step = max(_SAMPLE_BYTES, shard.size // _SAMPLES)
-            with _naming(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
-                for start in range(0, shard.size, step):
-                    stream.seek(start)
-                    digest.update(stream.read(_SAMPLE_BYTES))
+        with ThreadPoolExecutor(_SAMPLERS) as pool:
+            far = [shard for shard in self.shards if shard.remote is not None]
+            # All are asked for at once: one after another, the samples of 163 shards would take minutes.
+            ahead = pool.map(_blocks, far)
+            for shard in self.shards:
+                for block in next(ahead) if shard.remote is not None else _blocks(shard):
+                    digest.update(block)
         sides: dict[str, str] = {}
         for name in self.side_files:
             side = xxhash.xxh3_128()
@@ -372,18 +406,22 @@ class Checkpoint(Mapping[str, Source]):
         """The bytes of a one-element tensor: the only tensor data that planning may read, to tell
         whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
         assert source.type.numel == 1
-        path = self.shards[source.shard].path
-        try:
-            with os.fdopen(self.shards[source.shard].open(), "rb") as stream:
-                stream.seek(source.offset)
-                return stream.read(source.type.nbytes)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        shard = self.shards[source.shard]
+        if shard.remote is not None:
+            return shard.remote.read(source.offset, source.offset + source.type.nbytes)
+        with _naming(shard.path), os.fdopen(shard.open(), "rb") as stream:
+            stream.seek(source.offset)
+            return stream.read(source.type.nbytes)
 
     def look_again(self) -> tuple[Shard, ...]:
         """The shards as they are now. Raises CheckpointError if one cannot be read."""
+        stores = {shard.remote.store for shard in self.shards if shard.remote is not None}
+        now = {(store, each.name): each for store in stores for each in store.listed()}
         return tuple(
-            _shard(shard.path, None, _stat(shard.path), shard.real) for shard in self.shards
+            _shard(shard.path, None, _stat(shard.path), shard.real)
+            if shard.remote is None
+            else _far(shard, shard.remote, now)
+            for shard in self.shards
         )
 
     def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
@@ -391,10 +429,10 @@ class Checkpoint(Mapping[str, Source]):
         `since` (an earlier `look_again`), its change time or inode: those show a change after which
         the modification time was set back."""
         for before, now in zip(since or self.shards, self.look_again(), strict=True):
-            same = (now.size, now.mtime_ns) == (before.size, before.mtime_ns)
+            same = now.stat == before.stat
             if not same or (since is not None and now != before):
                 raise CheckpointError(
-                    f"{now.path} changed while it was being converted; leave the source alone "
+                    f"{now.name} changed while it was being converted; leave the source alone "
                     "and start again (qconvert clean OUT first)"
                 )
 
@@ -408,6 +446,25 @@ def file_size(file: Path) -> int:
 def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
     size = status.st_size if size is None else size
     return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
+
+
+def _far(shard: Shard, remote: Remote, now: Mapping[tuple[Store, str], Stored]) -> Shard:
+    """A shard in a store as it is now."""
+    found = now.get((remote.store, remote.object.name))
+    if found is None:
+        raise CheckpointError(f"{shard.name}: is gone since its header was read")
+    return replace(shard, size=found.size, remote=replace(remote, object=found))
+
+
+def _blocks(shard: Shard) -> list[bytes]:
+    """Evenly spaced blocks of a shard."""
+    step = max(_SAMPLE_BYTES, shard.size // _SAMPLES)
+    starts = range(0, shard.size, step)
+    if shard.remote is not None:
+        ends = [min(shard.size, start + _SAMPLE_BYTES) for start in starts]
+        return [shard.remote.read(*ends) for ends in zip(starts, ends, strict=True)]
+    with _naming(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
+        return [os.pread(stream.fileno(), _SAMPLE_BYTES, start) for start in starts]
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
+from qconvert.checkpoint.mirror import mirror
 from qconvert.checkpoint.receipt import parse_receipt
+from qconvert.checkpoint.store import is_url, named, store_of
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
 from qconvert.core.links import resolved
@@ -121,11 +123,21 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 
 @phase("open")
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """Any source: what Checkpoint.open takes, or a folder of pipeline stages as the one checkpoint
-    they were. Raises CheckpointError."""
+    """Any source: what Checkpoint.open takes, a folder in a store by its URL, or a folder of pipeline
+    stages as the one checkpoint they were. Raises CheckpointError."""
+    if is_url(where):
+        try:
+            return open_source(local(where), follow_links=follow_links)
+        except CheckpointError as error:
+            raise CheckpointError(named(str(error))) from error
     if str(where) and stage_folders(Path(where)):
         return open_stages(Path(where), follow_links=follow_links)
     return Checkpoint.open(where, follow_links=follow_links)
+
+
+def local(where: str | Path) -> Path:
+    """A folder, or the one on this machine that stands for a store. Raises as the store does."""
+    return mirror(store_of(str(where))).folder if is_url(where) else Path(where)
 
 
 def stage_folders(folder: Path) -> list[Path]:

@@ -75,7 +75,9 @@ def carry_out(
         # A folder of experts for CPUs is read together with that of its GPU side.
         pairs = (results[1].folder,) if len(results) > 1 else ()
         for result, pair in itertools.zip_longest(results, pairs):
-            reports.append(checked(result.folder, source, options, pair=pair, draft=draft))
+            reports.append(
+                checked(result.url or result.folder, source, options, pair=pair, draft=draft)
+            )
     if as_json:
         found = [
             {**_summary(result, seconds), **({"validation": as_object(report)} if report else {})}
@@ -87,7 +89,7 @@ def carry_out(
 
 
 def checked(
-    folder: Path,
+    folder: Path | str,
     source: str | Checkpoint,
     options: RunOptions,
     *,
@@ -100,11 +102,11 @@ def checked(
     from qconvert.validation.reports import render
 
     assert options["validate"] is not None
-    against = source if isinstance(source, str) else source.root
+    against = source if isinstance(source, str) else source.name
     with Bar() as bar:
         report = api.validate(
             folder, against, level=options["validate"], pair=pair, draft=draft,
-            jobs=options["jobs"], memory=options["memory"],
+            jobs=options["jobs"] if options["engine"] == "local" else None, memory=options["memory"],
             follow_links=options["follow_links"], events=bar,
         )  # fmt: skip
     if not options["as_json"]:
@@ -135,7 +137,7 @@ def end_with(reports: Sequence[Report]) -> None:
 
 def _summary(result: Result, seconds: float) -> dict[str, Any]:
     return {
-        "out": str(result.folder), "fingerprint": result.fingerprint,
+        "out": result.name, "fingerprint": result.fingerprint,
         "files": list(result.files), "bytes": result.nbytes, "seconds": seconds,
         "remarks": list(result.remarks), "already_done": result.already_done,
         "resumed_units": result.resumed_units, "repaired": dict(result.repaired),
@@ -148,19 +150,19 @@ def _ending(result: Result, seconds: float, shard: Shard | None) -> str:
     from qconvert.core.sizes import format_size
 
     if result.already_done:
-        return f"{result.folder} already holds this very result; nothing to do"
+        return f"{result.name} already holds this very result; nothing to do"
     if result.repaired:
         shown = ", ".join(f"{name} ({why})" for name, why in list(result.repaired.items())[:3])
         more = f" and {len(result.repaired) - 3} more" if len(result.repaired) > 3 else ""
-        return message(f"repaired {result.folder}: {shown}{more}")
+        return message(f"repaired {result.name}: {shown}{more}")
     units = count(result.resumed_units, "unit")
     resumed = f", {units} from before" if result.resumed_units else ""
     if not result.published:
         return (
-            f"shard {shard} of {result.folder} is done: {format_size(result.nbytes)} in {seconds:.1f} s"
+            f"shard {shard} of {result.name} is done: {format_size(result.nbytes)} in {seconds:.1f} s"
             f"{resumed}; `qconvert status` shows the others, `qconvert finish` publishes"
         )
     return (
-        f"wrote {result.folder}: {format_size(result.nbytes)} in {seconds:.1f} s "
+        f"wrote {result.name}: {format_size(result.nbytes)} in {seconds:.1f} s "
         f"({format_size(result.nbytes / seconds)}/s){resumed}"
     )

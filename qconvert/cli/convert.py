@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
@@ -18,7 +19,9 @@ from qconvert.cli.options import (
     OPENING,
     OUT,
     SOURCE,
+    Address,
     Folder,
+    OutName,
     PassName,
     Size,
     base_model,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
+    from qconvert.run.cluster import EngineName
     from qconvert.validation.runner import Level
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,12 +54,28 @@ class RunOptions(TypedDict):
     verify: bool
     validate: Level | None
     shard: str | None
+    engine: EngineName
+    address: str | None
+    work_dir: Path | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
     base_model: str | None
     as_json: bool
     follow_links: bool
+
+
+def _engine_checked(function: F) -> F:
+    """Options of an engine that exclude one another are refused before a file is opened."""
+
+    @wraps(function)
+    def checked(*words: Any, **given: Any) -> Any:
+        from qconvert.run.cluster import check_engine
+
+        check_engine(given["engine"], given["address"], given["shard"])
+        return function(*words, **given)
+
+    return cast(F, checked)
 
 
 _PLANNING: Callable[[F], F] = stacked(
@@ -88,8 +108,32 @@ RUNNING: Callable[[F], F] = stacked(
         "exit code 3 on an error.",
     ),
     shard("qconvert finish OUT"),
+    click.option(
+        "--engine",
+        type=click.Choice(["local", "ray"]),
+        default="local",
+        show_default=True,
+        help="Where the work is done: by processes of this machine, or on the nodes of a Ray cluster. "
+        "All must see SRC and OUT under the same paths (a shared file system); --memory is what each "
+        "machine gives, --jobs the workers of all nodes. [ray: pip install 'qconvert[ray]']",
+    ),
+    click.option(
+        "--address",
+        type=Address(),
+        metavar="HOST:PORT",
+        help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
+        "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
+    ),
+    click.option(
+        "--work-dir",
+        type=Folder(),
+        metavar="DIR",
+        help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
+        "it. [default: ~/.cache/qconvert/outputs]",
+    ),
     PROFILE,
     DRY_RUN,
+    _engine_checked,
 )
 CONVERSION: Callable[[F], F] = stacked(
     RUNNING,
@@ -102,10 +146,10 @@ CONVERSION: Callable[[F], F] = stacked(
 @click.command()
 @click.argument("recipe")
 @SOURCE
-@click.argument("out", required=False, type=Folder())
+@click.argument("out", required=False, type=OutName())
 @_PLANNING
 @DATA
-def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
+def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -121,7 +165,8 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
-    options = cast(RunOptions, {**rest, **running, "print_recipe": False})
+    here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
+    options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -131,7 +176,7 @@ def plan(recipe: str, source: str, out: Path | None, **given: Any) -> None:
 @OUT
 @RUNNING
 @DATA
-def run(recipe: str, source: str, out: Path, **given: Any) -> None:
+def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     """Run RECIPE on SRC and write the folder OUT.
 
     After any interruption the same command continues where it stopped. Recipes of llm-compressor
@@ -166,7 +211,7 @@ def run(recipe: str, source: str, out: Path, **given: Any) -> None:
 @CONVERSION
 def dequant(
     source: str,
-    out: Path,
+    out: Path | str,
     drop_mtp: bool,
     allow_overflow: bool,
     dtype: Literal["bf16", "f16", "f32"],
@@ -203,7 +248,7 @@ def with_kv_scale(step: Pass, value: float | None) -> tuple[Pass, ...]:
 
 
 def convert(
-    recipe: Recipe, source: str | Checkpoint, out: Path | None, options: RunOptions
+    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: RunOptions
 ) -> Planned | None:
     """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
     a dump was requested."""
@@ -231,7 +276,7 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
 
     return (
         nullcontext()
-        if options["dry_run"] or options["jobs"] == 1
+        if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
         else started_early(source.nbytes)
     )
 
@@ -245,7 +290,8 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": without_profile(started.words),
+        "command": without_profile(started.words), "engine": options["engine"],
+        "address": options["address"], "work_dir": options["work_dir"],
     }  # fmt: skip
 
 
@@ -293,8 +339,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             report = plan_json(folder.ready, rates, folder.verdict)
             found.append({**report, **outlook_json(look)})
         else:
-            name = None if out is None else str(out)
-            lines = plan_lines(folder.ready, name, rates, folder.verdict)
+            lines = plan_lines(folder.ready, folder.name, rates, folder.verdict)
             say(*lines, *outlook_lines(look), err=not dry)
     for share in planned.shares:
         if options["as_json"]:

@@ -28,7 +28,7 @@ def mtp() -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def extract(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def extract(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Write a folder of the draft layers of SRC, with embeddings and head where they have none.
 
     sglang takes it as --speculative-draft-model-path, vLLM as the model of --speculative-config. Names
@@ -50,7 +50,7 @@ def extract(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def drop(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def drop(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Write SRC without its draft layers; config.json counts none.
 
     \b
@@ -70,7 +70,7 @@ def drop(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @click.argument("draft", metavar="DRAFT", type=SourceName())
 @OUT
 @RUNNING
-def graft(source: str, draft: str, out: Path, **given: Unpack[RunOptions]) -> None:
+def graft(source: str, draft: str, out: Path | str, **given: Unpack[RunOptions]) -> None:
     """Write SRC, which has no draft layers, with those of DRAFT: of the original model, or of a folder
     that `mtp extract` made.
 
@@ -98,7 +98,7 @@ def graft(source: str, draft: str, out: Path, **given: Unpack[RunOptions]) -> No
 @SOURCE
 @OUT
 @CONVERSION
-def text(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def text(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Write the text model of a multi-modal SRC under its own class: without towers, renamed, with a
     flat config.json.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from qconvert.cli.options import OUT, Folder
+from qconvert.cli.options import OUT_FOLDER, Folder
 from qconvert.core.say import say
 
 
@@ -59,7 +59,7 @@ def show_recipe(name: str) -> None:
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 def clean(out: Path) -> None:
     """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one
     that was being repaired is unfinished.

@@ -46,7 +46,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
                 entry["tensors"] += 1
                 entry["bytes"] += source.type.nbytes
     return {
-        "path": str(checkpoint.root),
+        "path": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
         "family": checkpoint.family.name,
         "layers": dims.num_layers,

@@ -8,20 +8,28 @@ from typing import Literal, Unpack
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
-from qconvert.cli.options import KV_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+from qconvert.cli.options import (
+    KV_SCALE,
+    LINEAR_TARGETS,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    TP,
+    from_options,
+)
 
 
 @click.command()
 @SOURCE
 @OUT
-@TARGETS
+@LINEAR_TARGETS
 @SHARED_EXPERTS
 @TP
 @KV_SCALE
 @CONVERSION
 def int8(
     source: str,
-    out: Path,
+    out: Path | str,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,

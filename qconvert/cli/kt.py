@@ -53,7 +53,7 @@ _MTP = click.option(
 @CONVERSION
 def amx(
     source: str,
-    out: Path,
+    out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
     rounding: str,
@@ -175,7 +175,7 @@ def _tell_how(
     from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
 
     name = RUNTIME_NAME[cpu_side.method]
-    gpu = str(checkpoint.root if gpu_out is None else gpu_out)
+    gpu = checkpoint.name if gpu_out is None else str(gpu_out)
     line = launch_line(name, cpu_side.numa, str(cpu_out), gpu)
     say("", "serve with:", *line.split("\n"), err=err)
     say(*RUNTIME.split("\n"), err=err)
@@ -183,7 +183,7 @@ def _tell_how(
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""
         say(
-            f"kt-kernel also reads {checkpoint.root} as it is, without conversion: --kt-method "
-            f"{known} --kt-weight-path {quote(str(checkpoint.root))}{second}",
+            f"kt-kernel also reads {checkpoint.name} as it is, without conversion: --kt-method "
+            f"{known} --kt-weight-path {quote(checkpoint.name)}{second}",
             err=err,
         )

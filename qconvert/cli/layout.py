@@ -33,7 +33,7 @@ from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
 @CONVERSION
 def fuse(
     source: str,
-    out: Path,
+    out: Path | str,
     consumer: str | None,
     groups: int | None,
     source_groups: int | None,
@@ -73,7 +73,7 @@ def fuse(
 @CONVERSION
 def unfuse(
     source: str,
-    out: Path,
+    out: Path | str,
     consumer: str | None,
     source_groups: int | None,
     **options: Unpack[RunOptions],
@@ -114,7 +114,7 @@ def experts() -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def stack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Stack one matrix per expert to [E, 2I, H] and [E, H, I].
 
     \b
@@ -131,7 +131,7 @@ def stack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def unstack(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def unstack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Split stacks [E, 2I, H] and [E, H, I] to one matrix per expert, without reading a whole stack.
 
     \b

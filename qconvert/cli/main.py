@@ -12,6 +12,7 @@ from types import FrameType
 import click
 
 from qconvert import __version__
+from qconvert.checkpoint.store import named
 from qconvert.cli.advise import advise
 from qconvert.cli.carry_out import Started
 from qconvert.cli.check import diff, inspect, validate
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         _say_usage(click.UsageError(str(error)))
         sys.exit(USAGE)
     except QConvertError as error:
-        say_error(str(error))
+        say_error(named(str(error)))
         sys.exit(FAILED)
     except ImportError as error:
         # numpy and others are imported where they are used: they are broken, or memory is too small.

@@ -23,7 +23,7 @@ from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_
 @CONVERSION
 def mx(
     source: str,
-    out: Path,
+    out: Path | str,
     bits: Literal["4", "8"],
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,

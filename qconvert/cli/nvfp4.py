@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @CONVERSION
 def nvfp4(
     source: str,
-    out: Path,
+    out: Path | str,
     dialect: Dialect,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,

@@ -20,6 +20,7 @@ FINDINGS = 3  # exit code of a command that checked and found an error
 F = TypeVar("F", bound=Callable[..., Any])
 
 _EMPTY = "the name is empty; name a folder (`.` is the current one)"
+_NULL = "a path cannot hold a null character"
 _DATASET = re.compile(r"hf-dataset(:[^:]+){1,3}")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]+")
@@ -70,17 +71,23 @@ class ModelId(_Text):
 
 
 class SourceName(_Text):
-    """A folder, a file, or a repo on the Hub. An empty name (an unset shell variable) is refused."""
+    """A folder, here or in an object store, a file, or a repo on the Hub. An empty name (an unset shell
+    variable) is refused."""
 
     name = "source"
 
     def check(self, text: str) -> None:
         from qconvert.checkpoint.hub_cache import parse_repo
+        from qconvert.checkpoint.store import is_url, store_of
 
         if not text:
             raise ValueError(_EMPTY)
+        if "\0" in text:
+            raise ValueError(_NULL)
         if text.startswith("hf://"):  # the client's import is slow, and all else may be a path
             parse_repo(text)
+        elif is_url(text):
+            store_of(text)
 
 
 class Partition(_Text):
@@ -172,6 +179,17 @@ class ShardName(_Text):
         parse_shard(text, os.environ)
 
 
+class Address(_Text):
+    """The head of a Ray cluster."""
+
+    name = "address"
+
+    def check(self, text: str) -> None:
+        from qconvert.run.cluster import check_address
+
+        check_address(text)
+
+
 class Folder(click.Path):
     """A folder's path. An empty one (an unset shell variable) would mean the current folder."""
 
@@ -182,8 +200,27 @@ class Folder(click.Path):
         if not value:
             self.fail(_EMPTY, param, ctx)
         if "\0" in str(value):
-            self.fail("a path cannot hold a null character", param, ctx)
+            self.fail(_NULL, param, ctx)
+        from qconvert.checkpoint.store import is_url
+
+        if is_url(value):
+            self.fail(f"{value} is a URL; name a folder of this machine", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class OutName(Folder):
+    """A folder's path, or the URL of one in a store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from qconvert.checkpoint.store import is_url, store_of
+        from qconvert.core.errors import UsageError
+
+        if not is_url(value):
+            return super().convert(value, param, ctx)
+        try:
+            return store_of(value).url
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 class File(Folder):
@@ -368,12 +405,20 @@ SOURCE_GROUPS = click.option(
     help="Groups in which the rows of the source's fused projections are ordered.",
 )  # fmt: skip
 # What a quantization takes: the same words and patterns for each format.
-TARGETS = click.option(
-    "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
-    metavar="NAME",
-    help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that runtimes "
-    "load so), a module's name, the end of a name, or re:PATTERN. Repeatable. [default: experts]",
-)  # fmt: skip
+
+
+def targets(default: str) -> Callable[[F], F]:
+    """What a conversion quantizes, and what it does where nothing is said."""
+    return click.option(
+        "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
+        metavar="NAME",
+        help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that "
+        "runtimes load so), a module's name, the end of a name, or re:PATTERN. Repeatable. "
+        f"[default: {default}]",
+    )  # fmt: skip
+
+
+TARGETS, LINEAR_TARGETS = targets("experts"), targets("Linear")
 IGNORE = click.option(
     "--ignore", multiple=True, type=Pattern(), metavar="NAME",
     help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
@@ -408,4 +453,6 @@ TP = click.option(
     help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())
-OUT = click.argument("out", type=Folder())
+OUT = click.argument("out", type=OutName())
+# What is found again under its name, by others or later, is a folder of this machine.
+OUT_FOLDER = click.argument("out", type=Folder())

@@ -46,7 +46,7 @@ def plan_lines(
     lines = [
         checkpoint.model_line,
         (
-            f"source  {checkpoint.root}: {count(len(checkpoint.shards), 'file')}, "
+            f"source  {checkpoint.name}: {count(len(checkpoint.shards), 'file')}, "
             f"{count(len(checkpoint), 'tensor')}, "
             f"{format_size(plan.bytes_in)}"
         ),
@@ -92,12 +92,21 @@ def plan_lines(
             f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
         ),
         (
-            f"needs   {format_size(ready.share.total)} memory with "
-            f"{count(ready.share.jobs, 'job')}, "
+            f"needs   {_memory(ready)}, "
             f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
     return lines
+
+
+def _memory(ready: Prepared) -> str:
+    share = ready.share
+    if ready.options.engine == "local":
+        return f"{format_size(share.total)} memory with {count(share.jobs, 'job')}"
+    workers = f"each of {share.jobs} workers" if share.jobs else "each worker"
+    return (
+        f"{format_size(share.total)} memory here, {format_size(share.worker)} for {workers} on Ray"
+    )
 
 
 def unknown_names(checkpoint: Checkpoint) -> list[str]:
@@ -111,11 +120,11 @@ def outlook_lines(look: Outlook | None) -> list[str]:
         return []
     if look.damaged:
         files = count(len(look.damaged), "damaged file")
-        return [f"exists  {look.out} holds this result with {files}; a run repairs it"]
+        return [f"exists  {look.name} holds this result with {files}; a run repairs it"]
     if look.state == "finished":
-        return [f"exists  {look.out} already holds this very result; nothing to do"]
+        return [f"exists  {look.name} already holds this very result; nothing to do"]
     return [
-        f"exists  {look.out} has {look.done} of {count(look.units, 'unit')}; a run continues there"
+        f"exists  {look.name} has {look.done} of {count(look.units, 'unit')}; a run continues there"
     ]
 
 
@@ -125,7 +134,7 @@ def outlook_json(look: Outlook | None) -> dict[str, Any]:
     if look is None:
         return {"out": None, "refusals": []}
     out = {
-        "folder": str(look.out),
+        "folder": look.name,
         "state": look.state,
         "units": look.units,
         "done": look.done,
@@ -312,7 +321,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "layers": dims.num_layers,
         "experts": dims.num_experts,
         "mtp_layers": dims.mtp_layers,
-        "source": str(checkpoint.root),
+        "source": checkpoint.name,
         "fingerprint": ready.fingerprint,
         "passes": [
             {
@@ -336,6 +345,8 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "loads": list(verdict.loads),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
+        "engine": ready.options.engine,
+        "worker_memory": ready.share.worker,
         "disk": ready.layout.nbytes + side_bytes(plan),
         "rates": {"read": rates.read, "write": rates.write},
         "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],

@@ -25,7 +25,7 @@ def prepare() -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def trtllm_gen(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Experimental: NVFP4 experts in the layout of TensorRT-LLM's MoE kernels.
 
     sglang runs these in its flashinfer_trtllm backend. The same bytes in another order, for every
@@ -48,7 +48,7 @@ def trtllm_gen(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
 @SOURCE
 @OUT
 @CONVERSION
-def unprepare(source: str, out: Path, **options: Unpack[RunOptions]) -> None:
+def unprepare(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Experimental: restore, byte for byte, the tensors that `qconvert prepare` read.
 
     \b

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @CONVERSION
 def relabel(
     source: str,
-    out: Path,
+    out: Path | str,
     form: Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"],
     dialect: Dialect | None,
     input_scale: float | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import JSON, OUT
+from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
 
@@ -23,7 +23,7 @@ _REFUSED = ("--family", "--follow-links", "--profile")
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 @PROFILE
 @JSON
 @click.pass_context
@@ -97,7 +97,7 @@ def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
 
 
 @click.command()
-@OUT
+@OUT_FOLDER
 @JSON
 def status(out: Path, as_json: bool) -> None:
     """Show who did what in OUT, a folder that shards fill: host, process, units and bytes, and the

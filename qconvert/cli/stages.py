@@ -12,7 +12,7 @@ from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import carry_out, checked, end_with
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
-from qconvert.cli.options import OUT, SOURCE, Folder, Partition
+from qconvert.cli.options import OUT, OUT_FOLDER, SOURCE, Partition, SourceName
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 
 @click.command()
 @SOURCE
-@OUT
+@OUT_FOLDER
 @click.option(
     "--pp",
     required=True,
@@ -177,20 +177,20 @@ def split(
 
 
 @click.command()
-@click.argument("stages", type=Folder())
+@click.argument("stages", type=SourceName())
 @OUT
 @RUNNING
-def join(stages: Path, out: Path, **options: Unpack[RunOptions]) -> None:
+def join(stages: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     """Join the stages that `split` made.
 
     \b
     Example:
       qconvert join stages DeepSeek-V3-again
     """
-    from qconvert.checkpoint.open import open_stages
+    from qconvert.checkpoint.open import local, open_stages
     from qconvert.recipe.recipe import Recipe
 
     options["print_recipe"] = False  # stages are not a recipe
     recipe = Recipe("join", (), options["max_shard_size"])
-    opened = open_stages(stages, follow_links=options["follow_links"])
+    opened = open_stages(local(stages), follow_links=options["follow_links"])
     convert(recipe, opened, out, options)

@@ -65,7 +65,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
 @CONVERSION
 def w4a16(
     source: str,
-    out: Path,
+    out: Path | str,
     rtn: bool,
     bits: Literal["4", "8"],
     group: int | None,

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import DENIED_NAMES, DENIED_SUFFIXES
 from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo
+from qconvert.checkpoint.mirror import mirror
 from qconvert.checkpoint.safetensors import MAX_HEADER
+from qconvert.checkpoint.store import is_url, named, store_of
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import open_inside
 from qconvert.core.shown import count
@@ -71,13 +73,21 @@ class _OutOfReach(CheckpointError):
 
 @contextmanager
 def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
-    """Where to open what a user named. A repo's headers are fetched at its current commit, whatever
+    """Where to open what a user named. What lies in a store is opened through its mirror, which knows
+    where the weights are. A repo's headers are fetched at its current commit, whatever
     of it is in the client's cache taken from there; where `weights` are wanted too, offline, and
     where the Hub is out of reach, it is the snapshot in the cache.
 
     Raises CheckpointError for a repo that is not there (its text names the repo, also where it comes
     from within the context), RunError where the Hub fails for too long.
     """
+    if is_url(where):
+        found = mirror(store_of(where))
+        try:
+            yield Place(found.folder, where.rstrip("/"), found.nbytes, found.requests)
+        except CheckpointError as error:
+            raise CheckpointError(named(str(error))) from error
+        return
     repo = None if not where or Path(where).exists() else parse_repo(where)
     if repo is None:
         yield Place(where, where)
@@ -199,8 +209,11 @@ def _header(read: Callable[[int, int], bytes], size: int) -> bytes:
 
 
 def about_repo(report: Report, place: Place) -> Report:
-    """A report on a folder of headers, as one on the repo they are of."""
-    said = place.named
+    """A report on a folder of headers, as one on the repo or the store they are of."""
+
+    def said(text: str) -> str:
+        return named(place.named(text))
+
     report.about = {key: said(value) for key, value in report.about.items()}
     report.findings = [
         replace(f, where=said(f.where), message=said(f.message)) for f in report.findings

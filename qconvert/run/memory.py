@@ -25,6 +25,8 @@ DEFAULT_BYTES = 1 << 30
 PLAN_BYTES_PER_TENSOR = 4096
 # A process beyond arena and windows: interpreter and numpy (17 MB), pickled units, records.
 PROCESS_BYTES = 24 << 20
+# The same where Ray is imported, with its threads and buffers; on this machine or a node.
+RAY_PROCESS_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
 # Below this much output a process's start costs more than it saves.
@@ -34,13 +36,16 @@ BYTES_PER_JOB = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Share:
     """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
-    and the windows its results wait in for the disk. `compiled`: they compute in compiled loops."""
+    and the windows its results wait in for the disk. `compiled`: they compute in compiled loops.
+    On a cluster `jobs` is 0 where as many are taken as there is room for, `total` is this process's, and
+    `worker` what each worker takes."""
 
     jobs: int
     arena: int
     window: int
     total: int
     compiled: bool = False
+    worker: int = 0
 
 
 def free_bytes() -> int:
@@ -57,25 +62,29 @@ def free_bytes() -> int:
     return min(available, int(limit) - used) if limit.isdecimal() else available
 
 
-def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None) -> Share:
+def share_out(
+    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None, client: int = 0
+) -> Share:
     """Workers and arena for a budget in bytes, or for what is fit where none is given. `tensors`
-    counts those read or those written, whichever are more. Raises PlanError naming the tensor that
-    cannot fit and the smallest --memory that is enough.
+    counts those read or those written, whichever are more; `client` is what each process takes to
+    read from a store. Raises PlanError naming the tensor that cannot fit and the smallest --memory
+    that is enough.
 
     Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
     workers are never slower than many starved ones.
     """
     plan = tensors * PLAN_BYTES_PER_TENSOR
+    process = PROCESS_BYTES + client
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
-    need = plan + PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    need = plan + process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
     given = None if memory is None else exact_size(memory)
     if memory is None:
-        each = PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
-        full = plan + PROCESS_BYTES + wanted * (each + LOOP_BYTES)
+        each = process + comfortable + WINDOWS * WINDOW_BYTES
+        full = plan + process + wanted * (each + LOOP_BYTES)
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
@@ -85,18 +94,48 @@ def share_out(units: Sequence[Unit], tensors: int, memory: int | None, jobs: int
             + (f"(given: {given})" if given else f"(half of what is free: {format_size(memory)})")
         )
     for count in range(wanted, 0, -1):
-        processes = PROCESS_BYTES * (count + 1 if count > 1 else 1)
+        processes = process * (count + 1 if count > 1 else 1)
         each = (memory - plan - processes) // count
         if each >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
-            computed = sum(unit.write for unit in units if any(map(_computes, unit.steps)))
-            compiled = loops_wanted(computed // count) and total + count * LOOP_BYTES <= memory
+            compiled = loops_wanted(_computed(units)) and total + count * LOOP_BYTES <= memory
             if compiled:
                 total += count * LOOP_BYTES
             return Share(count, arena, window, total, compiled)
     raise AssertionError("one worker always fits: checked above")
+
+
+def share_on_cluster(
+    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None
+) -> Share:
+    """What a worker on a node of a cluster gets, and this process takes. `memory` is what every machine
+    gives, in bytes: how many workers fit there is known when the run begins. Raises PlanError naming
+    the tensor for which not even one does."""
+    leader = tensors * PLAN_BYTES_PER_TENSOR + RAY_PROCESS_BYTES
+    worst = max(units, key=lambda unit: unit.peak)
+    least = RAY_PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    if memory is not None and leader + least > memory:
+        raise PlanError(
+            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, a worker with "
+            f"Ray {_mib(least)} and the machine that leads {_mib(leader)}; give --memory "
+            f"{_mib(leader + least)} or more, which each machine gives (given: {exact_size(memory)})"
+        )
+    comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
+    full = RAY_PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
+    worker = full if memory is None else min(full, memory - leader)
+    arena = min(worker - RAY_PROCESS_BYTES - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+    window = min((worker - RAY_PROCESS_BYTES - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
+    compiled = loops_wanted(_computed(units) // (jobs or 1))
+    if compiled and (memory is None or leader + worker + LOOP_BYTES <= memory):
+        return Share(jobs or 0, arena, window, leader, True, worker + LOOP_BYTES)
+    return Share(jobs or 0, arena, window, leader, False, worker)
+
+
+def _computed(units: Sequence[Unit]) -> int:
+    """Bytes that are read or written of units that are not all copies, whichever are more."""
+    return sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
 
 
 def _computes(step: Step) -> bool:

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.plan.units import Unit
+from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.metered import Meters
@@ -24,6 +25,7 @@ from qconvert.run.worker import (
     Measured,
     Progress,
     Setup,
+    Told,
     sink_for,
     unit_runner,
 )
@@ -35,9 +37,6 @@ BATCH_UNITS = 512
 _BATCHES_AHEAD = 2
 
 Numbered = tuple[int, Unit]
-
-
-Told = Progress | Done | Measured
 
 
 def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Told]:
@@ -57,6 +56,7 @@ def _run_here(
     underway: Underway[Done] = Underway(sink)
     try:
         for batch in batches:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 yield Progress(sum(made))
@@ -101,7 +101,7 @@ class _Worker:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
-                    return _error(message)
+                    return failure(message)
         try:
             return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
         except RunError as error:  # of the server: it went, and its workers with it
@@ -137,8 +137,14 @@ class Backlog:
             del self._files[file]
         return batch
 
+    def again(self, batch: Batch) -> None:
+        """Take back a batch whose worker was lost: it is the next of its file."""
+        self._files.setdefault(batch.file, deque()).appendleft(batch)
+        self._given.setdefault(batch.file, 0)
 
-def _error(message: Failed) -> QConvertError:
+
+def failure(message: Failed) -> QConvertError:
+    """The error that a worker told of."""
     error: QConvertError = getattr(errors, message.kind)(message.message)
     return error
 
@@ -167,7 +173,7 @@ def run_workers(
                 except (EOFError, ConnectionResetError):
                     raise worker.died() from None
                 if isinstance(message, Failed):
-                    raise _error(message)
+                    raise failure(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
                     if (batch := backlog.next(worker.file)) is not None:
@@ -180,6 +186,15 @@ def run_workers(
         server.finish()
     finally:
         server.close()
+
+
+def run_local(work: Work) -> Generator[Told]:
+    """Units in this process or in workers, as the plan shares out the memory."""
+    jobs = work.targets[0].ready.share.jobs
+    if jobs == 1:
+        return run_here(work.setup, work.batches, work.files)
+    locks = [target.space.lock_fd for target in work.targets if not target.space.finished]
+    return run_workers(work.setup, jobs, work.batches, locks)
 
 
 def _ahead() -> list[str]:

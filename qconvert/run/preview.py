@@ -28,7 +28,7 @@ State = Literal["new", "unfinished", "finished"]
 class Outlook:
     """What a run would meet in the folder `out`, and why it would refuse to begin; `done` of `units`
     units are finished there; `damaged` are files of a finished result that a run would make again. A
-    state of None: the refusals left nothing to be said of it."""
+    state of None: the refusals left nothing to be said of it. `url`: where in a store it is sent."""
 
     out: Path
     state: State | None
@@ -36,6 +36,12 @@ class Outlook:
     units: int
     refusals: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Where the result is, or will be."""
+        return self.url or str(self.out)
 
 
 class Onlooker(Workspace):

@@ -18,8 +18,10 @@ _LEAST = 1 << 20  # less tells nothing
 
 def read_rate(checkpoint: Checkpoint) -> float | None:
     """Bytes a second reading up to 64 MiB of the largest shard, None where that is too little to
-    tell. What the page cache holds already reads faster than the disk will."""
+    tell, or lies in a store. What the page cache holds already reads faster than the disk will."""
     largest = max(checkpoint.shards, key=lambda shard: shard.size)
+    if largest.remote is not None:
+        return None  # what a plan reads of it would be paid for twice
     buffer = memoryview(bytearray(_CHUNK))
     begin = time.perf_counter()
     done = 0

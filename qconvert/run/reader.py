@@ -1,13 +1,15 @@
-"""Source bytes, read at known offsets, from files that must not change meanwhile."""
+"""Source bytes, read at known offsets, from files and objects that must not change meanwhile."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
+from qconvert.plan.units import Unit
+from qconvert.run.fetch import Fetching, ranges_of
 from qconvert.run.handles import Handles
 
 _OPEN_FILES = 64
@@ -19,6 +21,15 @@ class Reader:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._open = Handles(self._open_shard, os.close, _OPEN_FILES)
+        self._fetching = Fetching(shards)
+        self._far = any(shard.remote is not None for shard in shards)
+
+    def expect(self, units: Iterable[Unit]) -> None:
+        """These units are run next: what they read of a store is asked for now."""
+        if self._far:
+            shards = self._shards
+            ranges = (r for r in ranges_of(units) if shards[r[0]].remote is not None)
+            self._fetching.expect(ranges)
 
     def _open_shard(self, number: int) -> int:
         shard = self._shards[number]
@@ -37,8 +48,12 @@ class Reader:
 
     def read(self, source: Source, start: int, into: memoryview) -> None:
         """Fill `into` with the source's bytes from `start` on. Raises RunError on a short read."""
-        fd = self._open[source.shard]
         at = source.offset + start
+        if self._shards[source.shard].remote is not None:
+            end = source.offset + source.type.nbytes
+            self._fetching.read(source.shard, at, into, end)
+            return
+        fd = self._open[source.shard]
         while into.nbytes:
             try:
                 done = os.preadv(fd, [into], at)
@@ -53,4 +68,5 @@ class Reader:
             into, at = into[done:], at + done
 
     def close(self) -> None:
+        self._fetching.close()
         self._open.close()

@@ -1,4 +1,4 @@
-"""The units that the journal does not know are run: by workers, or by a backend."""
+"""The units that the journal does not know are run: by an engine, or by a backend."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
+from qconvert.run.engine import Engine, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
-from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
+from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
 from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
@@ -45,8 +46,9 @@ def run_units(
     told: Events,
     files: Files,
     backend: Backend | None,
+    engine: Engine,
 ) -> None:
-    """Run the units that are left, those of workers first, and add their records to `progress`."""
+    """Run the units that are left, the engine's first, and add their records to `progress`."""
     ready, journal = targets[0].ready, targets[0].journal
     assert journal is not None, "the first folder is published last"
     mine = [
@@ -73,7 +75,8 @@ def run_units(
     note_run(targets, left)
     solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
-        _by_workers(targets, [item for item in left if item[0] not in solved], writing)
+        by_engine = [item for item in left if item[0] not in solved]
+        _by_engine(engine, targets, by_engine, writing)
         if solved:
             assert backend is not None, "checked before anything was claimed"
             progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
@@ -102,17 +105,12 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     return setup, places
 
 
-def _by_workers(targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing) -> None:
-    """Run units in this process or in workers, which inherit the folders' locks."""
-    ready = targets[0].ready
-    size = min(BATCH_BYTES, ready.options.commit_bytes)
+def _by_engine(
+    engine: Engine, targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing
+) -> None:
+    size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
-    locks = [target.space.lock_fd for target in targets if not target.space.finished]
-    stream = (
-        run_here(writing.setup, batches, writing.files)
-        if ready.share.jobs == 1
-        else run_workers(writing.setup, ready.share.jobs, batches, locks)
-    )
+    stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
     # Closed whatever happens here: workers must not outlive the run they belong to.
     with closing(stream), working():
         for message in stream:

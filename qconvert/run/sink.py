@@ -166,13 +166,7 @@ class Sink:
             self._free.put(window.memory)
 
     def _put(self, window: Window) -> None:
-        low = min(-(-window.start // BLOCK) * BLOCK, window.stop)
-        high = max(window.stop - window.stop % BLOCK, low)
-        high = low + self._write_directly(window, low, high)
-        for start, stop in ((window.start, low), (high, window.stop)):
-            if start < stop:
-                path, data = self._paths[window.file], window.memory[start:stop]
-                self._files.write(self._cached[window.file], path, data, window.base + start)
+        self.put(window.file, window.memory, window.base, window.start, window.stop)
 
     def _write(self, window: Window) -> None:
         self._put(window)
@@ -182,13 +176,23 @@ class Sink:
             self._written += count
             self._moved.notify()
 
-    def _write_directly(self, window: Window, low: int, high: int) -> int:
+    def put(self, file: int, memory: memoryview, base: int, first: int, last: int) -> None:
+        """Write bytes [first, last) of a window's memory, which belong at `base` + first of a file."""
+        low = min(-(-first // BLOCK) * BLOCK, last)
+        high = max(last - last % BLOCK, low)
+        high = low + self._write_directly(file, memory, base, low, high)
+        for start, stop in ((first, low), (high, last)):
+            if start < stop:
+                path, data = self._paths[file], memory[start:stop]
+                self._files.write(self._cached[file], path, data, base + start)
+
+    def _write_directly(self, file: int, memory: memoryview, base: int, low: int, high: int) -> int:
         """How many of these bytes got written past the page cache: none where that is not to be
         had, which is then not asked for again."""
         if low == high or not self._go_direct:
             return 0
-        path, data = self._paths[window.file], window.memory[low:high]
-        done = self._files.write_direct(self._direct[window.file], path, data, window.base + low)
+        path, data = self._paths[file], memory[low:high]
+        done = self._files.write_direct(self._direct[file], path, data, base + low)
         self._go_direct = done > 0
         return done
 

@@ -51,7 +51,7 @@ def identity_of(ready: Prepared) -> dict[str, Any]:
         "max_shard_size": ready.options.max_shard_size,
         "sha256": ready.options.sha256,
         "linked": [file.name for file in ready.layout.files if file.link is not None],
-        "stat": [[shard.size, shard.mtime_ns] for shard in checkpoint.shards],
+        "stat": [shard.stat for shard in checkpoint.shards],
         "seen": seen(checkpoint.shards),
     }
 

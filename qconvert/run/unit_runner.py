@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -126,6 +126,10 @@ class UnitRunner:
         self._names = names
         self._arena = arena
         self._progress = progress
+
+    def expect(self, units: Iterable[Unit]) -> None:
+        """These are run next, in this order."""
+        self._reader.expect(units)
 
     def run(self, unit: Unit, places: Mapping[str, Place]) -> UnitResult:
         """Make the unit's outputs and leave them with the sink, which writes them in its own time.

@@ -200,9 +200,9 @@ class Hashing:
 # --- the source ----------------------------------------------------------------------------------
 
 
-def seen(shards: Sequence[Shard]) -> list[list[int]]:
+def seen(shards: Sequence[Shard]) -> list[list[int | str]]:
     """What tells a file that was written to from one whose modification time alone is as it was."""
-    return [[shard.ctime_ns, shard.inode] for shard in shards]
+    return [shard.seen for shard in shards]
 
 
 def touched(now: Sequence[Shard], then: Any) -> set[int]:
@@ -256,7 +256,7 @@ def check_same_sources(before: Records, after: Records, checkpoint: Checkpoint) 
 
 def _changed(checkpoint: Checkpoint, name: str) -> CheckpointError:
     source = checkpoint.get(name)
-    where = checkpoint.root if source is None else checkpoint.shards[source.shard].path
+    where = checkpoint.name if source is None else checkpoint.shards[source.shard].name
     return CheckpointError(
         f"{where}: tensor {name!r}: its bytes changed since finished work was made from it, with size "
         "and time of the file unchanged. Put the source back, or drop that work (qconvert clean OUT) "

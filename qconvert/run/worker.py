@@ -93,7 +93,8 @@ class Failed:
     message: str
 
 
-Message = Progress | Done | Measured | BatchDone | Failed
+Told = Progress | Done | Measured
+Message = Told | BatchDone | Failed
 
 
 class ProgressMeter:
@@ -135,6 +136,7 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     underway: Underway[Message] = Underway(sink)
     try:
         while (batch := _next(inbox, work)) is not None:
+            runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 _send(connection, underway.settled(), work)
@@ -212,11 +214,15 @@ def main(descriptor: int) -> None:
     except (MemoryError, OSError, RuntimeError) as error:
         # An arena, a thread or a module that there is no room for.
         with suppress(OSError):
-            what = str(error) or "out of memory"
-            connection.send(
-                Failed(
-                    "RunError",
-                    f"worker process {os.getpid()}: {type(error).__name__}: {what} (its limits are in "
-                    "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
-                )
-            )
+            connection.send(broken(error))
+
+
+def broken(error: Exception, where: str = "") -> Failed:
+    """What a worker says of an arena, a thread or a module that there is no room for; `where` names its
+    machine."""
+    what = str(error) or "out of memory"
+    return Failed(
+        "RunError",
+        f"worker process {os.getpid()}{where}: {type(error).__name__}: {what} (its limits are in "
+        "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
+    )

@@ -239,6 +239,8 @@ def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats
     """What kt-kernel computes. Raises ClientError or NotChecked."""
     import numpy as np
 
+    if any(shard.remote is not None for shard in folder.checkpoint.shards):
+        raise NotChecked("kt-kernel reads files: copy the folder from its store")
     with tempfile.TemporaryDirectory(prefix="qconvert-kt-") as where:
         work_dir = Path(where)
         np.savez(

@@ -1,0 +1,168 @@
+"""A store's headers and small files as a folder in the user's cache, fetched by ranges.
+
+Shards become files of their true size with their real header and a hole where the weights are; small
+files are fetched whole; weights in other formats are holes. A store whose objects have changed has
+another mirror, so that nothing in one is ever out of date.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+
+from qconvert.checkpoint.checkpoint import DENIED_FOLDERS, DENIED_NAMES, DENIED_SUFFIXES
+from qconvert.checkpoint.safetensors import MAX_HEADER
+from qconvert.checkpoint.store import (
+    FILES,
+    MOST_OBJECTS,
+    OBJECTS,
+    Store,
+    Stored,
+    check_name,
+    objects_text,
+    place_of,
+)
+from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+
+# Most headers end within this, so most shards take one request.
+_FIRST_READ = 16 << 10
+_CHUNK = 8 << 20
+# Larger files that are no weights are refused, and so are many of them.
+_MOST_WHOLE = 128 << 20
+_MOST_TOGETHER = 1 << 30
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """The folder that stands for a store, and what was fetched for it: nothing, if it was there."""
+
+    folder: Path
+    nbytes: int
+    requests: int
+
+
+def mirror(store: Store) -> Mirror:
+    """The folder that stands for a store as it is now. Raises CheckpointError for a store that holds no
+    files, or a file that is too large to be fetched whole, and as the store does."""
+    objects = _listed(store)
+    state = sha256(objects_text(store.url, objects)).hexdigest()[:32]
+    place = place_of(store.url, state)
+    if (place / OBJECTS).is_file():
+        return Mirror(place / FILES, 0, 1)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(mkdtemp(prefix=".new-", dir=place.parent))
+    except OSError as error:
+        raise OutputError(
+            f"{place.parent}: cannot create the folder for headers: {error.strerror or error}; set "
+            "XDG_CACHE_HOME to one that can be written"
+        ) from error
+    try:
+        nbytes, requests = _fetch(store, objects, scratch / FILES)
+        if _listed(store) != objects:
+            raise CheckpointError(
+                f"{store.url}: changed while its headers were read; wait until whoever writes to it has "
+                "finished, and start again"
+            )
+        (scratch / OBJECTS).write_bytes(objects_text(store.url, objects))
+        scratch.chmod(0o755)
+        with suppress(OSError):  # another process was first
+            scratch.rename(place)
+    except OSError as error:
+        raise OutputError(f"{scratch}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Mirror(place / FILES, nbytes, requests + 2)
+
+
+def _listed(store: Store) -> list[Stored]:
+    """The objects that are the checkpoint's."""
+    found = []
+    for each in store.listed():
+        check_name(store.url, each.name)
+        *folders, name = each.name.split("/")
+        if name not in DENIED_NAMES and not DENIED_FOLDERS & {*folders, name}:
+            found.append(each)
+    if not found:
+        raise CheckpointError(
+            f"{store.url}: holds no files; check its name, and AWS_ENDPOINT_URL for a store that is not "
+            "Amazon's"
+        )
+    if len(found) > MOST_OBJECTS:
+        raise CheckpointError(
+            f"{store.url}: expected at most {MOST_OBJECTS} files, found {len(found)}; name the "
+            "checkpoint's own folder"
+        )
+    return found
+
+
+def _is_shard(name: str) -> bool:
+    return name.lower().endswith(".safetensors")
+
+
+def _is_whole(file: Stored) -> bool:
+    return not file.name.lower().endswith(DENIED_SUFFIXES)
+
+
+def _fetch(store: Store, objects: Sequence[Stored], folder: Path) -> tuple[int, int]:
+    """Write every object, whole, as a header, or as a hole. Returns bytes and requests."""
+    whole = [file for file in objects if _is_whole(file)]
+    for file in whole:
+        if file.size > _MOST_WHOLE:
+            raise CheckpointError(
+                f"{store.url}/{file.name}: expected at most {format_size(_MOST_WHOLE)} of a file that "
+                f"is no weights, found {format_size(file.size)}; remove it, or copy the folder"
+            )
+    if sum(file.size for file in whole) > _MOST_TOGETHER:
+        raise CheckpointError(
+            f"{store.url}: expected at most {format_size(_MOST_TOGETHER)} in "
+            f"{count(len(whole), 'file')} that are no weights; copy the folder"
+        )
+    for parent in sorted({(folder / file.name).parent for file in objects} | {folder}):
+        parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        counts = list(pool.map(lambda file: _write(store, file, folder / file.name), objects))
+    return sum(nbytes for nbytes, _ in counts), sum(requests for _, requests in counts)
+
+
+def _write(store: Store, file: Stored, target: Path) -> tuple[int, int]:
+    nbytes = requests = 0
+    with target.open("xb") as stream:
+        if _is_shard(file.name):
+            for data in _header(store, file):
+                stream.write(data)
+                nbytes, requests = nbytes + len(data), requests + 1
+        elif _is_whole(file):
+            for start in range(0, file.size, _CHUNK):
+                data = store.read(file.name, start, min(file.size, start + _CHUNK))
+                stream.write(data)
+                nbytes, requests = nbytes + len(data), requests + 1
+        stream.truncate(file.size)
+    os.utime(target, (0, 0))
+    return nbytes, requests
+
+
+def _header(store: Store, file: Stored) -> list[bytes]:
+    """A shard's header bytes: 8 of length, the JSON. Of a file that is none, what there is: whoever
+    reads it says so."""
+    start = store.read(file.name, 0, min(file.size, _FIRST_READ))
+    if len(start) < 8:
+        return [start]
+    (length,) = struct.unpack("<Q", start[:8])
+    stop = 8 + length
+    if length > MAX_HEADER or stop > file.size:
+        return [start]
+    if stop <= len(start):
+        return [start[:stop]]
+    return [start, store.read(file.name, len(start), stop)]

@@ -1,0 +1,211 @@
+"""Checkpoints that lie in an object store: what is asked of a store, and the folder that stands for one.
+
+A store gives two things: its objects with their sizes and marks, and ranges of their bytes. A mark is
+what changes when the bytes change: an ETag, a generation. Headers and small files are kept in a folder
+of the user's cache, the mirror (mirror.py), which opens as any checkpoint does; its shards have their
+true size and no weights, and know the object whose bytes are theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from qconvert.core.errors import CheckpointError, UsageError
+from qconvert.core.json_text import parse_object
+from qconvert.core.links import is_inside
+from qconvert.core.regular import PER_TENSOR, SMALL, read_regular
+
+# The mirror's list of objects. It lies beside the folder that stands for the store, not in it.
+OBJECTS = "objects.json"
+FILES = "files"
+_URL = re.compile(r"([a-z][a-z0-9+]*)://(.*)", re.DOTALL)
+_PART = re.compile(r"[\w.=+,@ -]{1,200}")
+_STATE = "@[0-9a-f]{32}"
+# The most objects of a folder: a checkpoint has some hundreds.
+MOST_OBJECTS = 20_000
+_MOST_LIST = SMALL + PER_TENSOR * MOST_OBJECTS
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object: its name below the store's folder, its size in bytes, its mark, and when it was
+    written, in the store's words."""
+
+    name: str
+    size: int
+    mark: str
+    time: str = ""
+
+
+class Store(Protocol):
+    """A folder in a store. It can be sent to another process, and read by any number of threads.
+    Its methods raise CheckpointError for what is not there or not allowed, and RunError where the
+    store fails for too long."""
+
+    @property
+    def url(self) -> str:
+        """What the user named it by."""
+
+    def listed(self) -> Sequence[Stored]:
+        """All objects below the folder, as they are now."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of an object."""
+
+
+class WritableStore(Store, Protocol):
+    """A store that takes objects. An object is there whole or not at all, and is named at the end."""
+
+    def look(self, name: str) -> Stored | None:
+        """An object as it is now, None where there is none."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object."""
+
+    def send(self, file: Path, name: str, part: int) -> None:
+        """Write a file as an object, one of two parts or more in parts of `part` bytes."""
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+
+    def abandon(self) -> None:
+        """Drop parts of objects below the folder that were sent and never put together: they are shown
+        nowhere, and paid for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Where a shard's bytes are: an object of a store, as it was when its header was read."""
+
+    store: Store
+    object: Stored
+
+    @property
+    def url(self) -> str:
+        return f"{self.store.url}/{self.object.name}"
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the object. Raises as the store does."""
+        return self.store.read(self.object.name, start, stop)
+
+
+def is_url(where: str | Path) -> bool:
+    """Whether a text names a folder in a store; repos on the Hub (`hf://`) do not."""
+    found = _URL.fullmatch(str(where)) if isinstance(where, str) else None
+    return found is not None and found[1] != "hf"
+
+
+def store_of(url: str) -> WritableStore:
+    """The store that a URL names. Raises UsageError for a URL that names none."""
+    from qconvert.checkpoint.fsspec_store import FsspecStore
+
+    found = _URL.fullmatch(url)
+    if found is None or found[1] in ("http", "https"):
+        raise UsageError(f"{url}: expected the URL of a folder, such as s3://BUCKET/FOLDER")
+    rest = found[2].rstrip("/")
+    if not all(_PART.fullmatch(part) and set(part) != {"."} for part in _parts(rest)):
+        raise UsageError(
+            f"{url}: expected letters, digits and ._=+,@- between slashes; choose another folder"
+        )
+    if rest.endswith(".safetensors"):
+        raise UsageError(f"{url}: names a file; name the folder that it lies in")
+    return FsspecStore(f"{found[1]}://{rest}")
+
+
+def _parts(rest: str) -> list[str]:
+    return rest.removeprefix("/").split("/")
+
+
+# --- the mirror's place ---------------------------------------------------------------------------
+
+
+def stores_root() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "qconvert" / "stores"
+
+
+def place_of(url: str, state: str) -> Path:
+    """Where the mirror of a store in one state lies."""
+    found = _URL.fullmatch(url)
+    assert found is not None
+    return stores_root().joinpath(found[1], *_parts(found[2]), f"@{state}")
+
+
+def work_folder(url: str, below: str | Path | None) -> Path:
+    """Where the folder is made that is sent to a store."""
+    found = _URL.fullmatch(url)
+    assert found is not None
+    root = stores_root().with_name("outputs") if below is None else Path(below)
+    return root.joinpath(found[1], *_parts(found[2]))
+
+
+def named(text: str) -> str:
+    """A text in which mirrors have the names of their stores."""
+    root = re.escape(f"{stores_root()}{os.sep}")
+    found = re.compile(rf"{root}([a-z0-9+]+)/((?:[^@\n]|@(?![0-9a-f]{{32}}/))*?)/{_STATE}/{FILES}")
+    return found.sub(_spelled, text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    slash = "/" if found[1] in ("file", "local", "memory") else ""
+    return f"{found[1]}://{slash}{found[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A store and its objects as a mirror knows them. `below` is the part of the store that a folder
+    stands for: empty, or ends in a slash."""
+
+    store: Store
+    objects: Mapping[str, Stored]
+    below: str
+
+    def remote(self, name: str) -> Remote | None:
+        """The object that a file of the folder stands for."""
+        found = self.objects.get(self.below + name)
+        return None if found is None else Remote(self.store, found)
+
+
+def mirrored_at(root: Path) -> Mirrored | None:
+    """The store that a folder stands for, as a whole or in part; None for any other folder. Only folders
+    in the user's own cache can be such: what a downloaded folder says of itself is not asked. Raises
+    CheckpointError where the mirror is broken."""
+    real, home = Path(os.path.realpath(root)), Path(os.path.realpath(stores_root()))
+    if home not in real.parents:
+        return None
+    for folder in (real, *real.parents):
+        if folder.name == FILES and re.fullmatch(_STATE, folder.parent.name):
+            break
+    else:
+        return None
+    file = folder.parent / OBJECTS
+    try:
+        table = parse_object(read_regular(file, _MOST_LIST), file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; remove {folder.parent}") from error
+    url, listed = table.get("url"), table.get("objects")
+    if not isinstance(url, str) or not isinstance(listed, list):
+        raise CheckpointError(f"{file}: is not a list of objects; remove {folder.parent}")
+    objects = [Stored(str(n), int(size), str(mark), str(time)) for n, size, mark, time in listed]
+    below = real.relative_to(folder).as_posix()
+    return Mirrored(
+        store_of(url), {each.name: each for each in objects}, "" if below == "." else f"{below}/"
+    )
+
+
+def objects_text(url: str, objects: Sequence[Stored]) -> bytes:
+    """What a mirror's list of objects holds."""
+    listed = [[each.name, each.size, each.mark, each.time] for each in objects]
+    return (json.dumps({"url": url, "objects": listed}) + "\n").encode()
+
+
+def check_name(url: str, name: str) -> None:
+    """Raise CheckpointError for an object whose name is no path below a folder."""
+    if not is_inside(name) or "\\" in name or "//" in name or "/./" in f"/{name}/":
+        raise CheckpointError(f"{url}: lists {name!r}, which is no file inside the folder")

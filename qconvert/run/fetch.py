@@ -1,0 +1,209 @@
+"""Bytes of objects in a store, asked for before they are needed, in a bounded piece of memory.
+
+A request takes tens of milliseconds before its first byte comes, and one stream is slower than the
+network: so several pieces are on their way at any time. A conversion says which ranges it will read
+(`expect`), and nothing else is fetched; ranges that touch are one. Without that (validators,
+calibrations) the rest of a tensor is fetched ahead of who reads it from front to back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.errors import RunError
+from qconvert.core.graph import Source
+from qconvert.plan.units import Copy, Unit
+
+PIECE_BYTES = 4 << 20
+# Requests at a time; so many pieces are held.
+AT_ONCE = 6
+# What a process takes for it: pieces, each one twice while it arrives, and the client's libraries
+# (s3fs 2026.9: 40 MB; 66 MB while it fetches).
+FETCH_BYTES = 2 * AT_ONCE * PIECE_BYTES + (44 << 20)
+_MOST_QUEUED = 64
+
+Range = tuple[int, int, int]  # number of the shard, first byte, end
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """A range that is fetched by one request; `left` bytes of it are still to be read."""
+
+    shard: int
+    start: int
+    stop: int
+    left: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Fetching:
+    """Reads objects for one reader, from one thread."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._known: dict[int, list[_Piece]] = {}
+        self._queue: deque[_Piece] = deque()
+        self._held: OrderedDict[_Piece, Future[bytes]] = OrderedDict()
+        self._bytes = 0
+        self._expecting = False
+        self._pool: ThreadPoolExecutor | None = None
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """These ranges are read next, about in this order, each byte as often as they hold it."""
+        self._forget()
+        self._expecting = True
+        for piece in pieces_of(ranges):
+            self._known.setdefault(piece.shard, []).append(piece)
+            self._queue.append(piece)
+        for known in self._known.values():
+            known.sort(key=lambda piece: piece.start)
+        self._go_ahead()
+
+    def read(self, shard: int, start: int, into: memoryview, end: int) -> None:
+        """Fill `into` with the object's bytes from `start` on; its tensor ends at byte `end`. Raises as
+        the store does, and RunError where the object ends before."""
+        while into.nbytes:
+            piece = self._piece_at(shard, start, start + into.nbytes, end)
+            data = self._data(piece)
+            if len(data) != piece.size:
+                url = self._shards[shard].name
+                raise RunError(f"{url}: expected {piece.size} bytes from byte {piece.start} on, found "
+                               f"{len(data)}")  # fmt: skip
+            count = min(into.nbytes, piece.stop - start)
+            into[:count] = memoryview(data)[start - piece.start :][:count]
+            piece.left -= count
+            into, start = into[count:], start + count
+            self._go_ahead()
+
+    def close(self) -> None:
+        self._forget()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self) -> None:
+        for future in self._held.values():
+            future.cancel()
+        self._known.clear()
+        self._queue.clear()
+        self._held.clear()
+        self._bytes = 0
+
+    def _piece_at(self, shard: int, start: int, stop: int, end: int) -> _Piece:
+        """The piece that holds byte `start`; a new one where that was not expected."""
+        known = self._known.setdefault(shard, [])
+        at = bisect_right(known, start, key=lambda piece: piece.start)
+        if at and start < known[at - 1].stop:
+            return known[at - 1]
+        stop = max(stop, start) if self._expecting else end
+        if at < len(known):
+            stop = min(stop, known[at].start)
+        made = [
+            _Piece(shard, first, min(first + PIECE_BYTES, stop), min(PIECE_BYTES, stop - first))
+            for first in range(start, stop, PIECE_BYTES)
+        ]
+        known[at:at] = made
+        self._queue.extendleft(reversed(made))
+        while not self._expecting and len(self._queue) > _MOST_QUEUED:
+            self._drop(self._queue.pop())
+        return made[0]
+
+    def _drop(self, piece: _Piece) -> None:
+        self._known[piece.shard].remove(piece)
+
+    def _data(self, piece: _Piece) -> bytes:
+        if piece not in self._held:
+            while self._held and self._bytes + piece.size > AT_ONCE * PIECE_BYTES:
+                self._let_go(self._read_through() or next(iter(self._held)))
+            self._ask_for(piece)
+            if piece in self._queue:
+                self._queue.remove(piece)
+            self._go_ahead()
+        self._held.move_to_end(piece)
+        return self._held[piece].result()
+
+    def _go_ahead(self) -> None:
+        """Ask for what comes next, as far as there is room."""
+        while self._queue:
+            while self._bytes + self._queue[0].size > AT_ONCE * PIECE_BYTES:
+                done = self._read_through()
+                if done is None:
+                    return
+                self._let_go(done)
+            self._ask_for(self._queue.popleft())
+
+    def _read_through(self) -> _Piece | None:
+        """The piece that was read to its end the longest time ago."""
+        return next((piece for piece in self._held if piece.left <= 0), None)
+
+    def _let_go(self, piece: _Piece) -> None:
+        future = self._held.pop(piece)
+        if not future.cancel():
+            future.exception()  # it is on its way: until it is here, it takes its memory
+        self._bytes -= piece.size
+        self._drop(piece)
+
+    def _ask_for(self, piece: _Piece) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(AT_ONCE)
+        remote = self._shards[piece.shard].remote
+        assert remote is not None
+        self._held[piece] = self._pool.submit(remote.read, piece.start, piece.stop)
+        self._bytes += piece.size
+
+
+def pieces_of(ranges: Iterable[Range]) -> list[_Piece]:
+    """Ranges as pieces, in the order in which they are first needed: what touches is one, what is large
+    is cut."""
+    found: list[tuple[int, _Piece]] = []
+    for shard, start, stop, order in sorted((*r, order) for order, r in enumerate(ranges)):
+        at = start
+        while at < stop:
+            first, last = found[-1] if found else (0, None)
+            if last is not None and last.shard == shard and last.start <= at < last.stop:
+                part = min(stop, last.stop) - at
+                last.left += part
+                found[-1] = (min(first, order), last)
+            elif (
+                last is not None
+                and last.shard == shard
+                and last.stop == at
+                and last.size < PIECE_BYTES
+            ):
+                part = min(stop - at, PIECE_BYTES - last.size)
+                last.stop, last.left = last.stop + part, last.left + part
+                found[-1] = (min(first, order), last)
+            else:
+                part = min(stop - at, PIECE_BYTES)
+                found.append((order, _Piece(shard, at, at + part, part)))
+            at += part
+    return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
+
+
+def ranges_of(units: Iterable[Unit]) -> Iterator[Range]:
+    """What units read of their sources, in their order; of one step the small parts first, since a part
+    of its work needs some of each."""
+    for unit in units:
+        for step in unit.steps:
+            if isinstance(step, Copy):
+                yield _range(step.source, step.start, step.stop)
+                continue
+            found = [
+                _range(origin, low, high)
+                for node in step.nodes
+                for arg in node.args
+                for origin, low, high in arg.bytes_range(0, arg.type.nbytes)
+                if isinstance(origin, Source)
+            ]
+            yield from sorted(found, key=lambda each: each[2] - each[1])
+
+
+def _range(source: Source, start: int, stop: int) -> Range:
+    return source.shard, source.offset + start, source.offset + stop

@@ -1,0 +1,455 @@
+"""Checkpoints in object stores: the same bytes as from a folder, each fetched once, whatever the network
+does. Those of `make check` talk to an S3 server (tests/s3_server.py), the others to fsspec's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from checkpoints import INDEX, fp8_moe, run_cli, tree, watched_reads
+from s3_server import BUCKET, Server, serving
+
+from qconvert import api
+from qconvert.checkpoint import fsspec_store
+from qconvert.checkpoint.store import Stored, is_url, named, store_of
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
+from qconvert.run.journal import read_journal
+from qconvert.run.workspace import JOURNAL
+
+SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def _own_mirrors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test fetched is not there for the next; and nobody waits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fsspec_store, "FIRST_WAIT", 0.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _sound(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A fault that a test asks for ends with it."""
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").fault = lambda number, method, path: None
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "sample"
+    write_sample(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(server: Server, sample: Path) -> str:
+    return server.put(sample, "org/sample")
+
+
+def size_of_samples(folder: Path) -> int:
+    """What tells two fine-tunes of one base apart."""
+    return sum(
+        sum(min(BLOCK, size - at) for at in range(0, size, max(BLOCK, size // SAMPLES)))
+        for size in (file.stat().st_size for file in folder.glob("*.safetensors"))
+    )
+
+
+# --- without a server -----------------------------------------------------------------------------
+
+
+def test_a_conversion_from_a_url_is_that_of_the_folder(tmp_path: Path) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
+    far = api.run("dequant-fp8", source.as_uri(), tmp_path / "far", jobs=1)
+    assert tree(far.folder) == tree(near.folder)
+    assert api.validate(far.folder, source.as_uri(), level="full").findings == []
+    assert api.validate(source.as_uri(), level="full").errors == 0
+    assert not api.diff(source.as_uri(), source)
+
+
+def test_what_is_shown_is_the_url(tmp_path: Path) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    uri = source.as_uri()
+    seen = run_cli("inspect", uri, "--json")
+    assert json.loads(seen.out)["path"] == uri
+    planned = run_cli("dequant", uri, tmp_path / "out", "--dry-run")
+    assert f"source  {uri}: 2 files" in planned.out, planned.err
+    (source / INDEX).write_bytes(b"{}")
+    refused = run_cli("inspect", uri)
+    assert refused.code == 1
+    assert refused.err.strip().endswith(f"{uri}/{INDEX}: has no weight_map")
+
+
+def test_a_source_that_changes(tmp_path: Path) -> None:
+    """Its size is the same, its time is not: that is what local files have for a mark."""
+    source = fp8_moe().write(tmp_path / "source")
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    shard = source / "model-00002-of-00002.safetensors"
+    os.utime(shard, (1, 1))
+    with pytest.raises(CheckpointError, match=rf"{source.as_uri()}/{shard.name} changed while"):
+        api.carry_out(planned)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"00002\.safetensors: is gone since"):
+        api.carry_out(planned)
+
+
+def test_a_mirror_is_no_folder_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is opened as a folder, by whatever path, its shards still are the store's."""
+    source = fp8_moe().write(tmp_path / "source")
+    root = api.open_checkpoint(source.as_uri()).root
+    assert (root / "model-00001-of-00002.safetensors").read_bytes()[-100:] == bytes(100)
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.chdir(root)
+    for path in (root, tmp_path / "link", Path()):
+        opened = api.open_checkpoint(path)
+        assert all(shard.remote is not None for shard in opened.shards)
+        with pytest.raises(CheckpointError, match="is not a file of this machine"):
+            opened.shards[0].open()
+        assert not api.diff(path, source)
+
+
+def test_a_list_of_objects_elsewhere_is_not_asked(tmp_path: Path) -> None:
+    """A folder that came from somewhere cannot send qconvert to a store."""
+    source = fp8_moe().write(tmp_path / "source")
+    root = api.open_checkpoint(source.as_uri()).root
+    elsewhere = tmp_path / "download" / root.parent.name
+    shutil.copytree(root.parent, elsewhere)
+    opened = api.open_checkpoint(elsewhere / "files")
+    assert all(shard.remote is None for shard in opened.shards)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("https://host/model", "expected the URL of a folder"),
+        ("s3://bucket/a//b", "between slashes"),
+        ("s3://bucket/../b", "between slashes"),
+        ("s3://", "between slashes"),
+        ("s3://bucket/new\nline", "between slashes"),
+        ("s3://bucket/model.safetensors", "names a file; name the folder"),
+        ("nosuch://bucket/model", "fsspec knows no nosuch://"),
+    ],
+)
+def test_urls_that_name_no_folder(url: str, why: str) -> None:
+    assert is_url(url)
+    with pytest.raises(UsageError, match=re.escape(why)):
+        store_of(url).listed()
+
+
+def test_texts_that_are_no_urls() -> None:
+    assert not any(map(is_url, ("model", "org/name", "hf://org/name", "./s3:/a", "C://", "")))
+
+
+def test_names_of_mirrors() -> None:
+    state = f"@{'0' * 32}"
+    root = Path(os.environ["XDG_CACHE_HOME"]) / "qconvert" / "stores"
+    text = (
+        f"{root}/s3/bucket/a/b/{state}/files/x.json: broken, {root}/file/tmp/c/{state}/files is not"
+    )
+    assert named(text) == "s3://bucket/a/b/x.json: broken, file:///tmp/c is not"
+    assert named("/elsewhere/s3/b/files") == "/elsewhere/s3/b/files"
+
+
+def test_names_of_objects_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    listed = fsspec_store.FsspecStore.listed
+    for name in ("../out.txt", "a/../../out.txt", "/out.txt", "a\\b", "a//b"):
+        with monkeypatch.context() as patch:
+            bad = Stored(name, 3, "m")
+            patch.setattr(fsspec_store.FsspecStore, "listed", lambda s, b=bad: [*listed(s), b])
+            with pytest.raises(CheckpointError, match="is no file inside the folder"):
+                api.open_checkpoint(source.as_uri())
+    assert not list(tmp_path.rglob("out.txt"))
+
+
+def test_a_large_file_that_is_no_weights(tmp_path: Path) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    with (source / "movie.mp4").open("wb") as stream:
+        stream.truncate((128 << 20) + 1)
+    with pytest.raises(CheckpointError, match=r"movie\.mp4: expected at most 134\.2 MB of a file"):
+        api.open_checkpoint(source.as_uri())
+    (source / "movie.mp4").rename(source / "other.bin")
+    assert "other.bin" in api.open_checkpoint(source.as_uri()).denied_files
+
+
+def test_stages_in_a_store(tmp_path: Path) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    planned = api.plan_stages("copy", source, tmp_path / "stages", "1,1", link=False, jobs=1)
+    api.carry_out(planned)
+    assert not api.diff((tmp_path / "stages").as_uri(), source)
+    from_store = api.plan_stages("copy", source.as_uri(), tmp_path / "again", "1,1", jobs=1)
+    api.carry_out(from_store)
+    assert tree(tmp_path / "again") == tree(tmp_path / "stages")
+
+
+# --- with a server --------------------------------------------------------------------------------
+
+CONVERSIONS = {
+    "copy": ("run", "copy"),
+    "dequant": ("dequant",),
+    "fuse": ("fuse", "--for", "sglang"),
+    "stack": ("experts", "stack"),
+    "amx": ("amx", "--method", "int4", "--numa", "2"),
+    "w4a16": ("w4a16", "--rtn"),
+    "nvfp4": ("nvfp4", "--dialect", "compressed-tensors"),
+    "modelopt": ("nvfp4", "--dialect", "modelopt"),
+    "fp8": ("fp8", "--channel"),
+    "int8": ("int8",),
+    "mx": ("mx",),
+    "mtp": ("mtp", "extract"),
+    "drop": ("mtp", "drop"),
+    "split": ("split", "--pp", "2,2", "--copy"),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_every_conversion(
+    name: str,
+    url: str,
+    sample: Path,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its result is that of the folder, and what is fetched is what it needs."""
+    with monkeypatch.context() as patch:
+        sizes = watched_reads(patch)
+        _convert(CONVERSIONS[name], sample, tmp_path / "near")
+    server.forget()
+    _convert(CONVERSIONS[name], url, tmp_path / "far")
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+    # A folder of a split samples its source for itself.
+    overhead = (2 if name == "split" else 1) * size_of_samples(sample) + 2 * FIRST_READ
+    assert server.fetched(".safetensors") <= 1.01 * sum(sizes) + overhead
+
+
+def _convert(words: Sequence[str], source: Path | str, out: Path) -> None:
+    at = 2 if words[0] in ("run", "experts", "mtp", "prepare") else 1
+    done = run_cli(*words[:at], source, out, *words[at:], "--jobs", "1")
+    assert done.code == 0, done.err
+
+
+CHAINS = {
+    "unfuse": (("fuse", "--for", "sglang"), ("unfuse", "--for", "vllm")),
+    "unstack": (("experts", "stack"), ("experts", "unstack")),
+    "join": (("split", "--pp", "2,2"), ("join",)),
+    "again": (("dequant",), ("fp8",)),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", CHAINS)
+def test_conversions_of_what_was_made(
+    name: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    first, second = CHAINS[name]
+    _convert(first, sample, tmp_path / "first")
+    _convert(second, tmp_path / "first", tmp_path / "near")
+    _convert(second, server.put(tmp_path / "first", f"org/{name}"), tmp_path / "far")
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+
+
+@pytest.mark.peer
+def test_workers_fetch_each_byte_once(
+    url: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    server.forget()
+    api.run("dequant-fp8", url, tmp_path / "far", jobs=3)
+    fetched = server.fetched(".safetensors")
+    api.run("dequant-fp8", sample, tmp_path / "near", jobs=1)
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+    tensors = api.open_checkpoint(sample).nbytes
+    overhead = size_of_samples(sample) + 2 * FIRST_READ
+    assert tensors <= fetched - overhead <= 1.01 * tensors
+    ours = [asked for asked in server.asked if asked.is_get and "safetensors" in asked.path]
+    assert all(asked.range for asked in ours if not asked.path.endswith(".json"))
+
+
+@pytest.mark.peer
+def test_only_headers_are_fetched_to_look(url: str, sample: Path, server: Server) -> None:
+    server.forget()
+    looked = run_cli("inspect", url)
+    assert looked.code == 0, looked.err
+    assert server.fetched(".safetensors") == 2 * FIRST_READ
+    server.forget()
+    assert run_cli("validate", url).code == 0
+    assert server.fetched() == 0, "the mirror is there"
+
+
+@pytest.mark.peer
+def test_a_folder_in_a_store_is_validated_in_full(
+    url: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    made = api.run("dequant-fp8", url, tmp_path / "made", jobs=1)
+    there = server.put(made.folder, "org/made")
+    report = api.validate(there, url, level="full")
+    assert (report.errors, report.about["folder"]) == (0, there)
+    assert "every byte has the hash it was written with" in report.proved
+    assert "every weight is the source's within its format's rounding" in report.proved
+    key = "org/made/model.safetensors"
+    whole = bytearray(server.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    whole[-1] ^= 1
+    server.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(whole))
+    found = api.validate(there, url, level="full").findings
+    assert "QC022" in {finding.rule for finding in found}
+
+
+@pytest.mark.peer
+def test_an_object_that_changed(server: Server, sample: Path, tmp_path: Path) -> None:
+    where = server.put(sample, "org/changing")
+    shard = "model-00001-of-00002.safetensors"
+    planned = api.plan("dequant-fp8", where, tmp_path / "out", jobs=1)
+    data = bytearray((sample / shard).read_bytes())
+    data[-1] ^= 1
+    server.client.put_object(Bucket=BUCKET, Key=f"org/changing/{shard}", Body=bytes(data))
+    with pytest.raises(CheckpointError, match=rf"{where}/{shard} changed while it was being"):
+        api.carry_out(planned)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.peer
+def test_bad_answers_and_cut_connections(
+    url: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    """One request in five fails, in turn in each of the ways."""
+    faults = (503, "cut", 500, "cut")
+    server.fault = lambda number, method, path: faults[number // 5 % 4] if number % 5 == 2 else None
+    server.forget()
+    api.run("dequant-fp8", url, tmp_path / "far", jobs=1)
+    failed = [asked.status for asked in server.asked]
+    assert {503, 500} <= set(failed)
+    api.run("dequant-fp8", sample, tmp_path / "near", jobs=1)
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+
+
+@pytest.mark.peer
+def test_a_store_that_fails_for_good(
+    url: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    """Finished work is kept, and the same command goes on."""
+    planned = api.plan("dequant-fp8", url, tmp_path / "far", jobs=1)
+    assert planned.source.sample_digest, "the samples are read before the fault"
+    server.forget()
+    server.fault = lambda number, method, path: (
+        503 if method == "GET" and "0002-of" in path else None
+    )
+    with pytest.raises(RunError, match=r"0002-of-00002\.safetensors: .*, 6 times; run the same"):
+        api.carry_out(planned)
+    server.fault = lambda number, method, path: None
+    api.run("dequant-fp8", url, tmp_path / "far", jobs=1)
+    api.run("dequant-fp8", sample, tmp_path / "near", jobs=1)
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+
+
+@pytest.mark.peer
+def test_what_is_not_there_or_not_allowed(server: Server) -> None:
+    with pytest.raises(CheckpointError, match="s3://models/none: holds no files"):
+        api.open_checkpoint(f"s3://{BUCKET}/none")
+    with pytest.raises(CheckpointError, match=r"listing s3://nobucket/x: .*; check its name"):
+        api.open_checkpoint("s3://nobucket/x")
+    server.forget()
+    server.fault = lambda number, method, path: 403
+    with pytest.raises(CheckpointError, match="the credentials do not allow it") as caught:
+        api.open_checkpoint(f"s3://{BUCKET}/secret")
+    assert len(server.asked) == 1, "a refusal is not tried again"
+    assert "not-a-secret" not in str(caught.value)
+
+
+@pytest.mark.peer
+def test_missing_credentials(server: Server, tmp_path: Path) -> None:
+    code = f"from qconvert import api; api.open_checkpoint('s3://{BUCKET}/x')"
+    bare = {key: value for key, value in os.environ.items() if "ACCESS_KEY" not in key}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False
+    )
+    assert "CheckpointError" in done.stderr
+    assert "set AWS_PROFILE, AWS_ACCESS_KEY_ID or their like" in done.stderr
+
+
+_RUN = """
+import sys
+from pathlib import Path
+from qconvert import api
+from qconvert.run.executor import run_prepared
+from qconvert.run.prepare import prepare
+from dataclasses import replace
+planned = api.plan("dequant-fp8", sys.argv[1], sys.argv[2], jobs=int(sys.argv[3]))
+ready = planned.folders[0].ready
+ready = replace(ready, options=replace(ready.options, commit_bytes=1 << 20))
+print(run_prepared(ready, Path(sys.argv[2])).resumed_units)
+"""
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_killed_in_the_middle(
+    jobs: int, url: str, sample: Path, server: Server, tmp_path: Path
+) -> None:
+    """The same command goes on, and what finished units were made from is not fetched again."""
+    out = tmp_path / "far"
+    words = [sys.executable, "-c", _RUN, url, str(out), str(jobs)]
+    # The mirror is made first: requests are counted from the first one for weights on.
+    api.open_checkpoint(url)
+    running: list[subprocess.Popen[str]] = []
+
+    def kill(number: int, method: str, path: str) -> None:
+        journal = out / ".qconvert" / JOURNAL
+        lines = journal.read_bytes().count(b'"unit"') if journal.is_file() else 0
+        if lines >= 3 and running and running[0].poll() is None:
+            os.kill(running[0].pid, signal.SIGKILL)
+
+    server.fault = kill
+    running.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+    running[0].communicate(timeout=120)
+    assert running[0].returncode == -signal.SIGKILL
+    server.fault = lambda number, method, path: None
+    found = read_journal(out / ".qconvert" / JOURNAL)
+    assert found is not None
+    texts = [text for records in found.units.values() for text in records]
+    parts = [part for text in texts for part in json.loads(text)["sources"]]
+    kept = sum(part["stop"] - part["start"] for part in parts)
+    assert kept > 0
+    server.forget()
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert int(done.stdout) >= 3
+    left = api.open_checkpoint(sample).nbytes - kept
+    fetched = server.fetched(".safetensors") - size_of_samples(sample)
+    assert left <= fetched <= 1.01 * left
+    api.run("dequant-fp8", sample, tmp_path / "near", jobs=1)
+    assert tree(out) == tree(tmp_path / "near")
+
+
+@pytest.mark.peer
+def test_another_source_on_the_same_output(server: Server, sample: Path, tmp_path: Path) -> None:
+    """Work that was begun from one state of the store is not continued from another."""
+    where = server.put(sample, "org/twice")
+    planned = api.plan("dequant-fp8", where, tmp_path / "out", jobs=1)
+    assert planned.source.sample_digest, "the samples are read before the fault"
+    server.fault = lambda number, method, path: (
+        503 if method == "GET" and "0002-of" in path else None
+    )
+    with pytest.raises(RunError):
+        api.carry_out(planned)
+    server.fault = lambda number, method, path: None
+    data = bytearray((sample / "model-00001-of-00002.safetensors").read_bytes())
+    data[-1] ^= 1
+    key = "org/twice/model-00001-of-00002.safetensors"
+    server.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
+    with pytest.raises(OutputError, match=r"the source's .* changed since that run began"):
+        api.run("dequant-fp8", where, tmp_path / "out", jobs=1)
