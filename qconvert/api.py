@@ -35,7 +35,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
-from qconvert.checkpoint.store import is_url, store_of, work_folder
+from qconvert.checkpoint.store import is_url, named, store_of, work_folder
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -718,23 +718,28 @@ def validate_part(
 
     Raises as `validate` does, and UsageError for level headers and for the folder of all stages of a
     split, whose stages are validated each by itself."""
+    from qconvert.hub.headers import place_of
+
     given = parse_shard(shard, os.environ)
     if level not in DIVIDED:
         raise UsageError("only what --level sample or full reads is divided")
-    if stage_folders(Path(folder)):
-        raise UsageError(
-            f"{folder}: --shard goes with one folder, not with stages: give it a stage's"
-        )
     if draft is not None and against is None:
         raise UsageError("--draft was grafted to a source: give --against SRC")
     request = Request(
         level, layers, jobs=jobs, memory=_size(memory), serving=_serving(runtime, tp, pp, ep)
     )
-    part = _validate_part(
-        Path(folder), None if against is None else str(against), shard=given, request=request,
-        pair=None if pair is None else str(pair), draft=None if draft is None else str(draft),
-        progress=_told(events), follow_links=follow_links,
-    )  # fmt: skip
+    with place_of(str(folder), weights=True) as place:
+        here = Path(place.folder)
+        if stage_folders(here):
+            raise UsageError(
+                f"{folder}: --shard goes with one folder, not with stages: give it a stage's"
+            )
+        part = _validate_part(
+            here, None if against is None else str(against), shard=given, request=request,
+            pair=None if pair is None else str(pair), draft=None if draft is None else str(draft),
+            progress=_told(events), follow_links=follow_links,
+            said=lambda text: named(place.named(text)),
+        )  # fmt: skip
     write_part(part, Path(parts))
     return part
 

@@ -146,6 +146,25 @@ def test_experts_for_cpus(amx: Path, tmp_path: Path) -> None:
     assert {measure.format for measure in report.measures} == {"amxint8"}
 
 
+def test_a_folder_in_a_store(
+    made: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each machine reads headers into a cache of its own, which shows nowhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = shutil.copytree(made, tmp_path / "broken")
+    _numbers_changed(folder)
+    for index in range(SHARDS):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{index}"))
+        words = ("--level", "full", "--shard", f"{index}/{SHARDS}", "--parts", tmp_path / "parts")
+        done = run_cli("validate", f"file://{folder}", "--against", source, *words, "--jobs", "1")
+        assert done.code == 0, done.err
+    whole = api.validate(f"file://{folder}", source, level="full", jobs=1)
+    merged = api.merge_parts([tmp_path / "parts"])
+    assert merged == whole
+    assert merged.errors > 0
+    assert "cache" not in repr(merged)
+
+
 def test_jobs_do_not_show(made: Path, source: Path, tmp_path: Path) -> None:
     """Nor does a part that was done again, beside the first under another name."""
     _shards(made, tmp_path / "one", source)

@@ -24,7 +24,13 @@ _SIZES = ["", "lots", "0", "-1", "5PB", "1,5GB", "1e9", "9" * 5000]
 _COUNTS = ["", "0", "-1", "1.5", "many", "9" * 5000]
 _CHOICES = ["", "nope", "INT 4"]
 _PATHS = ["", "a\0b"]
-_SOURCES = ["", "hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt", "hf://a/b@"]
+_SOURCES = [
+    "", "a\0b", "hf://", "hf://model", "hf://datasets/a/b", "hf://a/b/file.txt", "hf://a/b@",
+    "s3://", "s3://b/../c", "s3://b/a.safetensors", "https://h/model",
+]  # fmt: skip
+# Of a folder of this machine; and of one that may be in a store.
+_FOLDERS = [*_PATHS, "s3://b/model"]
+_OUTS = [*_PATHS, "s3://", "s3://b/../c", "https://h/model"]
 _SCALES = ["", "0", "-1", "inf", "nan", "x"]
 # Values that an option refuses by their text, for each that takes a value.
 _BAD: dict[str, list[str]] = {
@@ -34,7 +40,7 @@ _BAD: dict[str, list[str]] = {
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
     "validate": _CHOICES, "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
     "engine": _CHOICES, "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
-    "parts": _PATHS, "merge": _PATHS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
+    "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
@@ -50,15 +56,16 @@ _BAD: dict[str, list[str]] = {
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
-    "save_stats": _PATHS, "stats": _PATHS, "cpu_out": _PATHS, "gpu_out": _PATHS,
+    "save_stats": _FOLDERS, "stats": _FOLDERS, "cpu_out": _FOLDERS, "gpu_out": _FOLDERS,
+    "work_dir": _FOLDERS,
     "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
     "against": _SOURCES, "pair": _SOURCES, "draft": _SOURCES,
     "layers": ["", "a", "3-1", "1-", "-1", "99999999", "1,,2", "\u0663"],
     "files": ["report", "report.doc"],
     "revision": ["", "a b", "a..b", "/a", "a~1"],
     # Arguments
-    "source": _SOURCES, "a": _SOURCES, "b": _SOURCES, "out": _PATHS, "folder": _PATHS,
-    "stages": _PATHS, "repo": ["", "model", "a/b/c", "hf://", "hf://datasets/a/b", "a b/c"],
+    "source": _SOURCES, "a": _SOURCES, "b": _SOURCES, "out": _OUTS, "folder": _FOLDERS,
+    "stages": _SOURCES, "repo": ["", "model", "a/b/c", "hf://", "hf://datasets/a/b", "a b/c"],
     "name": ["", "nope"],
 }  # fmt: skip
 # Any text says something: a pattern, a message, a column, a file that may or may not be there.

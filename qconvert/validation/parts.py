@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
@@ -85,8 +85,10 @@ def validate_part(
     draft: str | None = None,
     progress: Progress | None = None,
     follow_links: bool = False,
+    said: Callable[[str], str] = str,
 ) -> Part:
-    """As `validate_folder`, of one part of the tasks."""
+    """As `validate_folder`, of one part of the tasks. `said` makes of a text about a folder that stands
+    for another (headers of a store) one about that."""
     begun = begin(
         out, against, request=request, pair=pair, draft=draft, follow_links=follow_links,
         leads=shard.index == 0,
@@ -95,13 +97,19 @@ def validate_part(
     groups = grouped(tasks)
     mine = [numbered for group in _share(groups, shard) for numbered in group]
     # Before the work: it changes the report.
-    before = _begun_json(begun) if shard.index == 0 else None
+    before = _begun_json(begun, said) if shard.index == 0 else None
     identity = _identity(begun, groups)
-    results = tuple(begun.work(mine, progress))
+    results = tuple((n, _renamed(item, said)) for n, item in begun.work(mine, progress))
     own, every = (sum(task.nbytes for _, task in some) for some in (mine, tasks))
     if begun.folder is not None and _state(begun.folder.checkpoint) != identity["folder"]:
         raise CheckpointError(f"{out} changed while it was validated; start all parts again")
     return Part(shard, identity, len(mine), len(tasks), own, every, results, before)
+
+
+def _renamed(item: Result, said: Callable[[str], str]) -> Result:
+    if isinstance(item, Finding):
+        return replace(item, where=said(item.where), message=said(item.message))
+    return OnlyRead(said(item.text)) if isinstance(item, OnlyRead) else item
 
 
 def _share(groups: Sequence[tuple[Numbered, ...]], shard: Shard) -> list[tuple[Numbered, ...]]:
@@ -147,7 +155,7 @@ def _content(checkpoint: Checkpoint) -> str:
 def _state(checkpoint: Checkpoint) -> str:
     """A shared folder at a time: its content, and when its shards were last written."""
     receipt = checkpoint.read(RECEIPT, checkpoint.receipt_limit) or b""
-    times = [(shard.path.name, shard.size, shard.mtime_ns) for shard in checkpoint.look_again()]
+    times = [(shard.path.name, shard.stat) for shard in checkpoint.look_again()]
     return sha256(json.dumps([_content(checkpoint), times]).encode() + receipt).hexdigest()
 
 
@@ -185,14 +193,18 @@ def _listed(item: Result) -> list[Any]:
     return [kind, *(str(v) if isinstance(v, float) and not isfinite(v) else v for v in values)]
 
 
-def _begun_json(begun: Begun) -> dict[str, Any]:
+def _begun_json(begun: Begun, said: Callable[[str], str]) -> dict[str, Any]:
     report = begun.report
+
+    def findings(found: Sequence[Finding]) -> list[list[Any]]:
+        return [_listed(_renamed(finding, said)) for finding in found]
+
     return {
-        "about": dict(report.about),
-        "findings": [_listed(finding) for finding in report.findings],
-        "proved": list(report.proved),
-        "read": list(report.read),
-        "not_checked": list(report.not_checked),
+        "about": {name: said(text) for name, text in report.about.items()},
+        "findings": findings(report.findings),
+        "proved": [said(text) for text in report.proved],
+        "read": [said(text) for text in report.read],
+        "not_checked": [said(text) for text in report.not_checked],
         "measures": [_listed(measure) for measure in report.measures],
         "tables": [
             [table.title, list(table.columns), [list(row) for row in table.rows], table.note]
@@ -200,8 +212,8 @@ def _begun_json(begun: Begun) -> dict[str, Any]:
         ],
         "ran": [
             [
-                run.validator.name, [_listed(finding) for finding in run.findings],
-                list(run.proved), len(run.tasks), run.stopped,
+                run.validator.name, findings(run.findings),
+                [said(text) for text in run.proved], len(run.tasks), said(run.stopped),
             ]
             for run in begun.ran
         ],
