@@ -108,6 +108,33 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
         api.carry_out(planned)
 
 
+def test_a_source_that_was_written_to_while_nobody_looked(tmp_path: Path) -> None:
+    """Its mark was set back, the time of writing is another: what finished units were made from is
+    hashed again, as with files."""
+    source = fp8_moe().write(tmp_path / "source")
+    shard = source / "model-00001-of-00002.safetensors"
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qconvert.run.executor._publish", _stopped)
+        with pytest.raises(RunError, match="stopped"):
+            api.carry_out(planned)
+    status, data = shard.stat(), shard.read_bytes()
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    resumed = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qconvert.run.executor._publish", _stopped)
+        with pytest.raises(RunError, match="stopped"):
+            api.carry_out(resumed)
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises((CheckpointError, OutputError), match=r"source|its bytes changed since"):
+        api.run("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+
+
+def _stopped(*_: object) -> None:
+    raise RunError("stopped")
+
+
 def test_a_mirror_is_no_folder_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is opened as a folder, by whatever path, its shards still are the store's."""
     source = fp8_moe().write(tmp_path / "source")
