@@ -136,6 +136,18 @@ def test_a_source_that_was_written_to_while_nobody_looked(tmp_path: Path) -> Non
         api.run("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
 
 
+@pytest.mark.big
+def test_a_calibration_reads_a_store(tmp_path: Path) -> None:
+    import calibrate_models
+
+    source = calibrate_models.saved(calibrate_models.qwen3_moe(), tmp_path / "source")
+    options = ("--gptq", "--synthetic", "--group-size", "32", "--samples", "4", "--length", "16")
+    for name, where in (("near", source), ("far", source.as_uri())):
+        done = run_cli("w4a16", where, tmp_path / name, *options, "--jobs", "1")
+        assert done.code == 0, done.err
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+
+
 def _stopped(*_: object) -> None:
     raise RunError("stopped")
 
