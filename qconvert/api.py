@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -58,6 +58,7 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.delivery import Delivery, check_urls_apart
 from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events, Silent
@@ -65,6 +66,7 @@ from qconvert.run.executor import RunResult, run_together
 from qconvert.run.files import Files
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
+from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.sharing import Share, share_of
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
@@ -105,6 +107,8 @@ __all__ = (
     "Planned",
     "PlannedFolder",
     "PlannedStages",
+    "Profile",
+    "Profiling",
     "QConvertError",
     "Recipe",
     "RecipeError",
@@ -130,6 +134,7 @@ __all__ = (
     "plan_graft",
     "plan_pair",
     "plan_stages",
+    "profiled",
     "reading_as",
     "refusal",
     "repair",
@@ -163,6 +168,11 @@ class PlanOptions(TypedDict, total=False):
     miss. The same call with neither does all that is left. `command` is the command line that a
     shard's journal names, for `qconvert finish`.
 
+    `engine` ray runs the units on the nodes of the Ray cluster whose head is at `address` (`HOST:PORT`;
+    `local`: one of this machine alone; None: RAY_ADDRESS, or the cluster that this machine belongs to).
+    All nodes must see source and `out` under the same paths. `memory` is then what each machine gives,
+    `jobs` the workers of all nodes. A program that is connected to a cluster already stays so.
+
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
     """
@@ -178,6 +188,8 @@ class PlanOptions(TypedDict, total=False):
     shard: str | None
     finish: bool
     command: tuple[str, ...]
+    engine: EngineName
+    address: str | None
     work_dir: str | Path | None
 
 
@@ -327,7 +339,8 @@ class Result:
     as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
     been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
-    `url` is where in a store the result is; `folder`, where it was made, is gone then.
+    `profile` is there if it was asked for. `url` is where in a store the result is; `folder`, where it
+    was made, is gone then.
     """
 
     folder: Path
@@ -342,6 +355,7 @@ class Result:
     repaired: Mapping[str, str]
     dry_run: bool = False
     published: bool = True
+    profile: Profile | None = field(default=None, compare=False)
     url: str | None = None
 
     @property
@@ -522,11 +536,13 @@ def run(
     out: str | Path,
     *,
     dry_run: bool = False,
+    profile: bool = False,
     events: Events | Callback | None = None,
     **options: Unpack[PlanOptions],
 ) -> Result:
     """Run a recipe on a source and write the folder `out`; options as for `plan`. With `dry_run` nothing
-    is written, and whatever the run would refuse is refused.
+    is written, and whatever the run would refuse is refused. `profile` measures where the time goes
+    (`profiled` does so for several calls).
 
     `events` receives the progress: an object with the methods of Events, or a function of the bytes
     written and the bytes to write in total.
@@ -546,6 +562,10 @@ def run(
     Raises as `plan` does, OutputError (foreign or locked folder, other plan, full disk), RunError (data
     that cannot be right). Nothing is published unless all of it is.
     """
+    if profile:
+        with profiled() as profiling:
+            made = run(recipe, source, out, dry_run=dry_run, events=events, **options)
+            return replace(made, profile=profiling.profile())
     options["for_run"] = not dry_run
     planned = plan(recipe, source, out, **options)
     if not dry_run:
@@ -861,7 +881,14 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
+        engine=_engine(options), address=options.get("address"),
     )  # fmt: skip
+
+
+def _engine(options: PlanOptions) -> EngineName:
+    engine = options.get("engine", "local")
+    check_engine(engine, options.get("address"), options.get("shard"))
+    return engine
 
 
 def _shard(options: PlanOptions) -> Shard | None:

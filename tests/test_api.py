@@ -27,10 +27,10 @@ NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
     "Difference", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
     "OutputError", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
-    "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "RunError",
-    "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
+    "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
+    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
     "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint",
-    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "reading_as", "refusal",
+    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
     "repair", "run", "status", "upload", "validate", "validate_kernels",
 )  # fmt: skip
 
@@ -142,6 +142,7 @@ def test_the_defaults_are_the_command_lines(source: Path) -> None:
     plain: Any = dict.fromkeys(RunOptions.__annotations__)
     for flag in ("sha256", "verify", "dry_run", "follow_links"):
         plain[flag] = False
+    plain["engine"] = "local"
     given = plan_options(plain)
     assert set(given) == set(api.PlanOptions.__annotations__)
     asked, plainly = api.plan("copy", source, **given), api.plan("copy", source)

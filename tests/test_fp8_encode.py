@@ -12,15 +12,19 @@ import torch
 from checkpoints import read_tensors, run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from input_stats import write_stats
 from models import cast, deepseek_v3, qwen3_moe
 from ops_harness import buffer, run_op
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.formats.fp8.encode import EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import RowMaxima
+from qconvert.passes.dequant import Dequant
 from qconvert.passes.fp8 import ToFp8
+from qconvert.plan.plan import Plan, run_passes
 
 BLOCK = EncodeFp8("fp8", (128, 128))
 POWERS = EncodeFp8("fp8", (128, 128), exponents=True)
@@ -251,11 +255,51 @@ def test_a_scale_a_matrix(source: str, options: list[str], tmp_path: Path) -> No
     assert "the constant 1.5, found from no data" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("options", [[], ["--compressed-tensors"]])
+def test_input_scales_of_statistics(options: list[str], tmp_path: Path) -> None:
+    """Of experts, beside other layers in BF16: 21 / 448 = .046875 and 42 / 448 = .09375."""
+    stats = write_stats(tmp_path / "stats", [0, 1])
+    out = tmp_path / "o"
+    words = "--tensor", "--targets", "experts", "--stats", str(stats), *options
+    done = run_cli("fp8", qwen3_moe().write(tmp_path / "s"), out, *words, "--jobs", "1")
+    assert done.code == 0, done.err
+    assert "1 experts saw no token" in done.err
+    found = read_tensors(out)
+    for expert, gate in enumerate((0.046875, 0.09375)):
+        for kind, value in (("gate", gate), ("up", gate), ("down", 0.09375)):
+            module = f"model.layers.0.mlp.experts.{expert}.{kind}_proj"
+            assert found[f"{module}.input_scale"] == ("F32", (1,), np.float32(value).tobytes())
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == "BF16"
+    block = json.loads((out / "config.json").read_text())["quantization_config"]
+    if options:
+        (group,) = block["config_groups"].values()
+        assert group["input_activations"]["dynamic"] is False
+    else:
+        assert block["activation_scheme"] == "static"
+
+
+def test_statistics_say_nothing_of_draft_layers(tmp_path: Path) -> None:
+    stats = write_stats(tmp_path / "stats", [1, 2])
+    plan = Plan.identity(Checkpoint.open(deepseek_v3().write(tmp_path / "s")))
+    step = ToFp8(tensor=True, targets="experts", stats=str(stats))
+    with pytest.raises(
+        PlanError, match=r"layers\.2\.mlp\.experts\.0\.\w+_proj': statistics are of"
+    ):
+        run_passes(plan, [Dequant(), step])
+
+
 def test_options_of_a_scale_a_matrix() -> None:
     for wrong, said in (
         ({"tensor": True, "exponents": True}, "by block only"),
         ({"input_scale": 1.0}, "add tensor"),
         ({"tensor": True, "input_scale": -1.0}, "above 0"),
+        ({"stats": "x", "targets": "experts"}, "add tensor"),
+        ({"stats": "x", "tensor": True}, "all other layers would need"),
+        ({"stats": "x", "tensor": True, "input_scale": 1.0}, "stats says otherwise"),
+        (
+            {"stats": "x", "tensor": True, "targets": "experts", "shared_experts": "quantize"},
+            "quantized shared experts would need",
+        ),
     ):
         with pytest.raises(PlanError, match=said):
             ToFp8(**wrong)

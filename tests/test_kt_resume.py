@@ -66,7 +66,7 @@ def test_workers_hold_the_locks_of_both_folders(
         held.extend(locks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qconvert.run.run_units.run_workers", noted)
+    monkeypatch.setattr("qconvert.run.pool.run_workers", noted)
     done = kt(plain, tmp_path / "cpu", tmp_path / "gpu", jobs=2)
     assert done.code == 130
     assert len(set(held)) == 2

@@ -20,6 +20,7 @@ _COUNTED = re.compile(r"\{(?!count\()[^{}]*\} (?:" + "|".join(_THINGS) + r")\b")
 _NEVER_ONE = (
     "{self.shards} shards", "{TRIES} times", "{halves} matrices", "{text} stages", "{parts} matrices",
     "{self.common} tensors", "{len(found)} matrices", "{found['samples']} samples",
+    "{MOST_OBJECTS} files", "{_MOST_LOSSES} times",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
 from qconvert.core.links import resolved
 from qconvert.core.manifest_keys import LASTING_FACTS
+from qconvert.core.profiling import phase
 
 STAGE_FACT = "stage"
 HEAD = "lm_head.weight"
@@ -120,6 +121,7 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
     return [*(identity.get(key) for key in keys), [manifest.get(key) for key in LASTING_FACTS]]
 
 
+@phase("open")
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Any source: what Checkpoint.open takes, a folder in a store by its URL, or a folder of pipeline
     stages as the one checkpoint they were. Raises CheckpointError."""

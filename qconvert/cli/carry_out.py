@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.options import FINDINGS
+from qconvert.cli.profile import profile_json
 from qconvert.core.say import say, say_json, say_report
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def carry_out(
             {**_summary(result, seconds), **({"validation": as_object(report)} if report else {})}
             for result, report in itertools.zip_longest(results, reports)
         ]
+        found[0].update(profile_json())
         say_json(found if len(found) > 1 else found[0])
     end_with(reports)
 
@@ -104,7 +106,7 @@ def checked(
     with Bar() as bar:
         report = api.validate(
             folder, against, level=options["validate"], pair=pair, draft=draft,
-            jobs=options["jobs"], memory=options["memory"],
+            jobs=options["jobs"] if options["engine"] == "local" else None, memory=options["memory"],
             follow_links=options["follow_links"], events=bar,
         )  # fmt: skip
     if not options["as_json"]:

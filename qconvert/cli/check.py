@@ -26,6 +26,7 @@ from qconvert.cli.options import (
     level,
     memory,
 )
+from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_all, say_json, say_report
 from qconvert.core.shown import shortened
@@ -223,6 +224,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="FILE",
     help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
 )
+@PROFILE
 @OPENING
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
 def validate(
@@ -327,12 +329,16 @@ def _forms(files: Sequence[Path]) -> list[str]:
 
 def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) -> None:
     """Print the report, write it to files, and to the step's summary in GitHub Actions."""
-    from qconvert.validation.reports import append_step_summary, render
+    from qconvert.validation.reports import append_step_summary, as_object, render
 
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true"
     form = form or ("github" if in_actions else "text")
     styled = form == "text" and sys.stdout.isatty()
-    say_report(render(report, form, terminal=styled), form, styled=styled)
+    profile = profile_json() if form == "json" else {}
+    if profile:
+        say_json({**as_object(report), **profile})
+    else:
+        say_report(render(report, form, terminal=styled), form, styled=styled)
     for file, kind in files.items():
         file.write_text(render(report, kind), encoding="utf-8")
     try:

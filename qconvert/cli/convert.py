@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
@@ -18,6 +19,7 @@ from qconvert.cli.options import (
     OPENING,
     OUT,
     SOURCE,
+    Address,
     Folder,
     OutName,
     PassName,
@@ -28,6 +30,7 @@ from qconvert.cli.options import (
     memory,
     stacked,
 )
+from qconvert.cli.profile import PROFILE, without_profile
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
+    from qconvert.run.cluster import EngineName
     from qconvert.validation.runner import Level
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +54,8 @@ class RunOptions(TypedDict):
     verify: bool
     validate: Level | None
     shard: str | None
+    engine: EngineName
+    address: str | None
     work_dir: Path | None
     dry_run: bool
     print_recipe: bool
@@ -57,6 +63,19 @@ class RunOptions(TypedDict):
     base_model: str | None
     as_json: bool
     follow_links: bool
+
+
+def _engine_checked(function: F) -> F:
+    """Options of an engine that exclude one another are refused before a file is opened."""
+
+    @wraps(function)
+    def checked(*words: Any, **given: Any) -> Any:
+        from qconvert.run.cluster import check_engine
+
+        check_engine(given["engine"], given["address"], given["shard"])
+        return function(*words, **given)
+
+    return cast(F, checked)
 
 
 _PLANNING: Callable[[F], F] = stacked(
@@ -97,13 +116,31 @@ RUNNING: Callable[[F], F] = stacked(
         "environment.",
     ),
     click.option(
+        "--engine",
+        type=click.Choice(["local", "ray"]),
+        default="local",
+        show_default=True,
+        help="Where the work is done: by processes of this machine, or on the nodes of a Ray cluster. "
+        "All must see SRC and OUT under the same paths (a shared file system); --memory is what each "
+        "machine gives, --jobs the workers of all nodes. [ray: pip install 'qconvert[ray]']",
+    ),
+    click.option(
+        "--address",
+        type=Address(),
+        metavar="HOST:PORT",
+        help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
+        "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
+    ),
+    click.option(
         "--work-dir",
         type=Folder(),
         metavar="DIR",
         help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
         "it. [default: ~/.cache/qconvert/outputs]",
     ),
+    PROFILE,
     DRY_RUN,
+    _engine_checked,
 )
 CONVERSION: Callable[[F], F] = stacked(
     RUNNING,
@@ -135,8 +172,8 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
 
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
-    unused = {"print_recipe": False, "work_dir": None}
-    options = cast(RunOptions, {**rest, **running, **unused})
+    here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
+    options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -246,7 +283,7 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
 
     return (
         nullcontext()
-        if options["dry_run"] or options["jobs"] == 1
+        if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
         else started_early(source.nbytes)
     )
 
@@ -260,7 +297,8 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": started.words, "work_dir": options["work_dir"],
+        "command": without_profile(started.words), "engine": options["engine"],
+        "address": options["address"], "work_dir": options["work_dir"],
     }  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
     INPUT_SCALE,
     KV_SCALE,
+    LINEAR_TARGETS,
     OUT,
     SHARED_EXPERTS,
     SOURCE,
-    TARGETS,
+    STATS,
     TP,
     from_options,
 )
@@ -38,9 +39,10 @@ from qconvert.cli.options import (
     "--ue8m0", is_flag=True,
     help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: ue8m0).",
 )  # fmt: skip
-@TARGETS
+@LINEAR_TARGETS
 @SHARED_EXPERTS
 @TP
+@STATS
 @INPUT_SCALE
 @KV_SCALE
 @CONVERSION
@@ -55,6 +57,7 @@ def fp8(
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
+    stats: Path | None,
     input_scale: float | None,
     kv_scale: float | None,
     **options: Unpack[RunOptions],
@@ -65,8 +68,8 @@ def fp8(
     the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
     weights in BF16, byte for byte; but with --tensor q, k and v share a scale, as gate and up do, since
     runtimes keep one of them. Embeddings, head, norms and routers are unchanged. Activations are scaled
-    by the runtime, or by the constant of --input-scale. --targets takes `experts` and `Linear` (the
-    default) only.
+    by the runtime, by the constant of --input-scale, or, for `--targets experts`, by scales of inputs
+    that --stats saw. --targets takes `experts` and `Linear` (the default) only.
 
     \b
     Examples:
@@ -75,6 +78,7 @@ def fp8(
       qconvert fp8 Qwen/Qwen3-32B out --channel
       qconvert fp8 Qwen/Qwen3-32B out --tensor --input-scale 1.0
       qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
+      qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
     """
     from qconvert.passes.fp8 import BLOCK, ToFp8
     from qconvert.recipe.recipe import Recipe
@@ -89,6 +93,10 @@ def fp8(
         raise click.UsageError(
             "runtimes take --input-scale beside a scale a matrix only: add --tensor"
         )
+    if stats is not None and not tensor:
+        raise click.UsageError("runtimes take --stats beside a scale a matrix only: add --tensor")
+    if stats is not None and input_scale is not None:
+        raise click.UsageError("--input-scale is a constant for all: omit --stats")
     with from_options():
         step = ToFp8(
             dialect="compressed-tensors" if packed or channel else "fp8",
@@ -99,6 +107,7 @@ def fp8(
             tp=tp,
             tensor=tensor,
             input_scale=input_scale,
+            stats=None if stats is None else str(stats),
         )
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("fp8", steps, options["max_shard_size"]), source, out, options)

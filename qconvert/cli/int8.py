@@ -8,13 +8,21 @@ from typing import Literal, Unpack
 import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
-from qconvert.cli.options import KV_SCALE, OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
+from qconvert.cli.options import (
+    KV_SCALE,
+    LINEAR_TARGETS,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    TP,
+    from_options,
+)
 
 
 @click.command()
 @SOURCE
 @OUT
-@TARGETS
+@LINEAR_TARGETS
 @SHARED_EXPERTS
 @TP
 @KV_SCALE

@@ -179,6 +179,17 @@ class ShardName(_Text):
         parse_shard(text, os.environ)
 
 
+class Address(_Text):
+    """The head of a Ray cluster."""
+
+    name = "address"
+
+    def check(self, text: str) -> None:
+        from qconvert.run.cluster import check_address
+
+        check_address(text)
+
+
 class Folder(click.Path):
     """A folder's path. An empty one (an unset shell variable) would mean the current folder."""
 
@@ -386,12 +397,20 @@ SOURCE_GROUPS = click.option(
     help="Groups in which the rows of the source's fused projections are ordered.",
 )  # fmt: skip
 # What a quantization takes: the same words and patterns for each format.
-TARGETS = click.option(
-    "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
-    metavar="NAME",
-    help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that runtimes "
-    "load so), a module's name, the end of a name, or re:PATTERN. Repeatable. [default: experts]",
-)  # fmt: skip
+
+
+def targets(default: str) -> Callable[[F], F]:
+    """What a conversion quantizes, and what it does where nothing is said."""
+    return click.option(
+        "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
+        metavar="NAME",
+        help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that "
+        "runtimes load so), a module's name, the end of a name, or re:PATTERN. Repeatable. "
+        f"[default: {default}]",
+    )  # fmt: skip
+
+
+TARGETS, LINEAR_TARGETS = targets("experts"), targets("Linear")
 IGNORE = click.option(
     "--ignore", multiple=True, type=Pattern(), metavar="NAME",
     help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "

@@ -92,12 +92,21 @@ def plan_lines(
             f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
         ),
         (
-            f"needs   {format_size(ready.share.total)} memory with "
-            f"{count(ready.share.jobs, 'job')}, "
+            f"needs   {_memory(ready)}, "
             f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
     return lines
+
+
+def _memory(ready: Prepared) -> str:
+    share = ready.share
+    if ready.options.engine == "local":
+        return f"{format_size(share.total)} memory with {count(share.jobs, 'job')}"
+    workers = f"each of {share.jobs} workers" if share.jobs else "each worker"
+    return (
+        f"{format_size(share.total)} memory here, {format_size(share.worker)} for {workers} on Ray"
+    )
 
 
 def unknown_names(checkpoint: Checkpoint) -> list[str]:
@@ -336,6 +345,8 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "loads": list(verdict.loads),
         "memory": ready.share.total,
         "jobs": ready.share.jobs,
+        "engine": ready.options.engine,
+        "worker_memory": ready.share.worker,
         "disk": ready.layout.nbytes + side_bytes(plan),
         "rates": {"read": rates.read, "write": rates.write},
         "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.options import JSON, OUT_FOLDER
+from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
-# What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source.
-_REFUSED = ("--family", "--follow-links")
+# What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
+# write a file (commands are noted without --profile).
+_REFUSED = ("--family", "--follow-links", "--profile")
 
 
 @click.command()
 @OUT_FOLDER
+@PROFILE
 @JSON
 @click.pass_context
 def finish(ctx: click.Context, out: Path, as_json: bool) -> None:

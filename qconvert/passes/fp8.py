@@ -9,7 +9,7 @@ the name of the model's first layer.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from struct import pack
@@ -27,7 +27,7 @@ from qconvert.formats.fp8.config import (
     fp8_group_config,
     fp8_tensor_group_config,
 )
-from qconvert.formats.fp8.encode import Dialect, EncodeFp8
+from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import DecodedMaxima, RowMaxima
 from qconvert.matrices.reading import read_matrix
@@ -41,6 +41,7 @@ from qconvert.ops.constant import Constant
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
 from qconvert.passes.by_row import compressed_block
+from qconvert.passes.input_scales import InputMaxima, maxima_of
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.ranks import check_size, check_tp, loads_at, loads_note
 from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
@@ -59,7 +60,8 @@ class ToFp8:
     scale for each square of `block` rows and columns, or (None) for each row, which dialect
     compressed-tensors alone has; with `tensor` for each matrix, whatever `block` says, and those that
     runtimes compute as one share it. `input_scale` is then one constant for the inputs of all that is
-    quantized (their largest size / 448). `exponents`: scales are powers of two (ue8m0), by block in
+    quantized (their largest size / 448); `stats` a folder of a calibration's statistics, from which the
+    input scales of routed experts are taken. `exponents`: scales are powers of two (ue8m0), by block in
     dialect fp8 only. `shared_experts` says whether shared experts beside routed ones are quantized too
     or kept; None: quantized only where sglang would otherwise fuse them and not read them. `tp` is a
     tensor-parallel size that the result must load at.
@@ -79,9 +81,10 @@ class ToFp8:
     tp: int | None = None
     tensor: bool = False
     input_scale: float | None = None
+    stats: str | None = None
 
     def __repr__(self) -> str:
-        return spelled(self, ("tensor", "input_scale"))
+        return spelled(self, ("tensor", "input_scale", "stats"))
 
     def __post_init__(self) -> None:
         if self.tensor and self.exponents:
@@ -90,6 +93,8 @@ class ToFp8:
             raise PlanError("runtimes take input scales beside a scale a tensor only: add tensor")
         if self.input_scale is not None and not 0 < self.input_scale < inf:
             raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
+        if self.stats is not None:
+            self._check_stats()
         if self.block is not None and self.block < 1:
             raise PlanError(f"expected a block of 1 or more, found {self.block}")
         if self.block is None and self.dialect == "fp8" and not self.tensor:
@@ -101,6 +106,18 @@ class ToFp8:
             raise PlanError("scales that are powers of two are supported in dialect fp8 only")
         check_size(self.tp)
 
+    def _check_stats(self) -> None:
+        if not self.tensor:
+            raise PlanError("runtimes take input scales beside a scale a tensor only: add tensor")
+        if self.input_scale is not None:
+            raise PlanError("input_scale is a constant input scale, and stats says otherwise")
+        if self.targets == "all" or self.shared_experts == "quantize":
+            others = "all other layers" if self.targets == "all" else "quantized shared experts"
+            raise PlanError(
+                f"statistics are of routed experts' inputs alone, and {others} would need input scales "
+                "too: target experts, keep shared experts, or leave stats out"
+            )
+
     @property
     def encoder(self) -> EncodeFp8:
         return EncodeFp8(self.dialect, self._block_size, self.exponents)
@@ -108,6 +125,10 @@ class ToFp8:
     @property
     def _block_size(self) -> tuple[int, int] | None:
         return None if self.block is None or self.tensor else (self.block, self.block)
+
+    @property
+    def _stores_inputs(self) -> bool:
+        return self.input_scale is not None or self.stats is not None
 
     @property
     def _by_blocks(self) -> bool:
@@ -119,17 +140,22 @@ class ToFp8:
         others = self._others(plan, chosen)
         check_nothing_packed(others)
         self._check_left(plan, others)
-        made = self._tensors(chosen) if self.tensor else self._each(chosen)
+        inputs, maxima = self._inputs(plan, chosen)
+        made = self._tensors(chosen, inputs) if self.tensor else self._each(chosen)
         block = self._config(plan, chosen)
         sizes = loads_at(chosen, self._block_size or (1, 1))
         notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
         facts: dict[str, Any] = {"tp_sizes": sizes}
+        spec = repr(self)
+        if maxima is not None:
+            spec = repr(replace(self, stats=maxima.digest))
+            notes += maxima.notes()
         if self.input_scale is not None:
             facts["input_scale"] = self.input_scale
             notes.append(f"input scales are the constant {self.input_scale:g}, found from no data")
         return replace_weights(
             plan,
-            chosen.entry(self.name, repr(self), notes),
+            chosen.entry(self.name, spec, notes),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
@@ -148,8 +174,30 @@ class ToFp8:
             made.update(zip(names, results, strict=True))
         return made
 
-    def _tensors(self, chosen: Selection) -> dict[str, Output]:
-        """The same with a scale for those that are computed as one."""
+    def _inputs(
+        self, plan: Plan, chosen: Selection
+    ) -> tuple[Mapping[str, float], InputMaxima | None]:
+        """The input scale of each module, where they are stored; and the statistics, if those say."""
+        if self.input_scale is not None:
+            return {module: self.input_scale for module, _, _ in chosen}, None
+        if self.stats is None:
+            return {}, None
+        assert chosen.experts is not None
+        projections = chosen.experts.projections
+        draft = next((p.module for p in projections if p.draft), None)
+        if draft is not None:
+            raise PlanError(
+                f"{draft!r}: statistics are of the model's experts, and those of its draft layers would "
+                "need input scales too: drop the layers (a recipe of `drop: {what: mtp}` and `fp8`), or "
+                "leave stats out"
+            )
+        maxima = maxima_of(plan, self.stats, projections)
+        return {
+            p.module: maxima.of(p.layer, p.expert, p.kind) / LARGEST for p in projections
+        }, maxima
+
+    def _tensors(self, chosen: Selection, inputs: Mapping[str, float]) -> dict[str, Output]:
+        """The same with a scale for those that are computed as one, and `inputs`."""
         matrices = {module: stored for module, _, stored in chosen}
         made: dict[str, Output] = {}
         for group in shared_groups({module: kind for module, kind, _ in chosen}):
@@ -164,8 +212,8 @@ class ToFp8:
                 encoder = EncodeFp8Tensor(stored.decoder, self.dialect)
                 made[f"{module}.weight"] = apply(encoder, *stored.args, scale)[0]
                 made[f"{module}.weight_scale"] = scale
-                if self.input_scale is not None:
-                    constant = Constant("F32", (1,), pack("<f", self.input_scale).hex())
+                if module in inputs:
+                    constant = Constant("F32", (1,), pack("<f", inputs[module]).hex())
                     made[f"{module}.input_scale"] = apply(constant)[0]
         return made
 
@@ -178,13 +226,15 @@ class ToFp8:
             linears |= self._more(plan, {*linears, *unwanted, *taken})
         if not linears and experts is None:
             raise PlanError("no linear layer found that runtimes load in FP8")
-        found = with_shared(
-            plan,
-            Selection(experts, linears, ()),
-            self.shared_experts,
-            lambda selection: self._config(plan, selection),
-            drafts=experts is not None and any(p.draft for p in experts.projections),
-        )
+        found = Selection(experts, linears, ())
+        if self.stats is None or self.shared_experts is not None:
+            found = with_shared(
+                plan,
+                found,
+                self.shared_experts,
+                lambda selection: self._config(plan, selection),
+                drafts=experts is not None and any(p.draft for p in experts.projections),
+            )
         self._check_new(plan, found)
         check_tp(found, self._block_size or (1, 1), self.tp)
         return found
@@ -269,8 +319,9 @@ class ToFp8:
         others = self._others(plan, chosen)
         if self.dialect == "fp8":
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
-            inputs = self.input_scale is not None
-            return fp8_config(self._block_size, left, exponents=self.exponents, inputs=inputs)
+            return fp8_config(
+                self._block_size, left, exponents=self.exponents, inputs=self._stores_inputs
+            )
         left = ignored(
             plan,
             others,
@@ -280,7 +331,7 @@ class ToFp8:
         )
         group = partial(fp8_group_config, self._block_size)
         if self.tensor:
-            group = partial(fp8_tensor_group_config, inputs=self.input_scale is not None)
+            group = partial(fp8_tensor_group_config, inputs=self._stores_inputs)
         return compressed_block(plan, chosen, group, left)
 
 

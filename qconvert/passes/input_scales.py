@@ -7,13 +7,16 @@ Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, DataError, PlanError
+from qconvert.matrices.experts import Projection
+from qconvert.plan.plan import Plan
 
 _NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")
 
@@ -29,6 +32,27 @@ class InputMaxima:
     def of(self, layer: int, expert: int, kind: str) -> float:
         """For a projection's kind: gate_proj, up_proj or down_proj."""
         return self.largest[layer, "down" if kind == "down_proj" else "gate_up"][expert]
+
+    @property
+    def digest(self) -> str:
+        """Of what was read, wherever it lay: what stands for the folder in a pass's identity."""
+        return sha256(repr(sorted(self.largest.items())).encode()).hexdigest()[:32]
+
+    def notes(self) -> list[str]:
+        """For a pass's log entry."""
+        found = ["activations quantized with the statistics' input scales"]
+        if self.unseen:
+            found.append(f"{self.unseen} experts saw no token and take their layer's largest")
+        return found
+
+
+def maxima_of(plan: Plan, stats: str, projections: Sequence[Projection]) -> InputMaxima:
+    """The statistics in folder `stats` of these experts of a plan. Raises as `input_maxima` does."""
+    dims = plan.role_index.dims
+    layers = tuple(dict.fromkeys(p.layer for p in projections))
+    return input_maxima(
+        Path(stats), layers, dims.num_experts, dims.hidden_size, dims.moe_intermediate_size
+    )
 
 
 def input_maxima(

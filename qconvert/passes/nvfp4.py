@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from math import inf
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from qconvert.core.encodings import Dialect
@@ -47,7 +45,7 @@ from qconvert.matrices.unquantized_nvfp4 import (
 )
 from qconvert.ops.fp4 import BLOCK
 from qconvert.passes.by_row import compressed_block
-from qconvert.passes.input_scales import InputMaxima, input_maxima
+from qconvert.passes.input_scales import InputMaxima, maxima_of
 from qconvert.passes.mxfp4_as_nvfp4 import (
     as_nvfp4,
     input_of,
@@ -175,13 +173,7 @@ class ToNvfp4:
         return with_shared(plan, chosen, self.shared_experts, block_of, drafts=drafts)
 
     def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
-        if self.stats is None:
-            return None
-        dims = plan.role_index.dims
-        layers = tuple(dict.fromkeys(p.layer for p in _projections(chosen)))
-        return input_maxima(
-            Path(self.stats), layers, dims.num_experts, dims.hidden_size, dims.moe_intermediate_size
-        )
+        return None if self.stats is None else maxima_of(plan, self.stats, _projections(chosen))
 
     def _planned(
         self, plan: Plan, chosen: Selection, made: Named, maxima: InputMaxima | None
@@ -222,11 +214,8 @@ class ToNvfp4:
         notes = []
         spec = repr(self)
         if maxima is not None:
-            seen = sha256(repr(sorted(maxima.largest.items())).encode()).hexdigest()
-            spec = repr(replace(self, stats=seen[:32]))  # what was read, not where
-            notes.append("activations quantized with the statistics' input scales")
-            if maxima.unseen:
-                notes.append(f"{maxima.unseen} experts saw no token and take their layer's largest")
+            spec = repr(replace(self, stats=maxima.digest))
+            notes += maxima.notes()
         else:
             notes.append(said_of_inputs(self.input_scale))
         dims = plan.role_index.dims

@@ -19,6 +19,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source, Value
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import apart_experts, natural_key, scale_candidates, weight_candidates
+from qconvert.core.profiling import phase
 from qconvert.samples.request import Calibration
 
 # How rules begin that leave a tensor out because another folder holds it.
@@ -239,10 +240,12 @@ def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
     """
     for step in passes:
         try:
-            plan = counted(step(plan))
+            with phase(f"pass {step.name}"):
+                plan = counted(step(plan))
         except PlanError as error:
             raise PlanError(f"{step.name}: {error}") from error
-    return plan.check()
+    with phase("check"):
+        return plan.check()
 
 
 def counted(plan: Plan) -> Plan:

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
+from qconvert.core.profiling import heard
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.plan.units import Compute, Unit
 from qconvert.run.files import Files
-from qconvert.run.sink import Sink, Underway
+from qconvert.run.metered import Meters
+from qconvert.run.sink import Underway
 from qconvert.run.unit_runner import Place, UnitResult
-from qconvert.run.worker import Done, Setup, unit_runner
+from qconvert.run.worker import Done, Setup, sink_for, unit_runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,9 @@ def write_solved(
     was not solved."""
     remarks: list[str] = []
     left = set(units)
-    sink = Sink(files, setup.paths, setup.window)
-    runner = unit_runner(setup, sink, wrote)
+    work = Meters() if setup.metered else None
+    sink = sink_for(setup, files, work)
+    runner = unit_runner(setup, sink, wrote, work)
     underway: Underway[Done] = Underway(sink)
 
     def tell(written: Iterable[Done]) -> None:
@@ -142,8 +145,8 @@ def write_solved(
             finished(done.number, done.result)
 
     try:
-        with closing(items):
-            for item in items:
+        with closing(items if work is None else work.taking(items)) as solved:
+            for item in solved:
                 match item:
                     case Solved():
                         left.remove(item.number)
@@ -160,6 +163,8 @@ def write_solved(
                         remarks.append(item.text)
                 del item  # its buffers must not live on while the next ones are computed
             tell(underway.flush())
+        if work is not None:
+            heard(work.word(), alone=True)
     finally:
         runner.close()
         sink.close()

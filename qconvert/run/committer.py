@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qconvert.core.profiling import phase
 from qconvert.run.files import Files
 from qconvert.run.journal import Journal
 from qconvert.run.unit_runner import UnitResult
@@ -37,6 +38,7 @@ class Committer:
         if self._bytes >= self._commit_bytes or late:
             self.commit()
 
+    @phase("commit")
     def commit(self) -> None:
         """Sync every file the waiting units wrote to, then append their journal lines."""
         for number in sorted({file for _, result in self._waiting for file in result.files}):

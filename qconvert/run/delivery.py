@@ -20,6 +20,7 @@ from qconvert.checkpoint.store import Stored, WritableStore
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.json_text import parse_object
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
+from qconvert.core.shown import count
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.prepare import Prepared
@@ -85,7 +86,7 @@ class Delivery:
         self.store.abandon()
         self.store.put(NOTE, (json.dumps({"identity": self.identity}) + "\n").encode())
         names = self.names
-        told.phase(f"sending {len(names)} files")
+        told.phase(f"sending {count(len(names), 'file')}")
         told.start(sum(_size(folder / name) for name in names), 0)
 
         # One after another: of each, several parts are on their way at a time.

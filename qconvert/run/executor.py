@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import Shard
-from qconvert.core.errors import OutputError
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Backend
+from qconvert.run.engine import Begun, Engine
 from qconvert.run.events import Events, Silent
 from qconvert.run.files import Files
+from qconvert.run.local import LocalEngine
 from qconvert.run.memory import Share
+from qconvert.run.on_ray import RayEngine
 from qconvert.run.prepare import Options, Prepared, prepare
 from qconvert.run.refusals import check_backend, check_parts, is_finished
-from qconvert.run.repair import begin_repair, claim_damaged
-from qconvert.run.resume import Progress, open_journals, progress_of
+from qconvert.run.resume import Progress
 from qconvert.run.run_units import run_units
-from qconvert.run.sharing import SharedWorkspace, check_complete, run_shard
+from qconvert.run.sharing import ShardEngine
 from qconvert.run.staging import publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
 from qconvert.run.verify import check_sources, seen, touched
@@ -96,58 +98,26 @@ def run_together(
     # Links of our own change a file's ctime.
     checkpoint = first.plan.checkpoint
     checkpoint.check_unchanged(None if first.options.link_near else checkpoint.shards)
-    if first.options.shard is not None:
-        return _run_shard(parts, told, disk)
-    with claimed(parts, disk, told.phase) as targets:
-        _settle(targets)
-        if first.options.finish:
-            check_complete(targets)
-        if targets[0].space.finished:
-            targets = claim_damaged(targets, told)
-            if not any(target.faults for target in targets):
+    engine = engine_of(first.options)
+    with claimed(parts, disk, told.phase, engine.space) as targets:
+        with engine.begin(targets, told, disk, backend) as begun:
+            if begun is None:
                 return [_already(target, backend) for target in targets]
-            targets = begin_repair(targets, backend)
-        else:
-            targets = open_journals(targets)
-        receipts = _fill(targets, told, disk, backend)
-        for target in reversed(targets):
-            if not target.space.finished:
-                target.space.tidy()
-        return receipts
+            _fill(begun, told, disk, backend, engine)
+        if engine.publishes:
+            for target in reversed(begun.targets):
+                if not target.space.finished:
+                    target.space.tidy()
+        return _results(begun, published=engine.publishes)
 
 
-def _run_shard(parts: Parts, told: Events, files: Files) -> list[RunResult]:
-    """One part of a run that others have parts of too: nothing is published."""
-    with claimed(parts, files, told.phase, SharedWorkspace) as targets:
-        if all(target.space.finished for target in targets):
-            return [_already(target, None) for target in targets]
-        if any(target.space.finished for target in targets):
-            raise OutputError(
-                f"{targets[0].out}: one folder of this run is finished, and the others are not; run the "
-                "same command without --shard"
-            )
-        known = targets[0].space.remembered
-        before = frozenset(known.units) if known is not None else frozenset()
-        progress = run_shard(targets, told, files)
-    ready = parts[0][0]
-    mine = progress.mine or frozenset()
-    nbytes = sum(ready.units[number].write for number in mine)
-    return [
-        RunResult(
-            out, ready.fingerprint, (), nbytes if ready is parts[0][0] else 0,
-            tuple(dict.fromkeys(progress.remarks)), len(mine & before), published=False,
-            share=ready.share,
-        )
-        for ready, out in parts
-    ]  # fmt: skip
-
-
-def _settle(targets: Sequence[Target]) -> None:
-    """Take folders for finished ones where a run was stopped after its last rename, in all of them."""
-    if all(target.space.finished or target.space.in_sight for target in targets):
-        for target in targets:
-            if target.space.in_sight:
-                target.space.settle()
+def engine_of(options: Options) -> Engine:
+    """What runs the units, as the options have it."""
+    if options.shard is not None:
+        return ShardEngine(options.shard)
+    if options.engine == "ray":
+        return RayEngine(options.address, options.memory, options.jobs)
+    return LocalEngine()
 
 
 def _already(target: Target, backend: Backend | None) -> RunResult:
@@ -160,48 +130,55 @@ def _already(target: Target, backend: Backend | None) -> RunResult:
 
 
 def _fill(
-    targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
-) -> list[RunResult]:
-    """Run what is left to run, and publish. Journals are closed afterwards."""
-    try:
-        progress = progress_of(targets, told)
-        resumed = len(progress.kept)
-        now: Sequence[Shard] | None = None
-        if not any(target.publishing for target in targets):
-            now = _look_at_source(targets[0], progress, told)
-            run_units(targets, progress, told, files, backend)
-            targets[0].ready.plan.checkpoint.check_unchanged(now)
+    begun: Begun, told: Events, files: Files, backend: Backend | None, engine: Engine
+) -> None:
+    """Run what is left to run, and publish where the engine does."""
+    targets, progress = begun.targets, begun.progress
+    now: Sequence[Shard] | None = None
+    if not any(target.publishing for target in targets):
+        now = _look_at_source(targets[0], progress, told)
+        run_units(targets, progress, told, files, backend, engine)
+        targets[0].ready.plan.checkpoint.check_unchanged(now)
+    if engine.publishes:
         told.phase("publishing")
         _publish(targets, progress, now)
-    finally:
-        for target in targets:
-            if target.journal is not None:
-                target.journal.close()
+
+
+def _results(begun: Begun, *, published: bool) -> list[RunResult]:
+    targets, progress = begun.targets, begun.progress
     remarks = tuple(dict.fromkeys(progress.remarks))
-    return [
-        RunResult(
-            target.out, target.ready.fingerprint, tuple(publish_order(target.ready)),
-            target.ready.layout.nbytes, remarks, resumed, repaired=target.faults,
-            share=target.ready.share,
-        )
-        for target in targets
-    ]  # fmt: skip
+    results = []
+    for number, target in enumerate(targets):
+        ready = target.ready
+        nbytes = ready.layout.nbytes
+        if progress.mine is not None:  # the units of all folders count for the first
+            nbytes = sum(ready.units[n].write for n in progress.mine) if not number else 0
+        results.append(
+            RunResult(
+                target.out, ready.fingerprint, tuple(publish_order(ready)) if published else (),
+                nbytes, remarks, begun.resumed, repaired=target.faults, published=published,
+                share=ready.share,
+            )
+        )  # fmt: skip
+    return results
 
 
 def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence[Shard]:
     """The source's shards as they are now. Where they were touched since units were made from them, what
-    those were made from is hashed again: raises CheckpointError where it is not the same."""
+    those of this run were made from is hashed again: raises CheckpointError where it is not the same."""
     checkpoint = first.ready.plan.checkpoint
     now = checkpoint.look_again()
     if changed := touched(now, progress.seen):
-        if progress.kept:
+        own = [r for n, r in progress.kept.items() if progress.mine is None or n in progress.mine]
+        if own:
             told.phase("the source's files were touched: hashing them again")
-            check_sources(progress.kept.values(), checkpoint, changed)
+            check_sources(own, checkpoint, changed)
         assert first.journal is not None
         first.journal.append([{"seen": seen(now)}])
     return now
 
 
+@phase("publish")
 def _publish(targets: Sequence[Target], progress: Progress, now: Sequence[Shard] | None) -> None:
     """Write what lies beside the tensors, then rename everything into place, the first folder last."""
     for target in targets:

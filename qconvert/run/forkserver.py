@@ -228,10 +228,9 @@ def started_early(nbytes: int) -> Iterator[None]:
     """Within this, the first run that needs a server finds one that began its imports at once, for a run
     over this many bytes: .75 s that pass while the plan is made and judged."""
     global _early
-    cores = len(os.sched_getaffinity(0))
-    if cores > 1 and nbytes >= _WORTH_IT:
+    if len(os.sched_getaffinity(0)) > 1 and nbytes >= _WORTH_IT:
         _early = ForkServer()
-        _early.preload(["numpy", "xxhash"], compiled=loops_wanted(nbytes // cores))
+        _early.preload(["numpy", "xxhash"], compiled=loops_wanted(nbytes))
     try:
         yield
     finally:

@@ -25,6 +25,8 @@ DEFAULT_BYTES = 1 << 30
 PLAN_BYTES_PER_TENSOR = 4096
 # A process beyond arena and windows: interpreter and numpy (17 MB), pickled units, records.
 PROCESS_BYTES = 24 << 20
+# The same where Ray is imported, with its threads and buffers; on this machine or a node.
+RAY_PROCESS_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
 # Below this much output a process's start costs more than it saves.
@@ -34,13 +36,16 @@ BYTES_PER_JOB = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Share:
     """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
-    and the windows its results wait in for the disk. `compiled`: they compute in compiled loops."""
+    and the windows its results wait in for the disk. `compiled`: they compute in compiled loops.
+    On a cluster `jobs` is 0 where as many are taken as there is room for, `total` is this process's, and
+    `worker` what each worker takes."""
 
     jobs: int
     arena: int
     window: int
     total: int
     compiled: bool = False
+    worker: int = 0
 
 
 def free_bytes() -> int:
@@ -95,12 +100,42 @@ def share_out(
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
-            computed = sum(unit.write for unit in units if any(map(_computes, unit.steps)))
-            compiled = loops_wanted(computed // count) and total + count * LOOP_BYTES <= memory
+            compiled = loops_wanted(_computed(units)) and total + count * LOOP_BYTES <= memory
             if compiled:
                 total += count * LOOP_BYTES
             return Share(count, arena, window, total, compiled)
     raise AssertionError("one worker always fits: checked above")
+
+
+def share_on_cluster(
+    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None
+) -> Share:
+    """What a worker on a node of a cluster gets, and this process takes. `memory` is what every machine
+    gives, in bytes: how many workers fit there is known when the run begins. Raises PlanError naming
+    the tensor for which not even one does."""
+    leader = tensors * PLAN_BYTES_PER_TENSOR + RAY_PROCESS_BYTES
+    worst = max(units, key=lambda unit: unit.peak)
+    least = RAY_PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    if memory is not None and leader + least > memory:
+        raise PlanError(
+            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, a worker with "
+            f"Ray {_mib(least)} and the machine that leads {_mib(leader)}; give --memory "
+            f"{_mib(leader + least)} or more, which each machine gives (given: {exact_size(memory)})"
+        )
+    comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
+    full = RAY_PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
+    worker = full if memory is None else min(full, memory - leader)
+    arena = min(worker - RAY_PROCESS_BYTES - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+    window = min((worker - RAY_PROCESS_BYTES - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
+    compiled = loops_wanted(_computed(units) // (jobs or 1))
+    if compiled and (memory is None or leader + worker + LOOP_BYTES <= memory):
+        return Share(jobs or 0, arena, window, leader, True, worker + LOOP_BYTES)
+    return Share(jobs or 0, arena, window, leader, False, worker)
+
+
+def _computed(units: Sequence[Unit]) -> int:
+    """Bytes that are read or written of units that are not all copies, whichever are more."""
+    return sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
 
 
 def _computes(step: Step) -> bool:

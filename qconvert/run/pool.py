@@ -11,11 +11,24 @@ from multiprocessing.connection import wait
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.plan.units import Unit
+from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
-from qconvert.run.sink import Sink, Underway
+from qconvert.run.metered import Meters
+from qconvert.run.sink import Underway
 from qconvert.run.unit_runner import Place
-from qconvert.run.worker import Batch, BatchDone, Done, Failed, Progress, Setup, unit_runner
+from qconvert.run.worker import (
+    Batch,
+    BatchDone,
+    Done,
+    Failed,
+    Measured,
+    Progress,
+    Setup,
+    Told,
+    sink_for,
+    unit_runner,
+)
 
 # Consecutive units travel together, so that a worker reads and writes long runs of a file; but only
 # so many, for a batch of very small ones would be large itself and leave the others idle.
@@ -26,11 +39,20 @@ _BATCHES_AHEAD = 2
 Numbered = tuple[int, Unit]
 
 
-def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Progress | Done]:
+def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Told]:
     """Run units in this process, one after another."""
+    if not setup.metered:
+        return _run_here(setup, batches, files, None)
+    work = Meters()
+    return work.counting(_run_here(setup, batches, files, work))
+
+
+def _run_here(
+    setup: Setup, batches: Iterable[Batch], files: Files, work: Meters | None
+) -> Generator[Told]:
     made: list[int] = []
-    sink = Sink(files, setup.paths, setup.window)
-    runner = unit_runner(setup, sink, made.append)
+    sink = sink_for(setup, files, work)
+    runner = unit_runner(setup, sink, made.append, work)
     underway: Underway[Done] = Underway(sink)
     try:
         for batch in batches:
@@ -43,6 +65,8 @@ def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[
             sink.seal()
             yield from underway.settled()
         yield from underway.flush()
+        if work is not None:
+            yield Measured(work.word())
     finally:
         runner.close()
         sink.close()
@@ -77,7 +101,7 @@ class _Worker:
             while True:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
-                    return _error(message)
+                    return failure(message)
         try:
             return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
         except RunError as error:  # of the server: it went, and its workers with it
@@ -113,15 +137,21 @@ class Backlog:
             del self._files[file]
         return batch
 
+    def again(self, batch: Batch) -> None:
+        """Take back a batch whose worker was lost: it is the next of its file."""
+        self._files.setdefault(batch.file, deque()).appendleft(batch)
+        self._given.setdefault(batch.file, 0)
 
-def _error(message: Failed) -> QConvertError:
+
+def failure(message: Failed) -> QConvertError:
+    """The error that a worker told of."""
     error: QConvertError = getattr(errors, message.kind)(message.message)
     return error
 
 
 def run_workers(
     setup: Setup, jobs: int, all_batches: Iterable[Batch], locks: Sequence[int]
-) -> Generator[Progress | Done]:
+) -> Generator[Told]:
     """Run units in `jobs` processes, which inherit the descriptors of the output folders' locks.
     Raises what a worker raised, or RunError if one died."""
     workers: list[_Worker] = []
@@ -143,7 +173,7 @@ def run_workers(
                 except (EOFError, ConnectionResetError):
                     raise worker.died() from None
                 if isinstance(message, Failed):
-                    raise _error(message)
+                    raise failure(message)
                 if isinstance(message, BatchDone):
                     worker.ahead -= 1
                     if (batch := backlog.next(worker.file)) is not None:
@@ -156,6 +186,15 @@ def run_workers(
         server.finish()
     finally:
         server.close()
+
+
+def run_local(work: Work) -> Generator[Told]:
+    """Units in this process or in workers, as the plan shares out the memory."""
+    jobs = work.targets[0].ready.share.jobs
+    if jobs == 1:
+        return run_here(work.setup, work.batches, work.files)
+    locks = [target.space.lock_fd for target in work.targets if not target.space.finished]
+    return run_workers(work.setup, jobs, work.batches, locks)
 
 
 def _ahead() -> list[str]:

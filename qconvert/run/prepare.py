@@ -9,14 +9,17 @@ from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
+from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import Share, share_out
+from qconvert.run.memory import Share, share_on_cluster, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 
 # Journal, receipt and index lines of one tensor, generously.
@@ -32,7 +35,8 @@ class Options:
     `verify` hashes all that an earlier run left, not only what it wrote last. `shard`: the run is
     that part of a larger one, whose folder others fill too, and publishes nothing; `finish`
     publishes what all of them did, and refuses a folder where units are missing. `command` is noted
-    in a shard's journal, as what it was started by."""
+    in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
+    cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -44,6 +48,8 @@ class Options:
     shard: Shard | None = None
     finish: bool = False
     command: tuple[str, ...] = ()
+    engine: EngineName = "local"
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,18 +72,19 @@ def prepare(plan: Plan, options: Options) -> Prepared:
     return prepare_together([plan], options)[0]
 
 
+@phase("prepare")
 def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
+    if options.engine == "ray":
+        check_installed()
     merged = {name: output for plan in plans for name, output in plan.tensors.items()}
     assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
     cut = tuple(units(merged))
     tensors = max(len(plans[0].checkpoint), len(merged))
     # A backend takes memory of its own, after the workers have given theirs back.
     workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
-    far = any(shard.remote is not None for shard in plans[0].checkpoint.shards)
-    client = FETCH_BYTES if far else 0
-    share = share_out(workers, tensors, options.memory, options.jobs, client)
+    share = _share(plans[0], workers, tensors, options)
     ready = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
@@ -87,6 +94,20 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
         layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
         ready.append(Prepared(plan, options, plan.fingerprint(), cut, layout, share))
     return ready
+
+
+def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
+    """What each worker gets. Those that read a store have its client, too."""
+    far = next((shard for shard in first.checkpoint.shards if shard.remote is not None), None)
+    if options.engine == "local":
+        client = FETCH_BYTES if far is not None else 0
+        return share_out(workers, tensors, options.memory, options.jobs, client)
+    if far is not None and far.remote is not None:
+        raise PlanError(
+            f"{far.remote.url}: the nodes of a cluster read files that all of them see, and the source "
+            "lies in a store: omit --engine ray, or fetch the source first"
+        )
+    return share_on_cluster(workers, tensors, options.memory, options.jobs)
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.errors import OutputError
+from qconvert.core.profiling import phase
 from qconvert.run.events import Events
 from qconvert.run.shards import OutFile
 from qconvert.run.staging import check_staged, identity_of, lost_shards, planned_places
@@ -37,6 +38,7 @@ class Progress:
     mine: frozenset[int] | None = None
 
 
+@phase("stage")
 def open_journals(targets: Sequence[Target]) -> list[Target]:
     """Go on where all folders can; else begin all of them anew. A folder that is finished needs no
     journal. Raises as `is_resumable` does."""
@@ -76,6 +78,7 @@ def is_resumable(targets: Sequence[Target]) -> bool:
     return resumable
 
 
+@phase("stage")
 def progress_of(targets: Sequence[Target], told: Events) -> Progress:
     """What of the work that was left can be built on. Files that are not as planned are made anew; where
     some had been published, all are taken out of sight first.

@@ -1,4 +1,4 @@
-"""The units that the journal does not know are run: by workers, or by a backend."""
+"""The units that the journal does not know are run: by an engine, or by a backend."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.errors import QConvertError
+from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
+from qconvert.run.engine import Engine, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
-from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches, run_here, run_workers
+from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
+from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.verify import check_same_sources
+from qconvert.run.worker import Measured, Setup
 from qconvert.run.worker import Progress as Made
-from qconvert.run.worker import Setup
 from qconvert.run.workspace import CALIBRATION
 
 
@@ -36,14 +39,16 @@ class _Writing:
     commit: Callable[[], None]
 
 
+@phase("fill")
 def run_units(
     targets: Sequence[Target],
     progress: Progress,
     told: Events,
     files: Files,
     backend: Backend | None,
+    engine: Engine,
 ) -> None:
-    """Run the units that are left, those of workers first, and add their records to `progress`."""
+    """Run the units that are left, the engine's first, and add their records to `progress`."""
     ready, journal = targets[0].ready, targets[0].journal
     assert journal is not None, "the first folder is published last"
     mine = [
@@ -67,9 +72,11 @@ def run_units(
         committer.add(number, result)
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
+    note_run(targets, left)
     solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
-        _by_workers(targets, [item for item in left if item[0] not in solved], writing)
+        by_engine = [item for item in left if item[0] not in solved]
+        _by_engine(engine, targets, by_engine, writing)
         if solved:
             assert backend is not None, "checked before anything was claimed"
             progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
@@ -93,30 +100,29 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     ready = targets[0].ready
     share = ready.share
     shards = ready.plan.checkpoint.shards
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled)
+    metered = recording() is not None
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
     return setup, places
 
 
-def _by_workers(targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing) -> None:
-    """Run units in this process or in workers, which inherit the folders' locks."""
-    ready = targets[0].ready
-    size = min(BATCH_BYTES, ready.options.commit_bytes)
+def _by_engine(
+    engine: Engine, targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing
+) -> None:
+    size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
-    locks = [target.space.lock_fd for target in targets if not target.space.finished]
-    stream = (
-        run_here(writing.setup, batches, writing.files)
-        if ready.share.jobs == 1
-        else run_workers(writing.setup, ready.share.jobs, batches, locks)
-    )
+    stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
     # Closed whatever happens here: workers must not outlive the run they belong to.
-    with closing(stream):
+    with closing(stream), working():
         for message in stream:
             if isinstance(message, Made):
                 writing.told.wrote(message.nbytes)
+            elif isinstance(message, Measured):
+                heard(message.word)
             else:
                 writing.finished(message.number, message.result)
 
 
+@phase("calibrate")
 def _by_backend(
     first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:

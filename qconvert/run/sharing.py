@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qconvert.core.errors import OutputError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
+from qconvert.run.backend import Backend
 from qconvert.run.division import LEFT_TO_FINISH, Division, Shard, divide
+from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal, refuse_other_plan
@@ -34,21 +37,19 @@ from qconvert.run.leases import (
     remove_unfinished,
     unfinished,
 )
+from qconvert.run.pool import run_local
 from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress
-from qconvert.run.run_units import run_units
 from qconvert.run.shards import OutFile
 from qconvert.run.staging import identity_of, planned_places
 from qconvert.run.target import Target
 from qconvert.run.verify import (
     LOOK_BACK,
-    check_sources,
     check_units,
-    seen,
     shard_fault,
-    touched,
     wrong_units,
 )
+from qconvert.run.worker import Told
 from qconvert.run.workspace import JOURNAL, Workspace
 
 _SHOWN_SHARDS = 5
@@ -87,40 +88,51 @@ def division_of(targets: Sequence[Target], count: int) -> Division:
     return divide(targets[0].ready.units, [target.ready.layout for target in targets], count)
 
 
-def run_shard(targets: Sequence[Target], told: Events, files: Files) -> Progress:
-    """Run the units of this run's shard that no journal knows. `targets` are claimed and not finished.
+@dataclass(frozen=True)
+class ShardEngine:
+    """One part of a run's units, on this machine, in folders that others fill too. Nothing is
+    published."""
 
-    Raises OutputError where the same shard is at work, or one of another number of shards, and
-    where staged files are not as planned; CheckpointError where the source changed."""
-    ready = targets[0].ready
-    shard = ready.options.shard
-    assert shard is not None
-    division = division_of(targets, shard.count)
-    mine = division.of(shard)
-    leases: list[Lease] = []
-    how = "stopped"
-    try:
-        # As in any run, the journal that speaks of the units comes last.
-        for target in reversed(targets):
-            leases.append(_lease(target, shard, division, told, files))
-        lease = leases[-1]
-        begun = [replace(target, journal=lease) for target in targets[:1]] + list(targets[1:])
-        progress = _progress(begun, shard, mine, lease, told, files)
-        checkpoint = ready.plan.checkpoint
-        now = checkpoint.look_again()
-        own = [progress.kept[number] for number in mine & progress.kept.keys()]
-        if changed := touched(now, progress.seen):
-            if own:
-                told.phase("the source's files were touched: hashing them again")
-                check_sources(own, checkpoint, changed)
-            lease.append([{"seen": seen(now)}])
-        run_units(begun, progress, told, files, None)
-        checkpoint.check_unchanged(now)
-        how = "done"
-        return progress
-    finally:
-        for each in leases:
-            each.end(how)
+    shard: Shard
+    space = SharedWorkspace
+    publishes = False
+
+    @contextmanager
+    def begin(
+        self, targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
+    ) -> Iterator[Begun | None]:
+        """Raises OutputError where the same shard is at work, or one of another number of shards, and
+        where staged files are not as planned."""
+        finished = [target for target in targets if target.space.finished]
+        if len(finished) == len(targets):
+            yield None
+            return
+        if finished:
+            raise OutputError(
+                f"{targets[0].out}: one folder of this run is finished, and the others are not; run the "
+                "same command without --shard"
+            )
+        known = targets[0].space.remembered
+        before = frozenset() if known is None else known.units.keys()
+        division = division_of(targets, self.shard.count)
+        leases: list[Lease] = []
+        how = "stopped"
+        try:
+            # As in any run, the journal that speaks of the units comes last.
+            for target in reversed(targets):
+                leases.append(_lease(target, self.shard, division, told, files))
+            lease = leases[-1]
+            begun = [replace(target, journal=lease) for target in targets[:1]] + list(targets[1:])
+            mine = division.of(self.shard)
+            progress = _progress(begun, self.shard, mine, lease, told, files)
+            yield Begun(begun, progress, len(mine & before))
+            how = "done"
+        finally:
+            for each in leases:
+                each.end(how)
+
+    def run(self, work: Work) -> Generator[Told]:
+        return run_local(work)
 
 
 def _lease(target: Target, shard: Shard, division: Division, told: Events, files: Files) -> Lease:

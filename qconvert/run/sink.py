@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Window:
+class Window:
     """Bytes [start, stop) of `memory` belong at byte `base` + start of a file on. `base` is a
     multiple of BLOCK, as is the memory's address."""
 
@@ -59,12 +59,12 @@ class Sink:
         self._window = window
         self._files = files
         self._paths = paths
-        self._now: _Window | None = None
+        self._now: Window | None = None
         pages = fresh_pages(WINDOWS * window)
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for number in range(WINDOWS):
             self._free.put(pages[number * window : (number + 1) * window])
-        self._full: SimpleQueue[_Window | None] = SimpleQueue()
+        self._full: SimpleQueue[Window | None] = SimpleQueue()
         self._cached = Handles(lambda n: files.open(paths[n]), files.close, _OPEN_FILES)
         self._direct = Handles(lambda n: files.open_direct(paths[n]), files.close, _OPEN_FILES)
         self._go_direct = True
@@ -98,7 +98,7 @@ class Sink:
         if now is None:
             start = 0 if rest else at % BLOCK
             base = at - at % BLOCK
-            self._now = now = _Window(self._free.get(), file, base, start, start + len(rest))
+            self._now = now = Window(self._empty(), file, base, start, start + len(rest))
             self._check()
             now.memory[: len(rest)] = rest
         begin = now.stop
@@ -133,11 +133,14 @@ class Sink:
         self._cached.close()
         self._direct.close()
 
+    def _empty(self) -> memoryview:
+        return self._free.get()
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _submit(self, window: _Window) -> None:
+    def _submit(self, window: Window) -> None:
         if not self._files.beside:
             self._write(window)
             return
@@ -162,27 +165,34 @@ class Sink:
                     self._moved.notify()
             self._free.put(window.memory)
 
-    def _write(self, window: _Window) -> None:
-        low = min(-(-window.start // BLOCK) * BLOCK, window.stop)
-        high = max(window.stop - window.stop % BLOCK, low)
-        high = low + self._write_directly(window, low, high)
-        for start, stop in ((window.start, low), (high, window.stop)):
-            if start < stop:
-                path, data = self._paths[window.file], window.memory[start:stop]
-                self._files.write(self._cached[window.file], path, data, window.base + start)
+    def _put(self, window: Window) -> None:
+        self.put(window.file, window.memory, window.base, window.start, window.stop)
+
+    def _write(self, window: Window) -> None:
+        self._put(window)
         count = window.stop - window.start
         self._free.put(window.memory)
         with self._moved:
             self._written += count
             self._moved.notify()
 
-    def _write_directly(self, window: _Window, low: int, high: int) -> int:
+    def put(self, file: int, memory: memoryview, base: int, first: int, last: int) -> None:
+        """Write bytes [first, last) of a window's memory, which belong at `base` + first of a file."""
+        low = min(-(-first // BLOCK) * BLOCK, last)
+        high = max(last - last % BLOCK, low)
+        high = low + self._write_directly(file, memory, base, low, high)
+        for start, stop in ((first, low), (high, last)):
+            if start < stop:
+                path, data = self._paths[file], memory[start:stop]
+                self._files.write(self._cached[file], path, data, base + start)
+
+    def _write_directly(self, file: int, memory: memoryview, base: int, low: int, high: int) -> int:
         """How many of these bytes got written past the page cache: none where that is not to be
         had, which is then not asked for again."""
         if low == high or not self._go_direct:
             return 0
-        path, data = self._paths[window.file], window.memory[low:high]
-        done = self._files.write_direct(self._direct[window.file], path, data, window.base + low)
+        path, data = self._paths[file], memory[low:high]
+        done = self._files.write_direct(self._direct[file], path, data, base + low)
         self._go_direct = done > 0
         return done
 

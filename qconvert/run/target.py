@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from qconvert.core.profiling import phase
 from qconvert.run.files import Files
 from qconvert.run.finished import State
 from qconvert.run.journal import Journal
@@ -48,6 +49,7 @@ class Target:
         return self.state.faults if self.state is not None else {}
 
 
+@phase("stage")
 def opened(
     ready: Prepared,
     out: Path,

@@ -53,7 +53,7 @@ class UnitResult:
     written: int
 
 
-class _OutputHash:
+class OutputHash:
     """xxh3-128 over an output's bytes, fed as they are written. Bytes that come out of order make
     it give up, and the output is read back at the end."""
 
@@ -134,7 +134,7 @@ class UnitRunner:
     def run(self, unit: Unit, places: Mapping[str, Place]) -> UnitResult:
         """Make the unit's outputs and leave them with the sink, which writes them in its own time.
         Raises RunError naming the tensor whose data cannot be right."""
-        job = _Job(self, unit, [places[name] for name, _ in unit.outputs])
+        job = self._job(unit, places)
         for step in unit.steps:
             self._arena.reset()
             if isinstance(step, Copy):
@@ -156,15 +156,18 @@ class UnitRunner:
         assert isinstance(step, Compute)
         assert len(step.nodes) == 1
         assert tuple(b.type for b in results) == step.nodes[0].types, "results of other types"
-        job = _Job(self, unit, [places[name] for name, _ in unit.outputs])
+        job = self._job(unit, places)
         job.write_whole(step, [b.data for b in results])
         return job.result([dict(record) for record in read])
+
+    def _job(self, unit: Unit, places: Mapping[str, Place]) -> Job:
+        return Job(self, unit, [places[name] for name, _ in unit.outputs])
 
     def close(self) -> None:
         self._reader.close()
 
 
-class _Job:
+class Job:
     """The state of one unit while it runs."""
 
     def __init__(self, runner: UnitRunner, unit: Unit, places: Sequence[Place]) -> None:
@@ -174,7 +177,7 @@ class _Job:
         self._sink = runner._sink
         self._unit = unit
         self._places = places
-        self._out = [_OutputHash() for _ in places]
+        self._out = [OutputHash() for _ in places]
         self._in = SourceHashes()
         # A unit that is one copy has the same bytes on both sides: they are hashed once.
         self._same = len(unit.steps) == 1 and isinstance(unit.steps[0], Copy)

@@ -20,10 +20,12 @@ from threading import Thread
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
+from qconvert.core.profiling import Word
 from qconvert.ops.compiled.choice import use
 from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
+from qconvert.run.metered import FOR_WORK, MeteredRunner, MeteredSink, Meters
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult, UnitRunner
@@ -35,13 +37,15 @@ _PROGRESS_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
-    arena, and each window of the sink), and whether it computes in compiled loops."""
+    arena, and each window of the sink), whether it computes in compiled loops, and whether it tells what
+    its steps take."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
     arena: int
     window: int
     compiled: bool = False
+    metered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What was spent since the last word, of a worker that is metered."""
+
+    word: Word
+
+
+@dataclass(frozen=True, slots=True)
 class BatchDone:
     """A batch's last word."""
 
@@ -82,7 +93,8 @@ class Failed:
     message: str
 
 
-Message = Progress | Done | BatchDone | Failed
+Told = Progress | Done | Measured
+Message = Told | BatchDone | Failed
 
 
 class ProgressMeter:
@@ -118,20 +130,21 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     # results, and both would wait for ever.
     Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     meter = ProgressMeter(connection)
-    sink = Sink(Files(), setup.paths, setup.window)
-    runner = unit_runner(setup, sink, meter)
+    work = Meters() if setup.metered else None
+    sink = sink_for(setup, Files(), work)
+    runner = unit_runner(setup, sink, meter, work)
     underway: Underway[Message] = Underway(sink)
     try:
-        while (batch := inbox.get()) is not None:
+        while (batch := _next(inbox, work)) is not None:
             runner.expect(unit for _, unit in batch.units)
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
-                _send(connection, underway.settled())
+                _send(connection, underway.settled(), work)
             meter.flush()
             sink.seal()
             underway.add(BatchDone())
             # With more to do, that goes on while the disk catches up.
-            _send(connection, underway.flush() if inbox.empty() else underway.settled())
+            _send(connection, underway.flush() if inbox.empty() else underway.settled(), work)
     except errors.QConvertError as error:
         connection.send(Failed(type(error).__name__, str(error)))
     except BrokenPipeError:
@@ -141,15 +154,39 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
         sink.close()
 
 
-def unit_runner(setup: Setup, sink: Sink, progress: Callable[[int], None]) -> UnitRunner:
+def sink_for(setup: Setup, files: Files, work: Meters | None = None) -> Sink:
+    """The way out for the setup's conversion."""
+    if work is not None:
+        return MeteredSink(files, setup.paths, setup.window, work)
+    return Sink(files, setup.paths, setup.window)
+
+
+def unit_runner(
+    setup: Setup, sink: Sink, progress: Callable[[int], None], work: Meters | None = None
+) -> UnitRunner:
     """A runner for units of the setup's conversion."""
     use(setup.compiled)
     names = [path.name for path in setup.paths]
-    return UnitRunner(Reader(setup.shards), sink, names, Arena(setup.arena), progress)
+    arena = Arena(setup.arena)
+    if work is not None:
+        return MeteredRunner(setup.shards, sink, names, arena, progress, work)
+    return UnitRunner(Reader(setup.shards), sink, names, arena, progress)
 
 
-def _send(connection: Connection[Message, Batch | None], messages: Iterable[Message]) -> None:
+def _next(inbox: SimpleQueue[Batch | None], work: Meters | None) -> Batch | None:
+    if work is None:
+        return inbox.get()
+    with work.own.step(FOR_WORK):
+        return inbox.get()
+
+
+def _send(
+    connection: Connection[Message, Batch | None], messages: Iterable[Message], work: Meters | None
+) -> None:
+    """What a batch took is told before its last word, after which nobody may be listening."""
     for message in messages:
+        if work is not None and isinstance(message, BatchDone):
+            connection.send(Measured(work.word()))
         connection.send(message)
 
 
@@ -177,11 +214,15 @@ def main(descriptor: int) -> None:
     except (MemoryError, OSError, RuntimeError) as error:
         # An arena, a thread or a module that there is no room for.
         with suppress(OSError):
-            what = str(error) or "out of memory"
-            connection.send(
-                Failed(
-                    "RunError",
-                    f"worker process {os.getpid()}: {type(error).__name__}: {what} (its limits are in "
-                    "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
-                )
-            )
+            connection.send(broken(error))
+
+
+def broken(error: Exception, where: str = "") -> Failed:
+    """What a worker says of an arena, a thread or a module that there is no room for; `where` names its
+    machine."""
+    what = str(error) or "out of memory"
+    return Failed(
+        "RunError",
+        f"worker process {os.getpid()}{where}: {type(error).__name__}: {what} (its limits are in "
+        "`ulimit -a`; fewer --jobs need less); run the same command again to go on",
+    )

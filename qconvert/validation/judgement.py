@@ -26,6 +26,7 @@ from qconvert.checkpoint.checkpoint import (
 from qconvert.checkpoint.family import RoleIndex, role_index
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.graph import Output, Source, Value
+from qconvert.core.profiling import phase
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared
@@ -72,6 +73,7 @@ class PlannedCheckpoint(Checkpoint):
         return role_index(self.family, self.config, self.sources)
 
 
+@phase("judge")
 def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = True) -> list[Verdict]:
     """A verdict on each folder that is planned from `source`, with what runtimes say of it unless not
     `serving`. Raises PlanError, naming the rule, for the first that would have an error which the source

@@ -23,6 +23,7 @@ from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
 from qconvert.core.names import KV_SCALES
+from qconvert.core.profiling import phase, working
 from qconvert.runtimes.serving import Serving
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
 from qconvert.validation.workers import AnyTask, Progress, run_tasks
@@ -195,6 +196,7 @@ def _rules_of(module: Any) -> tuple[Rule, ...]:
     return found
 
 
+@phase("rules")
 def validate_folder(
     out: Path,
     against: str | None = None,
@@ -355,8 +357,9 @@ def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | N
             tasks, (folder.checkpoint.shards, shards), jobs=folder.request.jobs,
             memory=folder.request.memory, progress=progress,
         )  # fmt: skip
-        for number, item in work:
-            ran[number].keep(item, report)
+        with phase("weights"), working():
+            for number, item in work:
+                ran[number].keep(item, report)
     _conclude(ran, report, folder.request.level)
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
@@ -26,7 +27,9 @@ from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
+from qconvert.core.profiling import Meter, Word, heard, recording
 from qconvert.run.forkserver import undisturbed
+from qconvert.run.metered import MeteredReader, Meters
 from qconvert.run.reader import Reader
 from qconvert.run.worker import die_with
 from qconvert.validation.findings import Finding, Measure, OnlyRead
@@ -40,6 +43,8 @@ _WORTH_A_WORKER = 64 << 20
 # Tasks are sent in batches: there may be 100,000 of them.
 _BATCH_BYTES, _BATCH_TASKS = 64 << 20, 512
 
+# What a batch's tasks found, and what they took if that is measured.
+_Found = tuple[list[tuple[int, "Result"]], Word | None]
 Shards = tuple[Sequence[Shard], Sequence[Shard]]
 Result = Finding | Measure | OnlyRead
 SideName = Literal["output", "source"]
@@ -67,20 +72,29 @@ class Look(Protocol):
 class Side:
     """One folder's tensors, read for the current tasks. Looks are shown what any of them reads."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], meter: Meter | None = None) -> None:
         self._shards = shards
+        self._meter = meter
         self._looking: dict[str, list[_Looking]] = {}
 
     @cached_property
     def _reader(self) -> Reader:
-        return Reader(self._shards)
+        return (
+            Reader(self._shards)
+            if self._meter is None
+            else MeteredReader(self._shards, self._meter)
+        )
 
     def read(self, tensor: Source, start: int, into: memoryview) -> None:
         """Fill `into` with the tensor's bytes from `start` on. Raises RunError if they cannot be
         read."""
         self._reader.read(tensor, start, into)
         for looking in self._looking.get(tensor.name, ()):
-            looking.show(start, into)
+            if self._meter is None:
+                looking.show(start, into)
+            else:
+                with self._meter.step(type(looking.watch).__name__, into.nbytes):
+                    looking.show(start, into)
 
     def begin(self, looking: _Looking) -> None:
         self._looking.setdefault(looking.watch.tensor.name, []).append(looking)
@@ -95,14 +109,19 @@ class Side:
 
 
 class Folders:
-    """The data a task works with: both folders' tensors."""
+    """The data a task works with: both folders' tensors. `meter` measures the steps, if there is one."""
 
-    def __init__(self, shards: Shards) -> None:
-        self.output, self.source = map(Side, shards)
+    def __init__(self, shards: Shards, meter: Meter | None = None) -> None:
+        self.output, self.source = (Side(one, meter) for one in shards)
+        self.meter = meter
         self._buffer: memoryview | None = None
 
     def side(self, name: SideName) -> Side:
         return self.output if name == "output" else self.source
+
+    def step(self, task: AnyTask) -> AbstractContextManager[None]:
+        """Around the work on a task."""
+        return nullcontext() if self.meter is None else self.meter.step(type(task).__name__)
 
     def finish(self, looking: _Looking) -> None:
         """Read the rest of what a look must be shown."""
@@ -237,21 +256,30 @@ def run_tasks(
     groups = _groups(tasks)
     total = sum(task.nbytes for _, task in tasks)
     workers = _workers(groups, total, jobs, memory)
+    record = recording()
+    if record is not None:
+        record.runs.append(
+            {"kind": "validation", "tasks": len(tasks), "bytes_to_read": total, "jobs": workers}
+        )
     if progress is not None:
         progress.start(total, 0)
     batches = list(_batches(groups, total // max(1, 4 * workers)))
     if workers == 1:
-        folders = Folders(shards)
+        meters = None if record is None else Meters()
+        folders = Folders(shards, None if meters is None else meters.own)
         try:
             for batch in batches:
                 yield from _do(batch, folders)
                 if progress is not None:
                     progress.wrote(batch.nbytes)
+                if meters is not None:
+                    heard(meters.word())
         finally:
             folders.close()
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, (shards, os.getpid()))
-    running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]] = deque()
+    given = (shards, os.getpid(), record is not None)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, given)
+    running: deque[tuple[_Batch, Future[_Found]]] = deque()
     try:
         for batch in batches:
             with undisturbed():
@@ -330,17 +358,19 @@ def _batches(groups: Sequence[tuple[Numbered, ...]], share: int) -> Iterator[_Ba
 
 
 def _finished(
-    running: deque[tuple[_Batch, Future[list[tuple[int, Result]]]]], progress: Progress | None
+    running: deque[tuple[_Batch, Future[_Found]]], progress: Progress | None
 ) -> Iterator[tuple[int, Result]]:
     batch, future = running.popleft()
     try:
-        found = future.result()
+        found, word = future.result()
     except BrokenProcessPool as error:
         raise RunError(
             f"a worker process died at or soon after {batch.where!r}, most likely out of "
             "memory; give fewer --jobs, or --memory"
         ) from error
     yield from found
+    if word is not None:
+        heard(word)
     if progress is not None:
         progress.wrote(batch.nbytes)
 
@@ -360,28 +390,36 @@ def _together(group: Sequence[Numbered], folders: Folders) -> Iterator[tuple[int
                 folders.side(task.side).begin(looks[-1][1])
         for number, task in group:
             if not isinstance(task, Watch):
-                for item in task.run(folders):
-                    yield number, item
+                with folders.step(task):
+                    for item in task.run(folders):
+                        yield number, item
         for number, looking in looks:
-            folders.finish(looking)
-            for item in looking.look.end(folders):
-                yield number, item
+            with folders.step(looking.watch):
+                folders.finish(looking)
+                for item in looking.look.end(folders):
+                    yield number, item
     finally:
         folders.output.forget()
         folders.source.forget()
 
 
 _folders: Folders | None = None
+_meters: Meters | None = None
 
 
-def _enter(shards: Shards, parent: int) -> None:
+def _enter(shards: Shards, parent: int, metered: bool) -> None:
     """Set a worker up. It ends with the process that started it, however that ends."""
-    global _folders
+    global _folders, _meters
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    _folders = Folders(shards)
+    _meters = Meters() if metered else None
+    _folders = Folders(shards, None if _meters is None else _meters.own)
 
 
-def _work(batch: _Batch) -> list[tuple[int, Result]]:
+def _work(batch: _Batch) -> _Found:
     assert _folders is not None
-    return list(_do(batch, _folders))
+    if _meters is None:
+        return list(_do(batch, _folders)), None
+    _meters.resume()
+    found = list(_do(batch, _folders))
+    return found, _meters.word()

@@ -20,7 +20,7 @@ from hostile.play import Stage
 from qconvert.cli.main import cli
 
 SEED = int(os.environ.get("QCONVERT_HOSTILE_SEED", "1"))
-BOUNDED, CHECKED = 40, 1500
+BOUNDED, CHECKED = 40, 1000
 _PARTS, _CHECKED_PARTS = 1, 30
 
 

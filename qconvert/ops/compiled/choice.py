@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 VARIABLE = "QCONVERT_KERNELS"
 _CHOICES = ("auto", "numpy", "numba")
 
-# What a process writes from computed tensors, from which on `auto` takes numba. Measured on one core of
-# an AMD EPYC (Zen 3): importing numba and loading loops cost a process 0.6 s of CPU; a GB of results
-# saves 0.4 s (FP8 to BF16) to 4 s (BF16 to INT4).
-ENOUGH_BYTES = 1 << 30
+# What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes numba.
+# Importing numba and loading loops cost .5 s of CPU, once, in the process that forks workers, while the
+# plan is made; a GB saves .45 s (FP8 to BF16) to 1 s (BF16 to FP8 blocks). Measured on two cores of an
+# AMD EPYC: .6 GB to INT4 takes 2.2 CPU s either way, .9 GB 2.8 and 2.4, 1.9 GB of FP8 5.2 and 3.6.
+ENOUGH_BYTES = 768 << 20
 # What numba and LLVM add to a process's memory: 53 MiB to load every loop, 122 MiB to compile them all
 # (tests/test_compiled.py).
 LOOP_BYTES = 128 << 20
@@ -31,8 +32,8 @@ _on = False
 
 
 def wanted(nbytes: int) -> bool:
-    """Whether a process that makes this many bytes should compute in compiled loops. Raises RunError
-    for a choice that is none, or that this environment cannot follow."""
+    """Whether a run over this many bytes should compute in compiled loops. Raises RunError for a choice
+    that is none, or that this environment cannot follow."""
     asked = os.environ.get(VARIABLE) or "auto"
     if asked not in _CHOICES:
         raise RunError(f"{VARIABLE} is {asked!r}; expected one of {', '.join(_CHOICES)}")

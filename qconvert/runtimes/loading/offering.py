@@ -3,7 +3,6 @@ or misread of a folder, for any runtime."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +13,7 @@ from qconvert.runtimes.loading.parameters import Experts, Parameter, Shard
 from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.setting import Setting
 
-_NUMBER = re.compile(r"\.experts\.([0-9]{1,6})\.")
+_MOST_DIGITS = 6  # of an expert's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,40 +129,60 @@ def offered(
     )  # fmt: skip
 
 
+def _expert_of(name: str) -> tuple[int, tuple[str, str]]:
+    """The number of the expert that a tensor is of, -1 for none, and its name without it."""
+    before, found, after = name.partition(".experts.")
+    number, _, rest = after.partition(".")
+    if found and number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS:
+        return int(number), (before, rest)
+    return -1, ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor that was written and read right: where to, and how many elements. `which` of an expert's
+    matrices, where a parameter holds several."""
+
+    stored: TensorType
+    parameter: Parameter
+    slot: Experts
+    which: str | None
+    size: int
+
+
 class _Alike:
     """Experts of a layer, which are loaded alike: what one did is done for the others without finding
     names and comparing shapes again. A model has tens of thousands of such tensors."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
-        self._known: dict[tuple[str, str, TensorType], tuple[Parameter, Experts, str]] = {}
+        self._known: dict[tuple[str, str], _Known] = {}
 
     def learn(self, name: str, stored: TensorType, parameter: Parameter, shard: Shard) -> None:
         """Remember a tensor that was written to a parameter and read right."""
-        match, slot = _NUMBER.search(name), parameter.slot
-        if match is None or not isinstance(slot, Experts) or not isinstance(shard, tuple):
+        (expert, key), slot = _expert_of(name), parameter.slot
+        if not isinstance(slot, Experts) or not isinstance(shard, tuple):
             return
-        if shard[0] == int(match[1]) < self._experts:
-            key = name[: match.start(1)], name[match.end(1) :], stored
-            self._known[key] = parameter, slot, str(shard[1])
+        if shard[0] == expert < self._experts:
+            part, size = slot.part(parameter.shape, 0, str(shard[1]))
+            which = str(shard[1]) if isinstance(part, tuple) else None
+            self._known[key] = _Known(stored, parameter, slot, which, size)
 
     def takes(self, name: str, stored: TensorType, read: set[str]) -> bool:
         """Write a tensor as one of another expert was written, if one was."""
-        match = _NUMBER.search(name)
-        if match is None or int(match[1]) >= self._experts:
-            return False
-        key = name[: match.start(1)], name[match.end(1) :], stored
+        expert, key = _expert_of(name)
         known = self._known.get(key)
-        if known is None:
+        if known is None or not 0 <= expert < self._experts:
             return False
-        parameter, slot, which = known
-        here = slot.local(int(match[1]))
+        if not (known.stored is stored or known.stored == stored):
+            return False
+        here = known.slot.local(expert)
         if here is None:
             return True
-        if here >= parameter.shape[0]:
+        if here >= known.parameter.shape[0]:
             return False
-        key_of_part, size = slot.part(parameter.shape, here, which)
-        parameter.parts[key_of_part] = size
+        part = here if known.which is None else (here, known.which)
+        known.parameter.parts[part] = known.size
         read.add(name)
         return True
 

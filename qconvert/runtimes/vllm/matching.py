@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import translate
+from functools import lru_cache
+from re import Pattern
 from typing import Any
 
 from qconvert.core.patterns import compiled
@@ -87,9 +89,15 @@ def excluded(name: str, entries: Sequence[str], fused: Fused) -> bool:
     for entry in entries:
         if entry in name and (entry != name or not _has_wildcards(entry)):
             return True
-        if _has_wildcards(entry) and compiled(translate(entry)).match(name) is not None:
+        if _has_wildcards(entry) and _wildcards(entry).match(name) is not None:
             return True
     return False
+
+
+# A list names every layer, and each linear of a class is held against all of it.
+@lru_cache(maxsize=4096)
+def _wildcards(entry: str) -> Pattern[str]:
+    return compiled(translate(entry))
 
 
 def _has_wildcards(entry: str) -> bool:

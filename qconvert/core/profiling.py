@@ -1,0 +1,200 @@
+"""Where time goes: seconds, CPU seconds and bytes of steps, recorded where somebody asked for it.
+
+Without a record, a phase is one look at a context variable, and there are a few dozen in a run; whatever
+is done for each read or each part of an op is measured by classes of its own (run/metered.py), which
+only a recorded run has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import Lock
+from time import perf_counter, process_time, thread_time
+from typing import Any
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a step took, over all times it was done: seconds by the clock, seconds of CPU, and bytes."""
+
+    times: int = 0
+    seconds: float = 0.0
+    cpu: float = 0.0
+    nbytes: int = 0
+
+    def add(self, other: Spent) -> None:
+        self.times += other.times
+        self.seconds += other.seconds
+        self.cpu += other.cpu
+        self.nbytes += other.nbytes
+
+
+Steps = dict[str, Spent]
+
+
+def add_steps(into: Steps, more: Mapping[str, Spent]) -> None:
+    for name, spent in more.items():
+        into.setdefault(name, Spent()).add(spent)
+
+
+class Meter:
+    """Measures the steps of one thread. What a step within another takes is its own, and not also the
+    other's: sums of all steps are no more than the whole."""
+
+    def __init__(self) -> None:
+        self._steps: Steps = {}
+        self._lock = Lock()
+        self._within = [0.0, 0.0]
+
+    @contextmanager
+    def step(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        outer, self._within = self._within, [0.0, 0.0]
+        begin, cpu = perf_counter(), thread_time()
+        try:
+            yield
+        finally:
+            cpu, begin = thread_time() - cpu, perf_counter() - begin
+            spent = Spent(1, begin - self._within[0], cpu - self._within[1], nbytes)
+            self._within = outer
+            outer[0] += begin
+            outer[1] += cpu
+            with self._lock:
+                self._steps.setdefault(name, Spent()).add(spent)
+
+    def take(self) -> Steps:
+        """The steps since the last time this was asked, from any thread."""
+        with self._lock:
+            steps, self._steps = self._steps, {}
+        return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a worker process spent since its last word: `steps`, some of them `beside` the others in
+    threads of their own, and `seconds` and `cpu` of the whole process. `computes` says what its ops
+    ran in."""
+
+    process: int
+    seconds: float
+    cpu: float
+    steps: Steps
+    beside: Steps
+    computes: str = ""
+
+
+@dataclass
+class Record:
+    """What is recorded of a conversion or a validation: `main` has the phases of this process, `steps`
+    and `beside` those of all workers. `runs` says what was run. `slots` are seconds of workers: their
+    number times the time that they were there for; `seconds` and `cpu` what workers told of, `own_cpu`
+    what of that was this process's, where it ran units itself."""
+
+    main: Meter = field(default_factory=Meter)
+    steps: Steps = field(default_factory=dict)
+    beside: Steps = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    processes: set[int] = field(default_factory=set)
+    computes: set[str] = field(default_factory=set)
+    slots: float = 0.0
+    seconds: float = 0.0
+    cpu: float = 0.0
+    own_cpu: float = 0.0
+    _there: set[int] = field(default_factory=set)
+
+    def heard(self, word: Word) -> None:
+        self.processes.add(word.process)
+        self._there.add(word.process)
+        if word.computes:
+            self.computes.add(word.computes)
+        self.seconds += word.seconds
+        self.cpu += word.cpu
+        if word.process == os.getpid():
+            self.own_cpu += word.cpu
+        add_steps(self.steps, word.steps)
+        add_steps(self.beside, word.beside)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around the time for which there are workers."""
+        self._there.clear()
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.slots += len(self._there) * (perf_counter() - begin)
+
+
+_record: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+def recording() -> Record | None:
+    """The record that somebody asked for, if any."""
+    return _record.get()
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """Within this, what this process and its workers do is recorded."""
+    record = Record()
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A phase of the main process; also as a decorator."""
+    record = _record.get()
+    if record is None:
+        yield
+    else:
+        with record.main.step(name):
+            yield
+
+
+def heard(word: Word, *, alone: bool = False) -> None:
+    """A worker's word goes into the record. `alone`: nobody counts for how long the worker was there."""
+    record = _record.get()
+    assert record is not None, "workers are metered only where there is a record"
+    record.heard(word)
+    if alone:
+        record.slots += word.seconds
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """Around the time for which there are workers."""
+    record = _record.get()
+    if record is None:
+        yield
+    else:
+        with record.working():
+            yield
+
+
+class Stopwatch:
+    """Seconds and CPU seconds of this process, while it is not paused."""
+
+    def __init__(self) -> None:
+        self._begin = (perf_counter(), process_time())
+        self._sum = [0.0, 0.0]
+
+    def pause(self) -> None:
+        self._sum[0] += perf_counter() - self._begin[0]
+        self._sum[1] += process_time() - self._begin[1]
+
+    def resume(self) -> None:
+        self._begin = (perf_counter(), process_time())
+
+    def take(self) -> tuple[float, float]:
+        self.pause()
+        self.resume()
+        seconds, cpu = self._sum
+        self._sum = [0.0, 0.0]
+        return seconds, cpu

@@ -1,0 +1,65 @@
+"""What runs the units of a conversion, as one small protocol: workers of this machine (run/local.py),
+the same as one shard of several machines (run/sharing.py), a Ray cluster (run/on_ray.py).
+
+An engine says how folders are claimed, which journal a run has and which units are its own, and it
+runs batches of units. The rest is the executor's, once: the look at the source, the journal's lines,
+publishing. A journal does not tell whole runs apart: what one engine has begun another finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from qconvert.run.backend import Backend
+from qconvert.run.events import Events
+from qconvert.run.files import Files
+from qconvert.run.resume import Progress
+from qconvert.run.target import Target
+from qconvert.run.worker import Batch, Setup, Told
+from qconvert.run.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Folders with their journals, and how far the run has come; `resumed` of its units were done
+    before."""
+
+    targets: Sequence[Target]
+    progress: Progress
+    resumed: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Units that are left, in batches that begin in one file each. `targets` are the run's folders."""
+
+    targets: Sequence[Target]
+    setup: Setup
+    batches: Iterable[Batch]
+    files: Files
+    told: Events
+
+
+class Engine(Protocol):
+    """Where the units of a run are done."""
+
+    @property
+    def space(self) -> type[Workspace]:
+        """What claims an output folder: for one run alone, or beside others."""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether a run does all units, and its folders are published then."""
+
+    def begin(
+        self, targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
+    ) -> AbstractContextManager[Begun | None]:
+        """Journals for claimed folders, until the run ends; None where all are finished and whole.
+        Raises OutputError where what is there cannot be gone on with."""
+
+    def run(self, work: Work) -> Generator[Told]:
+        """Run units, in any order. A `Done` comes when its bytes are in their files, so that a sync by
+        this machine makes them last. Raises what a unit raised, RunError where workers are lost for
+        good; closed early, no worker goes on."""

@@ -1,0 +1,124 @@
+"""What a node of a cluster does for a run that another machine leads: it looks whether it sees the same
+files, and runs batches of units. Standard library and this package alone: whatever brings it there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert import __version__
+from qconvert.checkpoint.checkpoint import Shard
+from qconvert.core.errors import QConvertError
+from qconvert.run.blocks import BlockSink, End, own_blocks
+from qconvert.run.files import Files
+from qconvert.run.sink import Underway
+from qconvert.run.unit_runner import UnitRunner
+from qconvert.run.worker import Batch, Done, Failed, Setup, broken, unit_runner
+
+_ALIKE = (
+    "every node must see source and output under the same path, on a file system that all share"
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a node must find: the version of qconvert, files with these contents that it may write to,
+    and the shards of the source."""
+
+    version: str
+    files: Sequence[tuple[Path, bytes]]
+    shards: Sequence[Shard]
+
+
+def look(probe: Probe) -> str | None:
+    """Why this machine cannot work for the run, or None. The text goes behind the node's name."""
+    if __version__ != probe.version:
+        return (
+            f"has qconvert {__version__}, expected {probe.version}: install the same on every node"
+        )
+    for path, wanted in probe.files:
+        folder = path.parent.parent
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return f"does not see the output folder {folder}: {_ALIKE}"
+        except OSError as error:
+            return f"cannot write in {folder}: {error.strerror or error}"
+        try:
+            found = os.pread(fd, len(wanted) + 1, 0)
+        finally:
+            os.close(fd)
+        if found != wanted:
+            return f"sees another folder as {folder}: {_ALIKE}"
+    for shard in probe.shards:
+        try:
+            status = (shard.real or shard.path).stat()
+        except OSError as error:
+            return f"cannot read {shard.path}: {error.strerror or error}; {_ALIKE}"
+        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+            return f"sees another file as {shard.path}: {_ALIKE}"
+    return None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a node leaves of a batch: its finished units, whose blocks are synced, the bytes that the
+    leading machine is to write, how many bytes were made, and what went wrong."""
+
+    done: tuple[Done, ...] = ()
+    ends: tuple[End, ...] = ()
+    made: int = 0
+    failed: Failed | None = None
+
+
+class NodeWorker:
+    """Runs batches in one process. Nothing here raises: errors are returned, as text."""
+
+    def begin(self, setup: Setup) -> Failed | None:
+        """Take memory and import what units need."""
+        try:
+            self._paths = setup.paths
+            self._made: list[int] = []
+            self._files = Files()
+            self._sink = BlockSink(self._files, setup.paths, setup.window)
+            self._runner: UnitRunner = unit_runner(setup, self._sink, self._made.append)
+        except QConvertError as error:
+            return Failed(type(error).__name__, str(error))
+        except (MemoryError, OSError, RuntimeError) as error:
+            return broken(error, _here())
+        return None
+
+    def run(self, batch: Batch) -> Returned:
+        """Run a batch and make it last: a sync on another machine knows nothing of this one's cache."""
+        underway: Underway[Done] = Underway(self._sink)
+        self._made.clear()
+        self._sink.own(own_blocks(batch))
+        failed: Failed | None = None
+        try:
+            try:
+                for number, unit in batch.units:
+                    underway.add(Done(number, self._runner.run(unit, batch.places)))
+            except QConvertError as error:
+                failed = Failed(type(error).__name__, str(error))
+            done = tuple(underway.flush())
+            self._sync(sorted({file for each in done for file in each.result.files}))
+        except QConvertError as error:
+            return Returned(failed=failed or Failed(type(error).__name__, str(error)))
+        except (MemoryError, OSError, RuntimeError) as error:
+            return Returned(failed=broken(error, _here()))
+        return Returned(done, self._sink.ends(), sum(self._made), failed)
+
+    def _sync(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            path = self._paths[number]
+            fd = self._files.open(path)
+            try:
+                self._files.sync(fd, path)
+            finally:
+                self._files.close(fd)
+
+
+def _here() -> str:
+    return f" on {os.uname().nodename}"

@@ -1,0 +1,419 @@
+"""Engines: one protocol, one journal, and the same bytes whichever runs the units."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from checkpoints import run_cli
+from crews import CrewEngine
+from faults import Tree, convert, differing, plan_of, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qconvert import __version__, api
+from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, QConvertError, RunError, UsageError
+from qconvert.core.graph import Output
+from qconvert.plan.units import Unit
+from qconvert.run import blocks, executor
+from qconvert.run.blocks import BlockSink, own_blocks, parts_of
+from qconvert.run.crew import Node
+from qconvert.run.division import BLOCK_BYTES, Shard
+from qconvert.run.engine import Engine
+from qconvert.run.executor import engine_of, execute
+from qconvert.run.files import Files
+from qconvert.run.local import LocalEngine
+from qconvert.run.memory import RAY_PROCESS_BYTES
+from qconvert.run.nodes import Probe, look
+from qconvert.run.on_ray import RayEngine
+from qconvert.run.prepare import Options, prepare
+from qconvert.run.sharing import ShardEngine
+from qconvert.run.unit_runner import Place
+from qconvert.run.worker import Batch
+
+KINDS = sorted(faults.SHARD_SIZES)
+MACHINES = (Node("a", "machine a", 1), Node("b", "machine b", 2), Node("c", "machine c", 1))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.write_small(tmp_path_factory.mktemp("engine") / "source")
+
+
+@pytest.fixture(scope="module")
+def one(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
+    """What this process alone makes, in every way files are made."""
+    made = {}
+    for kind in KINDS:
+        out = tmp_path_factory.mktemp("one") / "out"
+        convert(source, out, faults.options(kind))
+        made[kind] = tree(out)
+    return made
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that the small checkpoint has hundreds of."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+
+
+@dataclass
+class Heard:
+    """Events of a run. `at_bytes` is called once so many bytes were written."""
+
+    at_bytes: tuple[int, Callable[[], None]] | None = None
+    total: int = 0
+    done: int = 0
+    phases: list[str] = field(default_factory=list)
+
+    def start(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+
+    def wrote(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.at_bytes is not None and self.done >= self.at_bytes[0]:
+            call, self.at_bytes = self.at_bytes[1], None
+            call()
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+# --- one protocol ---------------------------------------------------------------------------------
+
+
+def test_options_say_which_engine() -> None:
+    found: list[Engine] = [
+        engine_of(Options()),
+        engine_of(Options(shard=Shard(1, 3))),
+        engine_of(Options(engine="ray", address="head:6379", memory=1 << 30, jobs=4)),
+    ]
+    assert found == [
+        found[0], ShardEngine(Shard(1, 3)), RayEngine("head:6379", 1 << 30, 4),
+    ]  # fmt: skip
+    assert isinstance(found[0], LocalEngine)
+    assert [engine.publishes for engine in found] == [True, False, True]
+
+
+def _by(engine: CrewEngine, monkeypatch: pytest.MonkeyPatch) -> CrewEngine:
+    monkeypatch.setattr(executor, "engine_of", lambda _: engine)
+    return engine
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_machines_that_are_lost_leave_the_same_bytes(
+    kind: str, source: Path, one: dict[str, Tree], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(8):
+        out = tmp_path / f"out{seed}"
+        engine = _by(CrewEngine(MACHINES, seed, losses=2), monkeypatch)
+        convert(source, out, faults.options(kind))
+        assert differing(tree(out), one[kind]) == [], seed
+        assert engine.crew is not None
+        assert engine.crew.losses < 2
+        assert engine.crew.most_sent <= 2
+        assert all(engine.crew.most_on[node.key] <= node.workers for node in MACHINES)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_events_are_those_of_a_local_run(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = Heard(), Heard()
+    execute(plan_of(source), tmp_path / "one", faults.options("single"), events=here)
+    engine = _by(CrewEngine(MACHINES, most=3), monkeypatch)
+    execute(plan_of(source), tmp_path / "out", faults.options("single"), events=there)
+    assert here.done == here.total == there.done == there.total
+    assert there.phases == here.phases
+    assert engine.crew is not None
+    assert len(engine.crew.where) == 3, "no more workers than asked for"
+
+
+def test_one_engine_finishes_what_another_began(
+    source: Path, one: dict[str, Tree], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = faults.options("sharded")
+    for crew_first in (True, False):
+        out = tmp_path / f"out{crew_first}"
+        with monkeypatch.context() as patch:
+            if crew_first:
+                _by(CrewEngine(MACHINES), patch)
+            with pytest.raises(KeyboardInterrupt):
+                execute(plan_of(source), out, how, events=Heard((200_000, _interrupt)))
+        assert os.listdir(out) == [WORK_DIR]
+        with monkeypatch.context() as patch:
+            if not crew_first:
+                _by(CrewEngine(MACHINES), patch)
+            done = execute(plan_of(source), out, how)
+        assert 0 < done.resumed_units < len(plan_of(source).tensors)
+        assert differing(tree(out), one["sharded"]) == []
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def _broken(folder: Path) -> Path:
+    """A checkpoint with one weight that exceeds BF16."""
+    tensors = dict(faults.small_tensors())
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    kind = tensors[name][0]
+    assert kind.dtype == "F32"
+    tensors[name] = kind, b"\xff\xff\x7f\x7f" * kind.numel
+    return faults.write_checkpoint(folder, tensors, shards=2)
+
+
+def _refusal(run: Callable[[], object]) -> QConvertError:
+    with pytest.raises(QConvertError) as caught:
+        run()
+    return caught.value
+
+
+def test_a_units_error_is_that_of_a_local_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _broken(tmp_path / "source")
+    how = faults.options("single")
+    here = _refusal(lambda: convert(source, tmp_path / "one", how))
+    _by(CrewEngine(MACHINES), monkeypatch)
+    there = _refusal(lambda: convert(source, tmp_path / "out", how))
+    assert (type(there), str(there)) == (type(here), str(here))
+    assert "'model.layers.1.mlp.up_proj.weight'" in str(there)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "single",
+            "were lost with their worker 3 times, the last time on machine a: it was unplugged",
+        ),
+        # Of several files a worker begins each time with another.
+        ("sharded", "the last worker was lost, on machine a: it was unplugged"),
+    ],
+)
+def test_workers_that_are_lost_again_and_again(
+    kind: str,
+    said: str,
+    source: Path,
+    one: dict[str, Tree],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how, out = faults.options(kind), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        engine = _by(CrewEngine(MACHINES[:1], losses=9, chance=1.0), patch)
+        error = _refusal(lambda: convert(source, out, how))
+    assert isinstance(error, RunError)
+    assert f"{said}; run the same command again to go on" in str(error)
+    assert engine.crew is not None
+    assert engine.crew.losses == 6
+    convert(source, out, how)
+    assert differing(tree(out), one[kind]) == []
+
+
+def test_no_machine_has_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _by(CrewEngine([Node("a", "machine a", 0)]), monkeypatch)
+    error = _refusal(lambda: convert(source, tmp_path / "out", faults.options("single")))
+    assert str(error) == "no machine of the cluster has room for a worker"
+
+
+# --- refused while planning -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "ray" else real(name, *more),
+    )
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--address", "head:6379")])
+def test_without_ray_it_is_refused(more: Sequence[str], source: Path, tmp_path: Path) -> None:
+    done = run_cli("dequant", source, tmp_path / "out", "--engine", "ray", *more)
+    assert (done.code, done.out) == (1, "")
+    assert "pip install 'qconvert[ray]'" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "ray", "shard": "0/2"}, "exclude one another"),
+        ({"address": "head:6379"}, "give --engine ray"),
+        ({"engine": "slurm"}, "write one of local, ray"),
+        ({"engine": "ray", "address": "ray://head:10001"}, "outside of the cluster"),
+        ({"engine": "ray", "address": "head"}, "write HOST:PORT, auto or local"),
+    ],
+)
+def test_options_that_exclude_one_another(options: Any, said: str, source: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        api.plan("copy", source, **options)
+
+
+def _with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qconvert.run.prepare.check_installed", lambda: None)
+
+
+def test_the_plan_says_what_a_worker_needs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_ray(monkeypatch)
+    words = "dequant", source, tmp_path / "out", "--engine", "ray", "--dry-run"
+    shown = json.loads(run_cli(*words, "--json").out)
+    assert (shown["engine"], shown["jobs"]) == ("ray", 0)
+    assert shown["worker_memory"] > RAY_PROCESS_BYTES
+    assert "for each worker on Ray" in run_cli(*words).out
+    assert "for each of 7 workers on Ray" in run_cli(*words, "--jobs", "7").out
+
+
+def test_the_smallest_memory_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_ray(monkeypatch)
+    plan = plan_of(source)
+    with pytest.raises(
+        PlanError, match=r"give --memory (\d+)MiB or more, which each machine"
+    ) as no:
+        prepare(plan, Options(engine="ray", memory=1 << 20))
+    least = int(str(no.value).partition("give --memory ")[2].partition("MiB")[0]) << 20
+    share = prepare(plan, Options(engine="ray", memory=least)).share
+    assert share.total + share.worker <= least
+    with pytest.raises(PlanError):
+        prepare(plan, Options(engine="ray", memory=least - (1 << 20)))
+
+
+# --- what a node looks for ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def probe(source: Path, tmp_path: Path) -> Probe:
+    file = tmp_path / "out" / WORK_DIR / "probe"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"this very folder")
+    shards = Checkpoint.open(source).shards
+    return Probe(__version__, [(file, b"this very folder")], shards)
+
+
+def test_a_node_that_sees_all(probe: Probe) -> None:
+    assert look(probe) is None
+
+
+def test_a_node_with_another_version(probe: Probe) -> None:
+    assert "expected 9.9: install the same" in str(look(replace(probe, version="9.9")))
+
+
+def test_a_node_that_does_not_see_the_folder(probe: Probe, tmp_path: Path) -> None:
+    ((path, wanted),) = probe.files
+    path.write_bytes(b"that very folder")
+    assert f"sees another folder as {tmp_path / 'out'}" in str(look(probe))
+    path.write_bytes(wanted + b", longer")
+    assert f"sees another folder as {tmp_path / 'out'}" in str(look(probe))
+    path.unlink()
+    said = str(look(probe))
+    assert f"does not see the output folder {tmp_path / 'out'}" in said
+    assert "on a file system that all share" in said
+    path.symlink_to(tmp_path)
+    assert "cannot write in" in str(look(probe))
+
+
+def test_a_node_that_does_not_see_the_source(probe: Probe, tmp_path: Path) -> None:
+    first, *rest = probe.shards
+    gone = replace(first, path=tmp_path / "gone", real=None)
+    assert "cannot read" in str(look(replace(probe, shards=[gone, *rest])))
+    other = replace(first, mtime_ns=first.mtime_ns + 1)
+    assert "sees another file as" in str(look(replace(probe, shards=[*rest, other])))
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3 * BLOCK_BYTES), min_size=1, max_size=30),
+    owners=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+    header=st.integers(0, BLOCK_BYTES),
+)
+def test_no_block_is_written_by_two(sizes: list[int], owners: list[int], header: int) -> None:
+    """And what batches write, with the ends that they hand over, is everything, once."""
+    at, parts = header, []
+    for number, size in enumerate(sizes):
+        output = Output(TensorType("U8", (size,)), ())
+        unit = Unit(((str(number), output),), (), read=size, write=size, peak=0)
+        parts.append((number, unit, Place(0, at)))
+        at += size
+    covered: list[tuple[int, int]] = []
+    touched: dict[int, int] = {}
+    for owner in range(4):
+        mine = [part for part in parts if owners[part[0]] == owner]
+        batch = Batch(
+            0, [(n, unit) for n, unit, _ in mine], {str(n): place for n, _, place in mine}
+        )
+        own = own_blocks(batch).get(0, [])
+        for number, _, place in mine:
+            for start, stop, written in parts_of(place.offset, place.offset + sizes[number], own):
+                covered.append((start, stop))
+                assert start < stop
+                for block in (
+                    range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if written else ()
+                ):
+                    assert touched.setdefault(block, owner) == owner
+        assert all(low % BLOCK_BYTES == high % BLOCK_BYTES == 0 for low, high in own)
+        whole = sum(high - low for low, high in own)
+        assert whole <= sum(sizes[n] for n, _, _ in mine)
+    covered.sort()
+    assert sum(stop - start for start, stop in covered) == sum(sizes)
+    assert all(a[1] <= b[0] for a, b in pairwise(covered))
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_sink_of_blocks_writes_its_own_and_keeps_the_rest(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    size = 5 * BLOCK_BYTES
+    folder = tmp_path_factory.mktemp("sink")
+    path = folder / "file"
+    path.write_bytes(bytes(size))
+    low = data.draw(st.integers(0, 4))
+    own = (low * BLOCK_BYTES, data.draw(st.integers(low + 1, 5)) * BLOCK_BYTES)
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
+    wanted = random.Random(start).randbytes(stop - start)
+    sink = BlockSink(Files(), [path], 16 * 4096)
+    try:
+        sink.own({0: [own]})
+        for at in range(start, stop, 10_000):
+            chunk = wanted[at - start : at - start + 10_000]
+            sink.room(0, at, len(chunk))[:] = chunk
+        sink.flush()
+        assert sink.read(0, start, stop - start) == wanted, "kept or written, it is read back"
+        found = path.read_bytes()
+        inside = slice(max(start, own[0]), max(min(stop, own[1]), max(start, own[0])))
+        assert found[inside] == wanted[inside.start - start : inside.stop - start]
+        assert not any(found[: inside.start])
+        assert not any(found[inside.stop :])
+        whole = bytearray(found)
+        for end in sink.ends():
+            whole[end.offset : end.offset + len(end.data)] = end.data
+        assert whole[start:stop] == wanted
+        assert sink.ends() == ()
+    finally:
+        sink.close()
+    path.unlink()
