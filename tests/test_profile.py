@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, run_cli, tree
+from models import qwen3_moe
 
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
-from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.profile import without_profile
 from qconvert.core.profiling import Meter, phase, recording
 from qconvert.passes.amx import ExpertsToAmx
@@ -64,12 +64,10 @@ def _planned(source: Path, recipe: Any) -> tuple[int, int, set[str]]:
 @pytest.mark.parametrize(
     "recipe", ["copy", Dequant(), ExpertsToAmx("int8", 1)], ids=["copy", "fp8", "amx"]
 )
-def test_sums_agree_with_the_plan(
-    recipe: Any, jobs: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_sums_agree_with_the_plan(recipe: Any, jobs: int, tmp_path: Path) -> None:
     source = (bf16_moe() if recipe == "copy" else fp8_moe()).write(tmp_path / "source")
     if isinstance(recipe, ExpertsToAmx):
-        source = _for_amx(tmp_path_factory)
+        source = qwen3_moe("bf16", intermediate=128).write(tmp_path / "amx")
     read, written, kinds = _planned(source, recipe)
     made = api.run(recipe, source, tmp_path / "out", jobs=jobs, profile=True)
     profile = _profile(made)
@@ -84,12 +82,6 @@ def test_sums_agree_with_the_plan(
     assert steps["hash"].bytes >= written
     assert profile.processes == 1 if jobs == 1 else profile.processes in (1, 2)
     assert profile.kernels == ["numpy"]
-
-
-def _for_amx(factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp("amx") / "source"
-    write_sample(folder)
-    return folder
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
