@@ -264,7 +264,7 @@ class Planned:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that all processes of a run use together."""
+        """Bytes of memory that all processes of a run use together; with the engine ray, this one."""
         return max(folder.ready.share.total for folder in self.folders)
 
     @property

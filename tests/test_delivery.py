@@ -288,26 +288,29 @@ print(api.run("dequant-fp8", sys.argv[1], sys.argv[2], jobs=1, max_shard_size=11
 def test_killed_while_sending(sample: Path, server: Server, tmp_path: Path) -> None:
     """What has arrived is not sent again, what was sent in part is dropped."""
     words = [sys.executable, "-c", _RUN, str(sample), f"s3://{BUCKET}/org/killed"]
-    running: list[subprocess.Popen[bytes]] = []
 
-    def kill(number: int, method: str, path: str) -> None:
-        """When a part is on its way and the other shard is there."""
-        if method != "PUT" or "partNumber" not in path:
-            return
-        other = "org/killed/model-00002-of-00002.safetensors"
-        server.client.get_waiter("object_exists").wait(
-            Bucket=BUCKET, Key=other, WaiterConfig={"Delay": 1, "MaxAttempts": 60}
-        )
-        os.kill(running[0].pid, signal.SIGKILL)
+    def killed_at(what: str) -> set[str]:
+        """What is there when it was killed while it sent that."""
+        running: list[subprocess.Popen[bytes]] = []
 
-    server.fault = kill
-    running.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
-    running[0].wait(timeout=120)
-    server.fault = lambda number, method, path: None
-    assert running[0].returncode == -signal.SIGKILL
-    before = set(server.get("org/killed")) - {NOTE}
-    assert before == {"model-00002-of-00002.safetensors"}
+        def kill(number: int, method: str, path: str) -> None:
+            if method == "PUT" and what in path:
+                os.kill(running[0].pid, signal.SIGKILL)
+
+        server.fault = kill
+        running.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+        running[0].wait(timeout=120)
+        server.fault = lambda number, method, path: None
+        assert running[0].returncode == -signal.SIGKILL
+        return set(server.get("org/killed")) - {NOTE}
+
+    assert killed_at("partNumber=2") == set()
     assert server.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"], "parts were left behind"
+    before = killed_at("tokenizer_config.json")
+    assert {name for name in before if name.startswith("model-")} == {
+        f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
+    }
+    assert INDEX not in before
     server.forget()
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == f"s3://{BUCKET}/org/killed"
