@@ -1,11 +1,12 @@
 """What a run costs beside its units: checks, batches, journal, syncs, receipt and renames, by tensor.
 
-    python benchmarks/overhead.py [--tensors 20000] [--shards 4] [--folder DIR]
+    python benchmarks/overhead.py [--tensors 20000] [--shards 4] [--ray] [--folder DIR]
 
 A checkpoint of small tensors is copied by one process, and by shards one after another with `finish`
 at the end. Of each the wall time of the run (after planning) less the time in its units, divided by
 the tensors; of shards the mean, as they would run at the same time. Units run in this process (one
-job), so that their time can be measured.
+job), so that their time can be measured. With --ray also one worker of a Ray cluster on this machine:
+the time of its units is taken for that of the first line, and its start is in the wall time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from qconvert import api
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType
+from qconvert.run.on_ray import connected
 from qconvert.run.unit_runner import UnitRunner
 
 _SIZE = TensorType("BF16", (64, 128))
@@ -30,19 +32,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=20_000)
     parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     asked = parser.parse_args()
     root = Path(tempfile.mkdtemp(dir=asked.folder))
     try:
         source = _written(root / "source", asked.tensors)
         print(f"{'run':<12} {'wall s':>7} {'units s':>8} {'us a tensor':>12}")
-        _show("one process", _timed(source, root / "one"), asked.tensors)
+        alone = _timed(source, root / "one")
+        _show("one process", alone, asked.tensors)
         parts = [
             _timed(source, root / "out", shard=f"{n}/{asked.shards}") for n in range(asked.shards)
         ]
         walls, units = (sum(column) / asked.shards for column in zip(*parts, strict=True))
         _show(f"of {asked.shards} shards", (walls, units), asked.tensors)
         _show("finish", _timed(source, root / "out", finish=True), asked.tensors)
+        if asked.ray:
+            with connected("local"):
+                wall, _ = _timed(source, root / "ray", engine="ray")
+            _show("ray", (wall, alone[1]), asked.tensors)
     finally:
         shutil.rmtree(root)
 

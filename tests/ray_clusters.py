@@ -42,6 +42,7 @@ def cluster() -> Iterator[Any]:
                 "num_cpus": 0, "object_store_memory": _STORE, "include_dashboard": False,
             },
         )  # fmt: skip
+        made.folder = folder
         yield made
     finally:
         if made is not None:
@@ -59,14 +60,21 @@ def add_node(made: Any, cores: int = 1, memory: int = 1 << 30, **more: Any) -> A
     return made.add_node(num_cpus=cores, memory=memory, object_store_memory=_STORE, **more)
 
 
-def left_behind() -> list[str]:
-    """Processes of Ray that this process started, by their command lines."""
-    found = []
+def processes(folder: str) -> dict[int, str]:
+    """Processes that were started with the settings of a cluster, by number, with their names."""
+    mark, found = f"RAY_TMPDIR={folder}".encode(), {}
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                found[int(entry.name)] = words[0].decode(errors="replace")
+        except OSError:  # it has ended
             continue
-        if b"qray-" in words:
-            found.append(words.replace(b"\0", b" ").decode(errors="replace")[:200])
     return found
+
+
+def anonymous_bytes(process: int) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

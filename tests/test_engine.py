@@ -19,6 +19,7 @@ from crews import CrewEngine
 from faults import Tree, convert, differing, plan_of, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import qwen3_moe
 
 from qconvert import __version__, api
 from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
@@ -90,6 +91,12 @@ class Heard:
         self.phases.append(text)
 
 
+class Steady(Files):
+    """Writes that are done when a unit is."""
+
+    beside = False
+
+
 def _interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -131,6 +138,30 @@ def test_machines_that_are_lost_leave_the_same_bytes(
         assert all(engine.crew.most_on[node.key] <= node.workers for node in MACHINES)
 
 
+_AMX = ("amx", "{s}", "{o}/cpu", "--method", "int4", "--numa", "2")
+_PAIR = ("kt", "{s}", "--cpu-out", "{o}/cpu", "--cpu", "int8", "--numa", "1", "--gpu", "w4a16",
+         "--gpu-out", "{o}/gpu")  # fmt: skip
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "words",
+    [_AMX, _PAIR, ("experts", "stack", "{s}", "{o}/out"), ("w4a16", "{s}", "{o}/q", "--rtn")],
+)
+def test_units_of_several_nodes_files_and_folders(
+    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of many units, which write to files of both sides, or to the same one."""
+    source = qwen3_moe(layers=1).write(tmp_path / "source")
+    for by in ("here", "there"):
+        if by == "there":
+            _by(CrewEngine(MACHINES, losses=1), monkeypatch)
+        given = [word.format(s=source, o=tmp_path / by) for word in words]
+        done = run_cli(*given, "--jobs", "1", "--max-shard-size", "300KB")
+        assert done.code == 0, done.err
+    assert differing(tree(tmp_path / "there"), tree(tmp_path / "here")) == []
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_events_are_those_of_a_local_run(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,8 +185,9 @@ def test_one_engine_finishes_what_another_began(
         with monkeypatch.context() as patch:
             if crew_first:
                 _by(CrewEngine(MACHINES), patch)
+            heard = Heard((200_000, _interrupt))
             with pytest.raises(KeyboardInterrupt):
-                execute(plan_of(source), out, how, events=Heard((200_000, _interrupt)))
+                execute(plan_of(source), out, how, events=heard, files=Steady())
         assert os.listdir(out) == [WORK_DIR]
         with monkeypatch.context() as patch:
             if not crew_first:

@@ -16,7 +16,7 @@ import faults
 import pytest
 from checkpoints import run_cli
 from faults import Tree, differing, plan_of, tree
-from ray_clusters import add_node, cluster, left_behind
+from ray_clusters import add_node, anonymous_bytes, cluster, processes
 
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import WORK_DIR
@@ -25,7 +25,7 @@ from qconvert.run import on_ray
 from qconvert.run.executor import execute
 from qconvert.run.nodes import Probe, look
 from qconvert.run.on_ray import connected
-from qconvert.run.prepare import Options
+from qconvert.run.prepare import Options, prepare
 from qconvert.run.worker import Setup
 
 _LAYERS = 24
@@ -106,7 +106,8 @@ def test_on_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         _as_a_command(bench)
         _workers_are_as_many_as_memory_holds(bench, lasting)
         assert capfd.readouterr().out == "", "Ray tells of a lost node on stdout"
-    assert left_behind() == []
+    assert processes(made.folder) == {}
+    assert not Path(made.folder).exists()
 
 
 def _a_node_is_killed(bench: Bench) -> Any:
@@ -116,11 +117,16 @@ def _a_node_is_killed(bench: Bench) -> Any:
     lasting: list[Any] = []
 
     def exchange() -> None:
+        found = processes(bench.cluster.folder).items()
+        workers = [number for number, name in found if name.startswith("ray::NodeWorker")]
+        assert workers, "one of the two has begun"
+        assert max(map(anonymous_bytes, workers)) <= share.worker
         lasting.append(add_node(bench.cluster, 2))
         bench.cluster.remove_node(dying, allow_graceful=False)
 
     out = bench.folder / "killed"
     heard = Heard(exchange)
+    share = prepare(plan_of(bench.source), bench.ray("single")).share
     bench.convert(out, bench.ray("single"), heard)
     assert differing(tree(out), bench.here["single"]) == []
     assert heard.done == heard.total

@@ -223,6 +223,9 @@ def test_the_table(source: Path, tmp_path: Path) -> None:
     ):
         assert text in table, table
     assert "33 of 33 units" in table
+    dry = run_cli("dequant", source, tmp_path / "other", "--dry-run", "--profile")
+    assert "pass dequant" in dry.err
+    assert "together" not in dry.err
     # No path of anybody's is in it: it is made to be sent.
     assert str(tmp_path) not in table
 

@@ -312,7 +312,13 @@ def test_a_run_without_shards_keeps_shards_out(source: Path, tmp_path: Path) -> 
         convert(source, out, replace(how, shard=Shard(0, 4)))
 
 
-@pytest.mark.parametrize("more", [("--family", "mine.py"), ("--family=x.py",), ("--follow-links",)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--family", "mine.py"), ("--family=x.py",), ("--follow-links",), ("--engine", "ray"),
+        ("--address=head:6379",),
+    ],
+)  # fmt: skip
 def test_some_options_are_not_taken_from_a_journal(
     more: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:

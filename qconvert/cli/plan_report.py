@@ -103,7 +103,7 @@ def _memory(ready: Prepared) -> str:
     share = ready.share
     if ready.options.engine == "local":
         return f"{format_size(share.total)} memory with {count(share.jobs, 'job')}"
-    workers = f"each of {share.jobs} workers" if share.jobs else "each worker"
+    workers = f"each of {count(share.jobs, 'worker')}" if share.jobs else "each worker"
     return (
         f"{format_size(share.total)} memory here, {format_size(share.worker)} for {workers} on Ray"
     )

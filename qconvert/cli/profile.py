@@ -150,7 +150,7 @@ def profile_lines(profile: Profile) -> list[str]:
         )
     width = max((len(row.step) for row in (*profile.main, *profile.workers)), default=0)
     lines += ["", *_table("main process", profile.main, width)]
-    if profile.workers:
+    if profile.processes:
         title = f"{count(profile.processes, 'worker')}, together"
         lines += ["", *_table(title, profile.workers, width)]
     if profile.worker_seconds:

@@ -5,6 +5,7 @@ memory holds, and a worker is sent a batch beyond the one it runs: no more is ev
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from qconvert.core.errors import RunError
+from qconvert.core.shown import count
 from qconvert.run.blocks import End
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
@@ -22,7 +24,7 @@ from qconvert.run.worker import Batch, Failed, Progress, Told
 _BATCHES_AHEAD = 2
 # How often a batch, or workers of a node one after another, may be lost before it is given up.
 _MOST_LOSSES = 3
-# How long nothing need happen before the cluster is looked at again, for nodes that joined.
+# How often the cluster is looked at again, for nodes that joined.
 _LOOK_SECONDS = 5.0
 
 
@@ -97,17 +99,17 @@ class _Shift:
         """As many workers as there is room and work for, evenly over the nodes. Raises RunError where
         there is room for none."""
         nodes = self._crew.nodes()
-        count = Counter(worker.node.key for worker in self._workers.values())
+        at = Counter(worker.node.key for worker in self._workers.values())
         while len(self._workers) < min(self._most, self.left):
             free = [
                 node
                 for node in nodes
-                if count[node.key] < node.workers and self._lost_on[node.key] < _MOST_LOSSES
+                if at[node.key] < node.workers and self._lost_on[node.key] < _MOST_LOSSES
             ]
             if not free:
                 break
-            node = min(free, key=lambda node: count[node.key])
-            count[node.key] += 1
+            node = min(free, key=lambda node: at[node.key])
+            at[node.key] += 1
             self._workers[self._crew.hire(node)] = _Worker(node)
         if not self._workers:
             raise RunError("no machine of the cluster has room for a worker")
@@ -146,8 +148,8 @@ class _Shift:
             if self._lost[first] == _MOST_LOSSES:
                 raise RunError(
                     f"units from {unit.outputs[0][0]!r} on were lost with their worker "
-                    f"{_MOST_LOSSES} times, the last time on {worker.node.name}: {why}; run the same "
-                    "command again to go on"
+                    f"{count(_MOST_LOSSES, 'time')}, the last time on {worker.node.name}: {why}; "
+                    "run the same command again to go on"
                 )
         for batch in reversed(worker.ahead):
             self._backlog.again(batch)
@@ -193,11 +195,13 @@ def _returned(
 ) -> Generator[Returned]:
     shift = _Shift(crew, backlog, most, told)
     shift.hire()
+    looked = time.monotonic()
     while shift.left:
         event = crew.next(_LOOK_SECONDS)
         if event is not None:
             yield from shift.take(*event)
-            continue
-        if shift.idle:
+        elif shift.idle:
             told("waiting for the cluster to start a worker: its cores or memory are taken")
-        shift.hire()
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            shift.hire()
+            looked = time.monotonic()

@@ -19,6 +19,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.checkpoint.store import Stored, WritableStore
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.json_text import parse_object
+from qconvert.core.profiling import phase
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
@@ -79,6 +80,7 @@ class Delivery:
         )
         return "finished" if whole and NOTE not in there else "begun"
 
+    @phase("send")
     def send(self, folder: Path, told: Events) -> None:
         """Send a folder's files. Raises OutputError for one that cannot be read, or that did not arrive
         as it is here; and as the store does."""

@@ -35,7 +35,8 @@ from qconvert.run.target import Target
 from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
 
-_LOOK_SECONDS = 60.0
+# How long nodes may take to say what they see: those that are there at the start, and those that join.
+_FIRST_SECONDS, _LATER_SECONDS = 60.0, 5.0
 _WHY = 300  # characters of what Ray says of a loss
 # The thread of Ray's that prints what becomes of nodes.
 _PRINTER = "ray_listen_error_messages"
@@ -141,8 +142,13 @@ class _RayCrew:
                 f"{format_size(max(most, 0))})"
             )
         self._look([node for node in found if node.key not in self._known])
+        able = [node for node in found if self._known.get(node.key, "") is None]
+        if self._first and not able:
+            raise RunError(
+                f"no node of the Ray cluster answered within {_FIRST_SECONDS:.0f} s: see `ray status`"
+            )
         self._first = False
-        return [node for node in found if self._known.get(node.key, "") is None]
+        return able
 
     def _node(self, each: dict[str, Any]) -> Node:
         cores = int(each["Resources"].get("CPU", 0))
@@ -170,7 +176,8 @@ class _RayCrew:
             ): node
             for node in nodes
         }
-        self._ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_SECONDS)
+        seconds = _FIRST_SECONDS if self._first else _LATER_SECONDS
+        self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         for ref, node in asked.items():
             try:
                 lacks = self._ray.get(ref, timeout=0)

@@ -64,6 +64,7 @@ def _mutations() -> Iterator[Mutation]:
     commands: dict[str, Any] = {
         "null": None, "number": 5, "numbers": [5], "empty": [], "clean": ["clean", "{root}/src"],
         "finish": ["finish", "."], "python": ["dequant", "a", "b", "--family", "x.py"],
+        "cluster": ["dequant", "a", "b", "--engine", "ray", "--address", "127.0.0.1:1"],
         "group": ["mtp"], "elsewhere": ["dequant", "{root}/src", "{root}/victim"],
         "steering": [STEERING["newline command"], STEERING["escape"]], "long": ["x" * 100_000],
     }  # fmt: skip
