@@ -218,6 +218,28 @@ def test_urls_that_name_no_folder(url: str, why: str) -> None:
         store_of(url).listed()
 
 
+@pytest.mark.parametrize(
+    ("missing", "url", "said"),
+    [
+        ("s3fs", "s3://bucket/model", "a package for s3:// is missing: pip install 'qconvert[s3]'"),
+        (
+            "gcsfs",
+            "gs://bucket/model",
+            "a package for gs:// is missing: Please install gcsfs to access",
+        ),
+        ("fsspec.core", "s3://bucket/model", "fsspec is missing: pip install 'qconvert[s3]'"),
+    ],
+)
+def test_missing_packages(
+    missing: str, url: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(fsspec_store, "_OPENED", {})
+    refused = run_cli("dequant", url, tmp_path / "out", "--dry-run")
+    assert refused.code == 2
+    assert said in refused.err
+
+
 def test_texts_that_are_no_urls() -> None:
     assert not any(map(is_url, ("model", "org/name", "hf://org/name", "./s3:/a", "C://", "")))
 
