@@ -16,7 +16,7 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.amx.encode import Amx
 from qconvert.formats.fp8.encode import EncodeFp8
 from qconvert.formats.int_packed.encode import encoder
-from qconvert.formats.int_packed.packers import KeepInt8, PackQuantized
+from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
 from qconvert.formats.mx.encode import EncodeMx
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.ops.compiled import choice
@@ -80,6 +80,10 @@ def _ops() -> Iterator[tuple[str, Op, list[Buffer]]]:
     for group in (128, 32):
         scheme = IntScheme(bits=4, group=group)
         yield f"w4a16 g{group}", encoder(scheme, PackQuantized(scheme)), bf16
+    asymmetric = IntScheme(bits=4, group=128, symmetric=False)
+    yield "w4a16 asymmetric", encoder(asymmetric, PackQuantized(asymmetric)), bf16
+    gptq = IntScheme(bits=4, group=128, scale_dtype="F16")
+    yield "w4a16 gptq", encoder(gptq, PackGptq(gptq)), bf16
     yield "int8", encoder(IntScheme(bits=8, group=None), KeepInt8()), bf16
     own = _buffer("F32", np.array([0.1 / 2688], "<f4"))
     yield "nvfp4", PackNvfp4(None, "modelopt"), [*bf16, own]

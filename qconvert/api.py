@@ -35,7 +35,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
-from qconvert.checkpoint.store import is_url, store_of, work_folder
+from qconvert.checkpoint.store import is_url, named, store_of, work_folder
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -85,6 +85,8 @@ from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
 from qconvert.validation.diff import Difference, compare
 from qconvert.validation.findings import Finding, Measure, Verdict
+from qconvert.validation.parts import DIVIDED, Part, merged, write_part
+from qconvert.validation.parts import validate_part as _validate_part
 from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
 
 __all__ = (
@@ -102,6 +104,7 @@ __all__ = (
     "Measure",
     "Outlook",
     "OutputError",
+    "Part",
     "PlanError",
     "PlanOptions",
     "Planned",
@@ -128,6 +131,7 @@ __all__ = (
     "destination",
     "diff",
     "load_recipe",
+    "merge_parts",
     "open_checkpoint",
     "plan",
     "plan_after",
@@ -143,6 +147,7 @@ __all__ = (
     "upload",
     "validate",
     "validate_kernels",
+    "validate_part",
 )
 
 # A recipe, one or several passes, a recipe file, or the name of a built-in recipe.
@@ -655,10 +660,7 @@ def validate(
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
     if draft is not None and against is None:
         raise UsageError("--draft was grafted to a source: give --against SRC")
-    if runtime is None and (tp, pp, ep) != (1, None, 1):
-        raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
-    stages = (1,) if pp is None else parse_partition(str(pp))
-    serving = None if runtime is None else Serving(parse_consumer(runtime), tp, stages, ep)
+    serving = _serving(runtime, tp, pp, ep)
     request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
     source = None if against is None else str(against)
     partner = None if pair is None else str(pair)
@@ -684,6 +686,76 @@ def validate(
                 here, source, request=request, progress=_told(events), follow_links=follow_links
             )
         return about_repo(report, place)
+
+
+def validate_part(
+    folder: str | Path,
+    against: str | Path | None = None,
+    *,
+    shard: str,
+    parts: str | Path,
+    level: Level = "full",
+    pair: str | Path | None = None,
+    draft: str | Path | None = None,
+    layers: tuple[int, ...] | None = None,
+    runtime: str | None = None,
+    tp: int = 1,
+    pp: int | str | None = None,
+    ep: int = 1,
+    jobs: int | None = None,
+    memory: int | str | None = None,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+) -> Part:
+    """As `validate`, of one part of the work on weights (`shard`: `2/8`, counted from 0, or as for a
+    conversion `auto`), beside other machines. What it finds is written to a file in the folder `parts`;
+    the report is `merge_parts`'.
+
+        >>> for shard in ("0/2", "1/2"):
+        ...     part = api.validate_part(sample, shard=shard, parts=folder / "parts")
+        >>> api.merge_parts([folder / "parts"]) == api.validate(sample, level="full")
+        True
+
+    Raises as `validate` does, and UsageError for level headers and for the folder of all stages of a
+    split, whose stages are validated each by itself."""
+    from qconvert.hub.headers import place_of
+
+    given = parse_shard(shard, os.environ)
+    if level not in DIVIDED:
+        raise UsageError("only what --level sample or full reads is divided")
+    if draft is not None and against is None:
+        raise UsageError("--draft was grafted to a source: give --against SRC")
+    request = Request(
+        level, layers, jobs=jobs, memory=_size(memory), serving=_serving(runtime, tp, pp, ep)
+    )
+    with place_of(str(folder), weights=True) as place:
+        here = Path(place.folder)
+        if stage_folders(here):
+            raise UsageError(
+                f"{folder}: --shard goes with one folder, not with stages: give it a stage's"
+            )
+        part = _validate_part(
+            here, None if against is None else str(against), shard=given, request=request,
+            pair=None if pair is None else str(pair), draft=None if draft is None else str(draft),
+            progress=_told(events), follow_links=follow_links,
+            said=lambda text: named(place.named(text)),
+        )  # fmt: skip
+    write_part(part, Path(parts))
+    return part
+
+
+def merge_parts(parts: Iterable[str | Path]) -> Report:
+    """The one report of what shards found (`validate_part`), equal to that of one machine. `parts` are
+    folders with their files, or files. Raises CheckpointError, naming files, where one is missing, or
+    parts are of different folders, sources, options or versions of qconvert."""
+    return merged([Path(place) for place in parts])
+
+
+def _serving(runtime: str | None, tp: int, pp: int | str | None, ep: int) -> Serving | None:
+    if runtime is None and (tp, pp, ep) != (1, None, 1):
+        raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
+    stages = (1,) if pp is None else parse_partition(str(pp))
+    return None if runtime is None else Serving(parse_consumer(runtime), tp, stages, ep)
 
 
 def advise(
@@ -841,8 +913,10 @@ def _placed(
             check_apart(folder, source)
         return folder, None
     url = store_of(str(out)).url
-    if options.get("shard") is not None or options.get("finish"):
-        raise UsageError(f"--shard: expected a folder that all machines share, found {url}")
+    if options.get("shard") is not None and options.get("work_dir") is None:
+        raise UsageError(
+            f"--shard: name a folder that all machines share by --work-dir, to make {url}"
+        )
     check_urls_apart(url, source)
     folder = work_folder(url, options.get("work_dir"))
     if options.get("for_run"):
@@ -962,6 +1036,8 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
         )  # fmt: skip
         return [_result(first, there)]
     (done,) = run_together(parts, events=events, backend=backend)
+    if not done.published:  # a shard: whoever publishes sends
+        return [_result(first, done)]
     delivery.send(folder, events or Silent())
     delivery.clear(folder, Files())
     # What was made before and only sent now is no result that was there already.

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from qconvert.checkpoint import fsspec_store
+
 BUCKET = "models"
 _HOPS = {"connection", "transfer-encoding", "keep-alive", "server", "date"}
 
@@ -159,7 +161,11 @@ def serving() -> Iterator[Server]:
     thread = threading.Thread(target=front.serve_forever, daemon=True)
     thread.start()
     try:
-        with mock.patch.dict("os.environ", server.environment):
+        # A client keeps the endpoint that it was opened with.
+        with (
+            mock.patch.dict("os.environ", server.environment),
+            mock.patch.dict(fsspec_store._OPENED, clear=True),
+        ):
             server.client = boto3.client("s3")
             server.client.create_bucket(Bucket=BUCKET)
             yield server

@@ -26,12 +26,13 @@ from qconvert.passes.drop import Drop
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
     "Difference", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
-    "OutputError", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
+    "OutputError", "Part", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
     "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
     "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "open_checkpoint",
+    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "merge_parts",
+    "open_checkpoint",
     "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
-    "repair", "run", "status", "upload", "validate", "validate_kernels",
+    "repair", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 # --- The same as the command line ----------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
@@ -161,7 +162,17 @@ ENCODERS = {
     "w4a16 rows": Encoder(_int(PackQuantized, bits=4, group=None), ("ints_round", "ints_pack"), 1, 8),
     "w8a16 g32": Encoder(_int(PackQuantized, bits=8, group=32), ("ints_round",), 1, 32),
     "w4a16 asymmetric": Encoder(
-        _int(PackQuantized, bits=4, group=32, symmetric=False), ("ints_pack",), 8, 32
+        _int(PackQuantized, bits=4, group=32, symmetric=False), ("ints_round_any", "ints_pack"), 8, 32
+    ),
+    "w8a16 asymmetric": Encoder(
+        _int(PackQuantized, bits=8, group=None, symmetric=False), ("ints_round_any",), 4, 4
+    ),
+    "gptq in F16": Encoder(
+        _int(PackGptq, bits=4, group=32, scale_dtype="F16"), ("ints_round_any", "ints_pack"), 8, 32
+    ),
+    "gptq-v2 asymmetric": Encoder(
+        _int(partial(PackGptq, version=2), bits=8, group=32, symmetric=False, scale_dtype="F16"),
+        ("ints_round_any",), 4, 32,
     ),
     "gptq": Encoder(_int(PackGptq, bits=4, group=32), ("ints_round", "ints_pack"), 8, 32),
     "int8": Encoder(_int(lambda _: KeepInt8(), bits=8, group=None), ("ints_round",)),

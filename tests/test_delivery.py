@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import INDEX, fp8_moe, run_cli, tree
+from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree
 from s3_server import BUCKET, Server, serving
 
 from qconvert import api
@@ -28,6 +28,7 @@ from qconvert.run import delivery
 from qconvert.run.delivery import NOTE, md5_mark, part_size
 
 SHARD_SIZE = 400  # bytes: several shards
+WIDE = 65_536
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +222,9 @@ def test_what_cannot_be_done_in_a_store(source: Path, tmp_path: Path) -> None:
         convert(source.as_uri(), f"{source.as_uri()}/out")
     with pytest.raises(OutputError, match="must lie apart from the source"):
         convert(source.as_uri(), source.as_uri())
-    with pytest.raises(UsageError, match="--shard: expected a folder that all machines share"):
+    with pytest.raises(
+        UsageError, match="--shard: name a folder that all machines share by --work"
+    ):
         api.plan("dequant-fp8", source, url, shard="0/2")
     with pytest.raises(UsageError, match="several folders are made at once"):
         api.plan_stages("copy", source, url, "1,1")
@@ -233,6 +236,28 @@ def test_what_cannot_be_done_in_a_store(source: Path, tmp_path: Path) -> None:
         refused = run_cli(*words)
         assert refused.code == 2
         assert "is a URL; name a folder of this machine" in refused.err
+
+
+@pytest.mark.parametrize("by", ["finish", "the same command"])
+def test_shards_of_a_result_in_a_store(by: str, tmp_path: Path) -> None:
+    """They fill a folder that they share, and who publishes it sends it."""
+    model = fp8_moe(vocab_size=WIDE)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        model.tensors[name] = tensor("BF16", WIDE, 8)
+    source = model.write(tmp_path / "source")
+    there, work = tmp_path / "there", tmp_path / "work"
+    words = ("dequant", source.as_uri(), there.as_uri(), "--work-dir", work, "--jobs", "1")
+    for number in range(4):
+        done = run_cli(*words, "--shard", f"{number}/4")
+        assert done.code == 0, done.err
+        assert f"shard {number}/4 of {there.as_uri()} is done" in done.out
+        assert not there.exists()
+    (folder,) = (path.parent for path in work.rglob(".qconvert"))
+    last = run_cli("finish", folder) if by == "finish" else run_cli(*words)
+    assert last.code == 0, last.err
+    near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
+    assert files(there) == files(near.folder)
+    assert not folder.exists()
 
 
 def test_parts_of_large_files() -> None:
@@ -288,26 +313,29 @@ print(api.run("dequant-fp8", sys.argv[1], sys.argv[2], jobs=1, max_shard_size=11
 def test_killed_while_sending(sample: Path, server: Server, tmp_path: Path) -> None:
     """What has arrived is not sent again, what was sent in part is dropped."""
     words = [sys.executable, "-c", _RUN, str(sample), f"s3://{BUCKET}/org/killed"]
-    running: list[subprocess.Popen[bytes]] = []
 
-    def kill(number: int, method: str, path: str) -> None:
-        """When a part is on its way and the other shard is there."""
-        if method != "PUT" or "partNumber" not in path:
-            return
-        other = "org/killed/model-00002-of-00002.safetensors"
-        server.client.get_waiter("object_exists").wait(
-            Bucket=BUCKET, Key=other, WaiterConfig={"Delay": 1, "MaxAttempts": 60}
-        )
-        os.kill(running[0].pid, signal.SIGKILL)
+    def killed_at(what: str) -> set[str]:
+        """What is there when it was killed while it sent that."""
+        running: list[subprocess.Popen[bytes]] = []
 
-    server.fault = kill
-    running.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
-    running[0].wait(timeout=120)
-    server.fault = lambda number, method, path: None
-    assert running[0].returncode == -signal.SIGKILL
-    before = set(server.get("org/killed")) - {NOTE}
-    assert before == {"model-00002-of-00002.safetensors"}
+        def kill(number: int, method: str, path: str) -> None:
+            if method == "PUT" and what in path:
+                os.kill(running[0].pid, signal.SIGKILL)
+
+        server.fault = kill
+        running.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+        running[0].wait(timeout=120)
+        server.fault = lambda number, method, path: None
+        assert running[0].returncode == -signal.SIGKILL
+        return set(server.get("org/killed")) - {NOTE}
+
+    assert killed_at("partNumber=2") == set()
     assert server.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"], "parts were left behind"
+    before = killed_at("tokenizer_config.json")
+    assert {name for name in before if name.startswith("model-")} == {
+        f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
+    }
+    assert INDEX not in before
     server.forget()
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == f"s3://{BUCKET}/org/killed"

@@ -63,6 +63,7 @@ def read(fetching: Fetching, found: Range, end: int) -> bytes:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "PIECE_BYTES", 64)
     monkeypatch.setattr(fetch, "AT_ONCE", 3)
+    monkeypatch.setattr(fetch, "LEAST_BYTES", 0)
 
 
 RANGES = st.lists(
@@ -125,6 +126,18 @@ def test_without_a_word_the_rest_of_the_tensor_is_fetched_ahead(small_pieces: No
         assert read(fetching, (0, at, at + 20), 500) == store.objects["a"][at : at + 20]
     fetching.close()
     assert sorted(store.reads) == [("a", at, min(at + 64, 500)) for at in range(200, 500, 64)]
+
+
+def test_small_tensors_come_with_their_neighbours(
+    small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "LEAST_BYTES", 60)
+    store = held()
+    fetching = Fetching(shards_of(store))
+    for at in (0, 20, 40, 990):
+        assert read(fetching, (0, at, at + 10), at + 10) == store.objects["a"][at : at + 10]
+    fetching.close()
+    assert store.reads == [("a", 0, 60), ("a", 990, 1000)]
 
 
 def test_pieces_come_in_the_order_of_need(small_pieces: None) -> None:

@@ -646,6 +646,15 @@ MUTANTS = (
         "_codes(weight[group], ", "_codes(weight[0], ",
     ),
     Mutant(
+        "loops: every code the last", "asymmetric", "ops.compiled.loops.ints",
+        "ints_round_any", "_codes_bf16(weight[group], step, middle, first,",
+        "_codes_bf16(weight[group], step, middle, last,",
+    ),
+    Mutant(
+        "loops: GPTQ's scales halved", "gptq", "ops.compiled.loops.ints", "ints_round_any",
+        "scale[group], zero[group] = step,", "scale[group], zero[group] = np.float32(step / 2),",
+    ),
+    Mutant(
         "loops: NVFP4 block scales one on", "nvfp4", "ops.compiled.loops.fp4", "nvfp4_encode",
         "np.uint8(code)", "np.uint8(code + 1)",
     ),

@@ -14,18 +14,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from checkpoints import INDEX, fp8_moe, run_cli, tree, watched_reads
+from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree, watched_reads
+from crews import CrewEngine
 from s3_server import BUCKET, Server, serving
 
-from qconvert import api
+from qconvert import __version__, api
 from qconvert.checkpoint import fsspec_store
 from qconvert.checkpoint.store import Stored, is_url, named, store_of
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
+from qconvert.run.crew import Node
 from qconvert.run.journal import read_journal
+from qconvert.run.nodes import Probe, look
 from qconvert.run.workspace import JOURNAL
 
 SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
+WIDE = 65_536
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,69 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
         api.carry_out(planned)
 
 
+def test_a_source_that_was_written_to_while_nobody_looked(tmp_path: Path) -> None:
+    """Its mark was set back, the time of writing is another: what finished units were made from is
+    hashed again, as with files."""
+    model = fp8_moe(vocab_size=WIDE)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        model.tensors[name] = tensor("BF16", WIDE, 8)
+    source = model.write(tmp_path / "source")
+    shard = source / "model-00001-of-00002.safetensors"
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qconvert.run.executor._publish", _stopped)
+        with pytest.raises(RunError, match="stopped"):
+            api.carry_out(planned)
+    status, data = shard.stat(), bytearray(shard.read_bytes())
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    resumed = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qconvert.run.executor._publish", _stopped)
+        with pytest.raises(RunError, match="stopped"):
+            api.carry_out(resumed)
+    data[len(data) // SAMPLES * 3 + 2 * BLOCK] ^= 1  # where no sample is taken
+    shard.write_bytes(data)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: tensor .*: its bytes changed since"):
+        api.run("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+
+
+def test_nodes_of_a_cluster_read_the_store_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "far", jobs=1)
+    engine = CrewEngine([Node(name, name, 2) for name in ("one", "two")])
+    monkeypatch.setattr("qconvert.run.executor.engine_of", lambda _: engine)
+    api.carry_out(planned)
+    assert tree(tmp_path / "far") == tree(near.folder)
+    assert engine.crew is not None
+    probe = Probe(__version__, [], planned.source.shards)
+    assert look(probe) is None
+    shard = source / "model-00001-of-00002.safetensors"
+    os.utime(shard, (1, 1))
+    assert str(look(probe)).startswith(f"sees another object as {source.as_uri()}/{shard.name}")
+    shard.unlink()
+    assert str(look(probe)).startswith("cannot read the source:")
+
+
+@pytest.mark.big
+def test_a_calibration_reads_a_store(tmp_path: Path) -> None:
+    import calibrate_models
+
+    source = calibrate_models.saved(calibrate_models.qwen3_moe(), tmp_path / "source")
+    options = ("--gptq", "--synthetic", "--group-size", "32", "--samples", "4", "--length", "16")
+    for name, where in (("near", source), ("far", source.as_uri())):
+        done = run_cli("w4a16", where, tmp_path / name, *options, "--jobs", "1")
+        assert done.code == 0, done.err
+    assert tree(tmp_path / "far") == tree(tmp_path / "near")
+
+
+def _stopped(*_: object) -> None:
+    raise RunError("stopped")
+
+
 def test_a_mirror_is_no_folder_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is opened as a folder, by whatever path, its shards still are the store's."""
     source = fp8_moe().write(tmp_path / "source")
@@ -149,6 +216,28 @@ def test_urls_that_name_no_folder(url: str, why: str) -> None:
     assert is_url(url)
     with pytest.raises(UsageError, match=re.escape(why)):
         store_of(url).listed()
+
+
+@pytest.mark.parametrize(
+    ("missing", "url", "said"),
+    [
+        ("s3fs", "s3://bucket/model", "a package for s3:// is missing: pip install 'qconvert[s3]'"),
+        (
+            "gcsfs",
+            "gs://bucket/model",
+            "a package for gs:// is missing: Please install gcsfs to access",
+        ),
+        ("fsspec.core", "s3://bucket/model", "fsspec is missing: pip install 'qconvert[s3]'"),
+    ],
+)
+def test_missing_packages(
+    missing: str, url: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(fsspec_store, "_OPENED", {})
+    refused = run_cli("dequant", url, tmp_path / "out", "--dry-run")
+    assert refused.code == 2
+    assert said in refused.err
 
 
 def test_texts_that_are_no_urls() -> None:
@@ -397,13 +486,10 @@ print(run_prepared(ready, Path(sys.argv[2])).resumed_units)
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_killed_in_the_middle(
-    jobs: int, url: str, sample: Path, server: Server, tmp_path: Path
-) -> None:
+def test_killed_in_the_middle(url: str, sample: Path, server: Server, tmp_path: Path) -> None:
     """The same command goes on, and what finished units were made from is not fetched again."""
     out = tmp_path / "far"
-    words = [sys.executable, "-c", _RUN, url, str(out), str(jobs)]
+    words = [sys.executable, "-c", _RUN, url, str(out), "2"]
     # The mirror is made first: requests are counted from the first one for weights on.
     api.open_checkpoint(url)
     running: list[subprocess.Popen[str]] = []

@@ -24,7 +24,7 @@ from qconvert.core.shown import shortened
 T = TypeVar("T")
 
 TRIES = 6
-_PARTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 8
 FIRST_WAIT = 0.5  # seconds; each further one is twice as long
 _LATER = "run the same command again later: finished work is kept"
 # Repeating these finds the same.
@@ -35,7 +35,9 @@ _NO_ACCESS = {
 }  # fmt: skip
 # What stores call the thing that changes with an object's bytes, the surest first.
 _MARKS = ("ETag", "etag", "generation", "md5Hash", "content_md5")
-_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
+# Of a file here, `created` is its ctime, which nobody can set back.
+_WRITTEN = ("LastModified", "last_modified", "updated", "created", "mtime")
 _SECRET = re.compile(r"(?<=://)[^/\s@]*@|\?\S*")
 
 
@@ -134,15 +136,16 @@ class FsspecStore:
 
 
 def stored(name: str, info: Mapping[str, Any]) -> Stored:
-    """An object by what a store says of it. Where it has no mark, its time stands for one."""
-    time = _first(info, _TIMES)
-    return Stored(name, int(info["size"]), _first(info, _MARKS) or time, time)
+    """An object by what a store says of it. Where it has no mark, a time stands for one."""
+    mark = _first(info, _MARKS) or _first(info, _MODIFIED)
+    return Stored(name, int(info["size"]), mark, _first(info, _WRITTEN))
 
 
 def _first(info: Mapping[str, Any], keys: Sequence[str]) -> str:
     return next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
 
 
+# By process: a client does not survive a fork.
 _OPENED: dict[tuple[int, str], tuple[Any, str]] = {}
 _OPENING = threading.Lock()
 
@@ -165,12 +168,10 @@ def _opened(url: str) -> tuple[Any, str]:
         raise UsageError(f"{url}: fsspec is missing: pip install 'qconvert[s3]'") from error
     try:
         own = {"auto_mkdir": True} if scheme in ("file", "local") else {}
-        fs, root = url_to_fs(url, use_listings_cache=False, **own)
+        fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **own)
     except ImportError as error:
-        package = "qconvert[s3]" if scheme in ("s3", "s3a") else error.name or "its package"
-        raise UsageError(
-            f"{url}: a package for {scheme}:// is missing: pip install '{package}'"
-        ) from error
+        how = "pip install 'qconvert[s3]'" if scheme in ("s3", "s3a") else _said(error)
+        raise UsageError(f"{url}: a package for {scheme}:// is missing: {how}") from error
     except ValueError as error:
         raise UsageError(f"{url}: fsspec knows no {scheme}://; write s3://BUCKET/FOLDER") from error
     return fs, root

@@ -23,11 +23,11 @@ from qconvert.cli.options import (
     Folder,
     OutName,
     PassName,
-    ShardName,
     Size,
     base_model,
     jobs,
     memory,
+    shard,
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
@@ -107,14 +107,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="Then check OUT against SRC, as `qconvert validate` does, and print what was lost by role; "
         "exit code 3 on an error.",
     ),
-    click.option(
-        "--shard",
-        type=ShardName(),
-        metavar="I/N|auto",
-        help="Do part I of N, counted from 0, in a folder that other machines fill at the same time: "
-        "`qconvert finish OUT` publishes. auto, auto/N: I as Slurm, torchrun or Kubernetes say in the "
-        "environment.",
-    ),
+    shard("qconvert finish OUT"),
     click.option(
         "--engine",
         type=click.Choice(["local", "ray"]),

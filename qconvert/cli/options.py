@@ -368,6 +368,14 @@ def jobs(default: str) -> Callable[[F], F]:
     )  # fmt: skip
 
 
+def shard(after: str) -> Callable[[F], F]:
+    return click.option(
+        "--shard", type=ShardName(), metavar="I/N|auto",
+        help="Do part I of N, counted from 0, of what machines that share the folder do together. auto, "
+        f"auto/N: I as Slurm, torchrun or Kubernetes say in the environment. [afterwards: {after}]",
+    )  # fmt: skip
+
+
 def base_model(default: str) -> Callable[[F], F]:
     return click.option(
         "--base-model", metavar="ORG/NAME", type=ModelId(),

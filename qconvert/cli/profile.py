@@ -149,11 +149,11 @@ def profile_lines(profile: Profile) -> list[str]:
             f"run      {run['units_run']} of {count(run['units'], 'unit')}{shard}, "
             f"{read} to read, {write} to write; "
             f"{jobs}{where}, {format_size(run['memory'])} memory; ops in "
-            f"{' and '.join(profile.kernels) or 'nothing'}"
+            f"{' and '.join(profile.kernels) or run['kernels']}"
         )
     width = max((len(row.step) for row in (*profile.main, *profile.workers)), default=0)
     lines += ["", *_table("main process", profile.main, width)]
-    if profile.workers:
+    if profile.processes:
         title = f"{count(profile.processes, 'worker')}, together"
         lines += ["", *_table(title, profile.workers, width)]
     if profile.worker_seconds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
@@ -20,6 +19,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.checkpoint.store import Stored, WritableStore
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.json_text import parse_object
+from qconvert.core.profiling import phase
 from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
@@ -32,7 +32,6 @@ from qconvert.run.workspace import identity_in, lasting
 NOTE = f"{WORK_DIR}/upload.json"
 PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000  # of an object, in S3
-_FILES_AT_ONCE = 2
 _CHUNK = 8 << 20
 
 Found = Literal["new", "begun", "finished"]
@@ -81,6 +80,7 @@ class Delivery:
         )
         return "finished" if whole and NOTE not in there else "begun"
 
+    @phase("send")
     def send(self, folder: Path, told: Events) -> None:
         """Send a folder's files. Raises OutputError for one that cannot be read, or that did not arrive
         as it is here; and as the store does."""
@@ -91,7 +91,8 @@ class Delivery:
         told.phase(f"sending {count(len(names), 'file')}")
         told.start(sum(_size(folder / name) for name in names), 0)
 
-        def deliver(name: str) -> None:
+        # One after another: of each, several parts are on their way at a time.
+        for name in names:
             file = folder / name
             part = part_size(_size(file))
             found = there.get(name)
@@ -104,14 +105,6 @@ class Delivery:
                         "again"
                     )
             told.wrote(_size(file))
-
-        last = self.ready.layout.commit_name
-        shards = [file.name for file in self.ready.layout.files if file.name != last]
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(deliver, shards))
-        for name in names:
-            if name not in shards:
-                deliver(name)
         self.store.remove(NOTE)
 
     def clear(self, folder: Path, files: Files) -> None:

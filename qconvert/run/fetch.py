@@ -20,6 +20,8 @@ from qconvert.core.graph import Source
 from qconvert.plan.units import Copy, Unit
 
 PIECE_BYTES = 4 << 20
+# The least that is fetched at a time where nothing was said of what is read.
+LEAST_BYTES = 256 << 10
 # Requests at a time; so many pieces are held.
 AT_ONCE = 6
 # What a process takes for it: pieces, each one twice while it arrives, and the client's libraries
@@ -102,12 +104,15 @@ class Fetching:
         at = bisect_right(known, start, key=lambda piece: piece.start)
         if at and start < known[at - 1].stop:
             return known[at - 1]
-        stop = max(stop, start) if self._expecting else end
+        if not self._expecting:
+            # Who reads small tensors reads their neighbours next: they come with them.
+            stop = min(max(end, start + LEAST_BYTES), max(end, self._shards[shard].size))
         if at < len(known):
             stop = min(stop, known[at].start)
         made = [
-            _Piece(shard, first, min(first + PIECE_BYTES, stop), min(PIECE_BYTES, stop - first))
+            _Piece(shard, first, last, max(0, min(last, end) - first))
             for first in range(start, stop, PIECE_BYTES)
+            for last in (min(first + PIECE_BYTES, stop),)
         ]
         known[at:at] = made
         self._queue.extendleft(reversed(made))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qconvert import __version__
-from qconvert.checkpoint.checkpoint import Shard
+from qconvert.checkpoint.checkpoint import Shard, as_they_are
 from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import Word
 from qconvert.run.blocks import BlockSink, End, MeteredBlockSink, own_blocks
@@ -54,7 +54,16 @@ def look(probe: Probe) -> str | None:
             os.close(fd)
         if found != wanted:
             return f"sees another folder as {folder}: {_ALIKE}"
+    try:
+        far = [shard for shard in probe.shards if shard.remote is not None]
+        others = [now for shard, now in zip(far, as_they_are(far), strict=True) if now != shard]
+    except QConvertError as error:
+        return f"cannot read the source: {error}"
+    if others:
+        return f"sees another object as {others[0].name}: every node must reach the same store"
     for shard in probe.shards:
+        if shard.remote is not None:
+            continue
         try:
             status = (shard.real or shard.path).stat()
         except OSError as error:
@@ -117,6 +126,7 @@ class NodeWorker:
         failed: Failed | None = None
         try:
             try:
+                self._runner.expect(unit for _, unit in batch.units)
                 for number, unit in batch.units:
                     underway.add(Done(number, self._runner.run(unit, batch.places)))
             except QConvertError as error:

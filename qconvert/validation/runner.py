@@ -26,7 +26,7 @@ from qconvert.core.names import KV_SCALES
 from qconvert.core.profiling import phase, working
 from qconvert.runtimes.serving import Serving
 from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
-from qconvert.validation.workers import AnyTask, Progress, run_tasks
+from qconvert.validation.workers import AnyTask, Numbered, Progress, Result, run_tasks
 
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
@@ -210,6 +210,25 @@ def validate_folder(
     """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
     be opened is a finding (QC001); a source, the GPU side `pair`, or the folder `draft` of a draft that
     was grafted to the source, that cannot be opened is the caller's error and raises CheckpointError."""
+    begun = begin(out, against, request=request, pair=pair, draft=draft, follow_links=follow_links)
+    for number, item in begun.work(begun.tasks, progress):
+        begun.ran[number].keep(item, begun.report)
+    return begun.conclude()
+
+
+def begin(
+    out: Path,
+    against: str | None = None,
+    *,
+    request: Request = Request(),
+    pair: str | None = None,
+    draft: str | None = None,
+    follow_links: bool = False,
+    leads: bool = True,
+) -> Begun:
+    """All of `validate_folder` that comes before its work on tensor data: what is found in headers, and
+    the tasks. A validation that is one of several (not `leads`) leaves out what is not divided into
+    tasks and computes for long."""
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
     report = Report(about={"folder": str(out)})
@@ -238,14 +257,13 @@ def validate_folder(
     except CheckpointError as error:
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
-        return report
+        return Begun(report, [], request, None)
     if partner is not None and "amx" not in have:
         raise CheckpointError(
             f"{out}: --pair needs the folder of the CPU's experts, and this is not one; exchange the two"
         )
     report.proved.append("headers, index and file sizes agree")
-    _run(folder, have, report, progress)
-    return report
+    return Begun(report, _gathered(folder, have, report, leads=leads), request, folder)
 
 
 def judge_headers(folder: Folder) -> list[Finding]:
@@ -253,8 +271,9 @@ def judge_headers(folder: Folder) -> list[Finding]:
     if there are any. Only headers and configs are read. Raises CheckpointError if the files that
     the rules rely on are broken."""
     report = Report()
-    _run(folder, _at_hand(folder), report, None)
-    return report.findings
+    begun = Begun(report, _gathered(folder, _at_hand(folder), report), folder.request, folder)
+    assert not begun.tasks, "headers alone were asked for"
+    return begun.conclude().findings
 
 
 def validate_kernels() -> Report:
@@ -265,7 +284,7 @@ def validate_kernels() -> Report:
         random = getattr(validator, "random", None)
         if random is None:
             continue
-        ran.append(_Run(validator))
+        ran.append(Ran(validator))
         _gather(random, ran[-1], report)
     _conclude(ran, report)
     return report
@@ -298,14 +317,15 @@ def _at_hand(folder: Folder) -> set[Need]:
 
 
 @dataclass
-class _Run:
-    """One validator's run: what it found, what it proved (None: its own phrase), its tasks,
-    and why it stopped."""
+class Ran:
+    """One validator's run: what it found, what it proved (None: its own phrase), its tasks, or their
+    number where others did them, and why it stopped."""
 
     validator: Validator
     findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
     tasks: list[AnyTask] = field(default_factory=list)
+    elsewhere: int = 0
     stopped: str = ""
 
     def keep(self, item: Yield, report: Report) -> None:
@@ -325,7 +345,7 @@ class _Run:
             self.tasks.append(item)
 
 
-def _gather(call: Callable[[], Iterator[Yield]], run: _Run, report: Report) -> None:
+def _gather(call: Callable[[], Iterator[Yield]], run: Ran, report: Report) -> None:
     try:
         for item in call():
             run.keep(item, report)
@@ -333,9 +353,44 @@ def _gather(call: Callable[[], Iterator[Yield]], run: _Run, report: Report) -> N
         run.stopped, run.tasks = str(reason), []
 
 
-def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | None) -> None:
-    """All validators, then all their tasks; findings are in the order of the validators."""
-    ran: list[_Run] = []
+@dataclass
+class Begun:
+    """A validation before its work on tensor data. `ran` are validators in order, as findings will be;
+    `folder` is None if it cannot be opened."""
+
+    report: Report
+    ran: list[Ran]
+    request: Request
+    folder: Folder | None
+
+    @property
+    def tasks(self) -> list[Numbered]:
+        """All validators' tasks, with the number of the validator."""
+        return [(number, task) for number, run in enumerate(self.ran) for task in run.tasks]
+
+    def work(
+        self, tasks: Sequence[Numbered], progress: Progress | None
+    ) -> Iterator[tuple[int, Result]]:
+        """Do tasks, all or some. Results come in the order of the layers, with the number of the
+        validator."""
+        if not tasks:
+            return
+        assert self.folder is not None
+        source = self.folder.source
+        sides = (self.folder.checkpoint.shards, source.shards if source is not None else ())
+        jobs, memory = self.request.jobs, self.request.memory
+        with phase("weights"), working():
+            yield from run_tasks(tasks, sides, jobs=jobs, memory=memory, progress=progress)
+
+    def conclude(self) -> Report:
+        """The report, once all results were kept."""
+        _conclude(self.ran, self.report, self.request.level)
+        return self.report
+
+
+def _gathered(folder: Folder, have: set[Need], report: Report, *, leads: bool = True) -> list[Ran]:
+    """What all validators find in headers, and their tasks."""
+    ran: list[Ran] = []
     for validator in validators():
         lacking = sorted(validator.needs - have)
         if any(kind in lacking for kind in _KINDS):
@@ -348,22 +403,13 @@ def _run(folder: Folder, have: set[Need], report: Report, progress: Progress | N
             why = ", ".join(_MISSING[need] for need in lacking)
             report.not_checked.append(f"{validator.proves} ({why})")
             continue
-        ran.append(_Run(validator))
-        _gather(partial(validator, folder), ran[-1], report)
-    tasks = [(number, task) for number, run in enumerate(ran) for task in run.tasks]
-    if tasks:
-        shards = folder.source.shards if folder.source is not None else ()
-        work = run_tasks(
-            tasks, (folder.checkpoint.shards, shards), jobs=folder.request.jobs,
-            memory=folder.request.memory, progress=progress,
-        )  # fmt: skip
-        with phase("weights"), working():
-            for number, item in work:
-                ran[number].keep(item, report)
-    _conclude(ran, report, folder.request.level)
+        ran.append(Ran(validator))
+        if leads or "kt-kernel" not in validator.needs:
+            _gather(partial(validator, folder), ran[-1], report)
+    return ran
 
 
-def _conclude(ran: Sequence[_Run], report: Report, level: Level = "headers") -> None:
+def _conclude(ran: Sequence[Ran], report: Report, level: Level = "headers") -> None:
     """What was proved: every validator that found no error and checked something."""
     for run in ran:
         proves = run.validator.proves
@@ -373,7 +419,7 @@ def _conclude(ran: Sequence[_Run], report: Report, level: Level = "headers") -> 
             report.not_checked.append(f"{proves} ({run.stopped})")
         elif run.findings:  # a warning also says that something is wrong
             continue
-        elif reads and not run.tasks and not run.proved:
+        elif reads and not (run.tasks or run.elsewhere or run.proved):
             # A model without a tied head has none to check; one without weights to compare has.
             if run.validator.needs & {"source", "receipt"}:
                 report.not_checked.append(f"{proves} (nothing to check was found)")

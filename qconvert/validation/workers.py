@@ -253,7 +253,7 @@ def run_tasks(
     """Do all tasks, each with a number that its results carry; results come in the order of the
     layers. Raises RunError where data cannot be read, a worker dies, or one task needs more than
     `memory`."""
-    groups = _groups(tasks)
+    groups = grouped(tasks)
     total = sum(task.nbytes for _, task in tasks)
     workers = _workers(groups, total, jobs, memory)
     record = recording()
@@ -292,7 +292,7 @@ def run_tasks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _groups(tasks: Sequence[Numbered]) -> list[tuple[Numbered, ...]]:
+def grouped(tasks: Sequence[Numbered]) -> list[tuple[Numbered, ...]]:
     """Tasks about one matrix, its scales included, in the order of the layers."""
     found: dict[str, list[Numbered]] = {}
     for numbered in tasks:

@@ -216,6 +216,12 @@ def _round(
             scale.reshape(shape), groups,
         )  # fmt: skip
         return
+    if scheme.scale_dtype in ("BF16", "F16") and done(
+        "ints_round_any", weight.reshape(scale.size, -1), scheme.low, scheme.high, scheme.symmetric,
+        scheme.scale_dtype == "BF16", codes.reshape(scale.size, -1), scale.reshape(-1),
+        zero.reshape(-1),
+    ):  # fmt: skip
+        return
     decode(weight.data, "BF16", values, spare)
     grouped = *scale.shape, -1
     with np.errstate(all="ignore"):  # a scale of 0, or beyond its dtype, is looked after

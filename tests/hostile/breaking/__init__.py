@@ -9,6 +9,7 @@ from hostile.breaking import (
     headers,
     indexes,
     leftovers,
+    parts,
     recipes,
     shards,
     sidefiles,
@@ -17,5 +18,5 @@ from hostile.breaking import (
 
 MODULES = (
     sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, shards, recipes,
-    calibration, arguments,
+    calibration, parts, arguments,
 )  # fmt: skip

@@ -3,7 +3,13 @@
 from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8
 from qconvert.ops.compiled.loops.fp4 import fp4_decode, mxfp4_encode, mxfp8_encode, nvfp4_encode
 from qconvert.ops.compiled.loops.fp8 import fp8_codes, fp8_decode, fp8_encode
-from qconvert.ops.compiled.loops.ints import int4_decode, int8_decode, ints_pack, ints_round
+from qconvert.ops.compiled.loops.ints import (
+    int4_decode,
+    int8_decode,
+    ints_pack,
+    ints_round,
+    ints_round_any,
+)
 
 __all__ = [
     "amx_int4",
@@ -16,6 +22,7 @@ __all__ = [
     "int8_decode",
     "ints_pack",
     "ints_round",
+    "ints_round_any",
     "mxfp4_encode",
     "mxfp8_encode",
     "nvfp4_encode",

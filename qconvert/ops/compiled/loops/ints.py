@@ -41,6 +41,106 @@ def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
     return True
 
 
+# Of a bf16's bits, which become the signed 16 bits in whose order the numbers are: infinity's.
+_INFINITE = np.int16(0x7F80)
+
+
+@inner
+def _ends(row: Any) -> tuple[np.float32, np.float32, bool]:
+    """The largest and the smallest of bf16 numbers, and whether all are finite."""
+    most, least = np.int16(-0x8000), np.int16(0x7FFF)
+    for column in range(row.size):
+        bits = np.int16(row[column])
+        key = np.int16(bits ^ np.int16(np.int16(bits >> np.int16(15)) & np.int16(0x7FFF)))
+        most = key if key > most else most
+        least = key if key < least else least
+    return _value(most), _value(least), bool(most < _INFINITE and least > ~_INFINITE)
+
+
+@inner
+def _value(key: np.int16) -> np.float32:
+    bits = np.int16(key ^ np.int16(np.int16(key >> np.int16(15)) & np.int16(0x7FFF)))
+    return np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
+
+
+@inner
+def _as_f16(value: np.float32) -> np.float32:
+    """A number above 0 to the nearest of fp16, ties to even: multiples of 2^-24 below 2^-14."""
+    bits = np.float32(value).view(np.int32)
+    even = np.int32(np.int32(bits >> np.int32(13)) & np.int32(1))
+    bits = np.int32(np.int32(np.int32(bits + np.int32(0xFFF)) + even) & np.int32(-0x2000))
+    small = np.float32(np.float32(value + np.float32(0.75)) - np.float32(0.75))
+    return small if value < np.float32(2.0**-14) else np.int32(bits).view(np.float32)
+
+
+@inner
+def _codes_bf16(
+    row: Any, step: np.float32, zero: np.float32, low: np.float32, high: np.float32, out: Any
+) -> None:
+    for column in range(row.size):
+        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
+        value = rounded(np.float32(rounded(np.float32(value / step)) + zero))
+        value = high if value > high else value
+        value = low if value < low else value
+        out[column] = np.int8(np.float32(value + _ROUNDER).view(np.int32))
+
+
+@inner
+def _codes_f32(
+    row: Any, step: np.float32, zero: np.float32, low: np.float32, high: np.float32, out: Any
+) -> None:
+    for column in range(row.size):
+        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
+        value = np.float32(np.float32(value / step) + zero)
+        value = high if value > high else value
+        value = low if value < low else value
+        out[column] = np.int8(np.float32(value + _ROUNDER).view(np.int32))
+
+
+@loop("ru2[2]", "int", "int", "bool", "bool", "i1[2]", "f4[1]", "i1[1]")
+def ints_round_any(
+    weight: Any, low: int, high: int, symmetric: bool, bf16: bool, codes: Any, scale: Any, zero: Any
+) -> bool:
+    """`_round_any` with scales in BF16, or (not `bf16`) in F16: groups [n, G] of BF16 -> codes alike,
+    scales and zero points [n]. Declines NaN, infinity, scales that their dtype cannot hold, and those
+    that it rounds to 0."""
+    first, last, steps = np.float32(low), np.float32(high), np.float32(high - low)
+    for group in range(weight.shape[0]):
+        most, least, finite = _ends(weight[group])
+        if not finite:
+            return False
+        most = most if most > np.float32(0) else np.float32(0)
+        least = least if least < np.float32(0) else np.float32(0)
+        if symmetric:
+            size = most if most > -least else np.float32(-least)
+            step = np.float32(size / np.float32(steps / np.float32(2)))
+        else:
+            size = np.float32(most - least)
+            size = rounded(size) if bf16 else size
+            step = np.float32(size / steps)
+        step = rounded(step) if bf16 else _as_f16(step)
+        largest_step = np.float32(3.0e38) if bf16 else np.float32(65504)
+        if not step <= largest_step or (step == np.float32(0) and size != np.float32(0)):
+            return False
+        middle = np.float32(0)
+        if not symmetric and size != np.float32(0):
+            below = np.float32(least / step)
+            below = rounded(below) if bf16 else below
+            below = np.float32(first - below)
+            below = rounded(below) if bf16 else below
+            below = last if below > last else below
+            below = first if below < first else below
+            middle = np.float32(np.float32(below + _ROUNDER) - _ROUNDER)
+        if size == np.float32(0):
+            step = np.float32(2.0**-7) if bf16 else np.float32(2.0**-10)
+        scale[group], zero[group] = step, np.int8(middle)
+        if bf16:
+            _codes_bf16(weight[group], step, middle, first, last, codes[group])
+        else:
+            _codes_f32(weight[group], step, middle, first, last, codes[group])
+    return True
+
+
 @inner
 def _pack_row(codes: Any, packed: Any) -> None:
     for byte in range(packed.size):
