@@ -913,8 +913,10 @@ def _placed(
             check_apart(folder, source)
         return folder, None
     url = store_of(str(out)).url
-    if options.get("shard") is not None or options.get("finish"):
-        raise UsageError(f"--shard: expected a folder that all machines share, found {url}")
+    if options.get("shard") is not None and options.get("work_dir") is None:
+        raise UsageError(
+            f"--shard: name a folder that all machines share by --work-dir, to make {url}"
+        )
     check_urls_apart(url, source)
     folder = work_folder(url, options.get("work_dir"))
     if options.get("for_run"):
@@ -1034,6 +1036,8 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
         )  # fmt: skip
         return [_result(first, there)]
     (done,) = run_together(parts, events=events, backend=backend)
+    if not done.published:  # a shard: whoever publishes sends
+        return [_result(first, done)]
     delivery.send(folder, events or Silent())
     delivery.clear(folder, Files())
     # What was made before and only sent now is no result that was there already.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import INDEX, fp8_moe, run_cli, tree
+from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree
 from s3_server import BUCKET, Server, serving
 
 from qconvert import api
@@ -28,6 +28,7 @@ from qconvert.run import delivery
 from qconvert.run.delivery import NOTE, md5_mark, part_size
 
 SHARD_SIZE = 400  # bytes: several shards
+WIDE = 65_536
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +222,9 @@ def test_what_cannot_be_done_in_a_store(source: Path, tmp_path: Path) -> None:
         convert(source.as_uri(), f"{source.as_uri()}/out")
     with pytest.raises(OutputError, match="must lie apart from the source"):
         convert(source.as_uri(), source.as_uri())
-    with pytest.raises(UsageError, match="--shard: expected a folder that all machines share"):
+    with pytest.raises(
+        UsageError, match="--shard: name a folder that all machines share by --work"
+    ):
         api.plan("dequant-fp8", source, url, shard="0/2")
     with pytest.raises(UsageError, match="several folders are made at once"):
         api.plan_stages("copy", source, url, "1,1")
@@ -233,6 +236,28 @@ def test_what_cannot_be_done_in_a_store(source: Path, tmp_path: Path) -> None:
         refused = run_cli(*words)
         assert refused.code == 2
         assert "is a URL; name a folder of this machine" in refused.err
+
+
+@pytest.mark.parametrize("by", ["finish", "the same command"])
+def test_shards_of_a_result_in_a_store(by: str, tmp_path: Path) -> None:
+    """They fill a folder that they share, and who publishes it sends it."""
+    model = fp8_moe(vocab_size=WIDE)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        model.tensors[name] = tensor("BF16", WIDE, 8)
+    source = model.write(tmp_path / "source")
+    there, work = tmp_path / "there", tmp_path / "work"
+    words = ("dequant", source.as_uri(), there.as_uri(), "--work-dir", work, "--jobs", "1")
+    for number in range(4):
+        done = run_cli(*words, "--shard", f"{number}/4")
+        assert done.code == 0, done.err
+        assert f"shard {number}/4 of {there.as_uri()} is done" in done.out
+        assert not there.exists()
+    (folder,) = (path.parent for path in work.rglob(".qconvert"))
+    last = run_cli("finish", folder) if by == "finish" else run_cli(*words)
+    assert last.code == 0, last.err
+    near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
+    assert files(there) == files(near.folder)
+    assert not folder.exists()
 
 
 def test_parts_of_large_files() -> None:

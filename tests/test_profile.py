@@ -32,7 +32,7 @@ _WORKERS = {"processes", "seconds", "kernels", "waited_for_work", "waited_for_di
 _MACHINE = {"cpu", "cores", "cores_of_machine", "memory", "memory_free", "system", "python",
             "numpy", "numba", "torch"}  # fmt: skip
 _RUN = {"kind", "tensors", "units", "units_run", "bytes_to_read", "bytes_to_write", "jobs", "memory",
-        "arena", "window", "kernels", "shard"}  # fmt: skip
+        "arena", "window", "kernels", "shard", "engine"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree, watched_reads
+from crews import CrewEngine
 from s3_server import BUCKET, Server, serving
 
-from qconvert import api
+from qconvert import __version__, api
 from qconvert.checkpoint import fsspec_store
 from qconvert.checkpoint.store import Stored, is_url, named, store_of
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
+from qconvert.run.crew import Node
 from qconvert.run.journal import read_journal
+from qconvert.run.nodes import Probe, look
 from qconvert.run.workspace import JOURNAL
 
 SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
@@ -136,6 +139,26 @@ def test_a_source_that_was_written_to_while_nobody_looked(tmp_path: Path) -> Non
         api.run("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
 
 
+def test_nodes_of_a_cluster_read_the_store_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fp8_moe().write(tmp_path / "source")
+    near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "far", jobs=1)
+    engine = CrewEngine([Node(name, name, 2) for name in ("one", "two")])
+    monkeypatch.setattr("qconvert.run.executor.engine_of", lambda _: engine)
+    api.carry_out(planned)
+    assert tree(tmp_path / "far") == tree(near.folder)
+    assert engine.crew is not None
+    probe = Probe(__version__, [], planned.source.shards)
+    assert look(probe) is None
+    shard = source / "model-00001-of-00002.safetensors"
+    os.utime(shard, (1, 1))
+    assert str(look(probe)).startswith(f"sees another object as {source.as_uri()}/{shard.name}")
+    shard.unlink()
+    assert str(look(probe)).startswith("cannot read the source:")
+
+
 @pytest.mark.big
 def test_a_calibration_reads_a_store(tmp_path: Path) -> None:
     import calibrate_models
@@ -193,6 +216,28 @@ def test_urls_that_name_no_folder(url: str, why: str) -> None:
     assert is_url(url)
     with pytest.raises(UsageError, match=re.escape(why)):
         store_of(url).listed()
+
+
+@pytest.mark.parametrize(
+    ("missing", "url", "said"),
+    [
+        ("s3fs", "s3://bucket/model", "a package for s3:// is missing: pip install 'qconvert[s3]'"),
+        (
+            "gcsfs",
+            "gs://bucket/model",
+            "a package for gs:// is missing: Please install gcsfs to access",
+        ),
+        ("fsspec.core", "s3://bucket/model", "fsspec is missing: pip install 'qconvert[s3]'"),
+    ],
+)
+def test_missing_packages(
+    missing: str, url: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(fsspec_store, "_OPENED", {})
+    refused = run_cli("dequant", url, tmp_path / "out", "--dry-run")
+    assert refused.code == 2
+    assert said in refused.err
 
 
 def test_texts_that_are_no_urls() -> None:

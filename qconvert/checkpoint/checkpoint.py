@@ -415,14 +415,7 @@ class Checkpoint(Mapping[str, Source]):
 
     def look_again(self) -> tuple[Shard, ...]:
         """The shards as they are now. Raises CheckpointError if one cannot be read."""
-        stores = {shard.remote.store for shard in self.shards if shard.remote is not None}
-        now = {(store, each.name): each for store in stores for each in store.listed()}
-        return tuple(
-            _shard(shard.path, None, _stat(shard.path), shard.real)
-            if shard.remote is None
-            else _far(shard, shard.remote, now)
-            for shard in self.shards
-        )
+        return as_they_are(self.shards)
 
     def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
         """Raise CheckpointError if a shard's size or modification time is not what it was, or, with
@@ -435,6 +428,18 @@ class Checkpoint(Mapping[str, Source]):
                     f"{now.name} changed while it was being converted; leave the source alone "
                     "and start again (qconvert clean OUT first)"
                 )
+
+
+def as_they_are(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Shards as they are now. Raises CheckpointError if one cannot be read."""
+    stores = {shard.remote.store for shard in shards if shard.remote is not None}
+    now = {(store, each.name): each for store in stores for each in store.listed()}
+    return tuple(
+        _shard(shard.path, None, _stat(shard.path), shard.real)
+        if shard.remote is None
+        else _far(shard, shard.remote, now)
+        for shard in shards
+    )
 
 
 def file_size(file: Path) -> int:

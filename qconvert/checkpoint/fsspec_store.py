@@ -170,10 +170,8 @@ def _opened(url: str) -> tuple[Any, str]:
         own = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **own)
     except ImportError as error:
-        package = "qconvert[s3]" if scheme in ("s3", "s3a") else error.name or "its package"
-        raise UsageError(
-            f"{url}: a package for {scheme}:// is missing: pip install '{package}'"
-        ) from error
+        how = "pip install 'qconvert[s3]'" if scheme in ("s3", "s3a") else _said(error)
+        raise UsageError(f"{url}: a package for {scheme}:// is missing: {how}") from error
     except ValueError as error:
         raise UsageError(f"{url}: fsspec knows no {scheme}://; write s3://BUCKET/FOLDER") from error
     return fs, root

@@ -109,14 +109,16 @@ def share_out(
 
 
 def share_on_cluster(
-    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None
+    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None, client: int = 0
 ) -> Share:
     """What a worker on a node of a cluster gets, and this process takes. `memory` is what every machine
-    gives, in bytes: how many workers fit there is known when the run begins. Raises PlanError naming
+    gives, in bytes: how many workers fit there is known when the run begins; `client` is as for
+    `share_out`. Raises PlanError naming
     the tensor for which not even one does."""
-    leader = tensors * PLAN_BYTES_PER_TENSOR + RAY_PROCESS_BYTES
+    process = RAY_PROCESS_BYTES + client
+    leader = tensors * PLAN_BYTES_PER_TENSOR + process
     worst = max(units, key=lambda unit: unit.peak)
-    least = RAY_PROCESS_BYTES + worst.peak + WINDOWS * MIN_WINDOW_BYTES
+    least = process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     if memory is not None and leader + least > memory:
         raise PlanError(
             f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, a worker with "
@@ -124,10 +126,10 @@ def share_on_cluster(
             f"{_mib(leader + least)} or more, which each machine gives (given: {exact_size(memory)})"
         )
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
-    full = RAY_PROCESS_BYTES + comfortable + WINDOWS * WINDOW_BYTES
+    full = process + comfortable + WINDOWS * WINDOW_BYTES
     worker = full if memory is None else min(full, memory - leader)
-    arena = min(worker - RAY_PROCESS_BYTES - WINDOWS * MIN_WINDOW_BYTES, comfortable)
-    window = min((worker - RAY_PROCESS_BYTES - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
+    arena = min(worker - process - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+    window = min((worker - process - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
     compiled = loops_wanted(_computed(units) // (jobs or 1))
     if compiled and (memory is None or leader + worker + LOOP_BYTES <= memory):
         return Share(jobs or 0, arena, window, leader, True, worker + LOOP_BYTES)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
 from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
@@ -98,16 +97,9 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
 
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
     """What each worker gets. Those that read a store have its client, too."""
-    far = next((shard for shard in first.checkpoint.shards if shard.remote is not None), None)
-    if options.engine == "local":
-        client = FETCH_BYTES if far is not None else 0
-        return share_out(workers, tensors, options.memory, options.jobs, client)
-    if far is not None and far.remote is not None:
-        raise PlanError(
-            f"{far.remote.url}: the nodes of a cluster read files that all of them see, and the source "
-            "lies in a store: omit --engine ray, or fetch the source first"
-        )
-    return share_on_cluster(workers, tensors, options.memory, options.jobs)
+    far = any(shard.remote is not None for shard in first.checkpoint.shards)
+    decide = share_out if options.engine == "local" else share_on_cluster
+    return decide(workers, tensors, options.memory, options.jobs, FETCH_BYTES if far else 0)
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
