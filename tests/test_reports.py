@@ -509,7 +509,9 @@ def parsed_by_click(line: str) -> dict[str, Any]:
     """The options a command line gives to `validate`; click refuses what it does not know."""
     program, name, *arguments = shlex.split(line)
     assert (program, name) == ("qconvert", "validate")
-    return cli.commands[name].make_context(name, arguments).params
+    # With the settings commands inherit: click keeps the help option it makes here for later tests.
+    parent = click.Context(cli, **cli.context_settings)
+    return cli.commands[name].make_context(name, arguments, parent=parent).params
 
 
 def test_the_workflow_s_command_is_one() -> None:
