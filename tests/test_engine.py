@@ -176,6 +176,26 @@ def test_events_are_those_of_a_local_run(
     assert len(engine.crew.where) == 3, "no more workers than asked for"
 
 
+def test_what_workers_spend_is_in_the_profile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same reads, ops, hashes and writes, and time that workers waited for batches."""
+    monkeypatch.setattr("qconvert.run.run_units.BATCH_BYTES", 100_000)
+    here = api.run("dequant-fp8", source, tmp_path / "one", jobs=1, profile=True).profile
+    _by(CrewEngine(MACHINES, most=2), monkeypatch)
+    there = api.run("dequant-fp8", source, tmp_path / "out", jobs=1, profile=True).profile
+    assert here is not None
+    assert there is not None
+    work = ("read", "DequantFp8", "hash", "write")
+    for profile in (here, there):
+        assert {row.step for row in profile.workers} >= set(work)
+    bytes_of = [{r.step: r.bytes for r in p.workers if r.step in work} for p in (here, there)]
+    assert bytes_of[0] == bytes_of[1]
+    assert there.processes == 2
+    (waited,) = (row for row in there.workers if row.step == "wait for work")
+    assert waited.times > 2
+
+
 def test_one_engine_finishes_what_another_began(
     source: Path, one: dict[str, Tree], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

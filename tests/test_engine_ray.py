@@ -100,11 +100,18 @@ def test_on_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     with cluster() as made:
         bench = Bench(made, source, tmp_path, here)
         lasting = _a_node_is_killed(bench)
-        _one_engine_finishes_what_another_began(bench)
-        _errors_are_those_of_a_local_run(bench)
-        _a_node_that_sees_another_folder_is_refused(bench)
         _as_a_command(bench)
-        _workers_are_as_many_as_memory_holds(bench, lasting)
+        handler = signal.getsignal(signal.SIGTERM)
+        # A program that is connected stays so, and what Ray has started is used again.
+        with connected(made.address) as ray:
+            assert signal.getsignal(signal.SIGTERM) is handler
+            _one_engine_finishes_what_another_began(bench)
+            _errors_are_those_of_a_local_run(bench)
+            _a_node_that_sees_another_folder_is_refused(bench)
+            _workers_are_as_many_as_memory_holds(bench, ray, lasting)
+            assert ray.is_initialized()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert not ray.is_initialized()
         assert capfd.readouterr().out == "", "Ray tells of a lost node on stdout"
     assert processes(made.folder) == {}
     assert not Path(made.folder).exists()
@@ -180,16 +187,22 @@ def _as_a_command(bench: Bench) -> None:
     out = bench.folder / "command"
     size = ("--max-shard-size", str(faults.SHARD_BYTES))
     more = ("--engine", "ray", "--address", bench.cluster.address, "--jobs", "2", "--json")
-    done = run_cli("dequant", bench.source, out, *size, *more)
+    done = run_cli("dequant", bench.source, out, *size, *more, "--profile")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["published"] is True
+    told = json.loads(done.out)
+    assert told["published"] is True
+    read = [row["bytes"] for row in told["profile"]["workers"]["steps"] if row["step"] == "read"]
+    assert read == [told["profile"]["runs"][0]["bytes_to_read"]]
     here = bench.folder / "command-here"
     assert run_cli("dequant", bench.source, here, *size, "--jobs", "1").code == 0
     assert differing(tree(out), tree(here)) == []
 
 
-def _workers_are_as_many_as_memory_holds(bench: Bench, node: Any) -> None:
+def _workers_are_as_many_as_memory_holds(bench: Bench, ray: Any, node: Any) -> None:
+    """A node of two cores, and one of four whose memory is small."""
+    before = signal.getsignal(signal.SIGTERM)
     small = add_node(bench.cluster, cores=4, memory=300 << 20)
+    signal.signal(signal.SIGTERM, before)  # the new node of Ray's has taken it
     big, less = node.node_id, small.node_id
     probe = Probe(__version__, (), ())
     cases: list[tuple[int, int | None, dict[str, int]]] = [
@@ -198,16 +211,11 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, node: Any) -> None:
         (140 << 20, 200 << 20, {big: 1, less: 1}),
         (400 << 20, None, {big: 2}),
     ]
-    handler = signal.getsignal(signal.SIGTERM)
-    with connected(bench.cluster.address) as ray:
-        assert signal.getsignal(signal.SIGTERM) is handler
-        for worker, most, wanted in cases:
-            sizes = on_ray._Sizes(worker, 0, most)
-            crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
-            assert {found.key: found.workers for found in crew.nodes()} == wanted
-        crew = on_ray._RayCrew(
-            ray, Setup((), (), 0, 0), probe, on_ray._Sizes(8 << 30, 0, None), Heard()
-        )
-        with pytest.raises(RunError, match=r"no node of the Ray cluster has a CPU and 8\.6 GB"):
-            crew.nodes()
-    assert signal.getsignal(signal.SIGTERM) is handler
+    for worker, most, wanted in cases:
+        sizes = on_ray._Sizes(worker, 0, most)
+        crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
+        assert {found.key: found.workers for found in crew.nodes()} == wanted
+    sizes = on_ray._Sizes(8 << 30, 0, None)
+    crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
+    with pytest.raises(RunError, match=r"no node of the Ray cluster has a CPU and 8\.6 GB"):
+        crew.nodes()

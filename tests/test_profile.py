@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, run_cli, tree
+from models import qwen3_moe
 
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
-from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.profile import without_profile
 from qconvert.core.profiling import Meter, phase, recording
 from qconvert.passes.amx import ExpertsToAmx
@@ -32,7 +32,7 @@ _WORKERS = {"processes", "seconds", "kernels", "waited_for_work", "waited_for_di
 _MACHINE = {"cpu", "cores", "cores_of_machine", "memory", "memory_free", "system", "python",
             "numpy", "numba", "torch"}  # fmt: skip
 _RUN = {"kind", "tensors", "units", "units_run", "bytes_to_read", "bytes_to_write", "jobs", "memory",
-        "arena", "window", "kernels", "shard"}  # fmt: skip
+        "arena", "window", "kernels", "shard", "engine"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,10 @@ def _planned(source: Path, recipe: Any) -> tuple[int, int, set[str]]:
 @pytest.mark.parametrize(
     "recipe", ["copy", Dequant(), ExpertsToAmx("int8", 1)], ids=["copy", "fp8", "amx"]
 )
-def test_sums_agree_with_the_plan(
-    recipe: Any, jobs: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_sums_agree_with_the_plan(recipe: Any, jobs: int, tmp_path: Path) -> None:
     source = (bf16_moe() if recipe == "copy" else fp8_moe()).write(tmp_path / "source")
     if isinstance(recipe, ExpertsToAmx):
-        source = _for_amx(tmp_path_factory)
+        source = qwen3_moe("bf16", intermediate=128).write(tmp_path / "amx")
     read, written, kinds = _planned(source, recipe)
     made = api.run(recipe, source, tmp_path / "out", jobs=jobs, profile=True)
     profile = _profile(made)
@@ -84,12 +82,6 @@ def test_sums_agree_with_the_plan(
     assert steps["hash"].bytes >= written
     assert profile.processes == 1 if jobs == 1 else profile.processes in (1, 2)
     assert profile.kernels == ["numpy"]
-
-
-def _for_amx(factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp("amx") / "source"
-    write_sample(folder)
-    return folder
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -282,4 +274,23 @@ def test_journals_do_not_hold_it(source: Path, tmp_path: Path) -> None:
     journal.path.write_bytes(lines_of([header]))
     refused = run_cli("finish", out)
     assert (refused.code, "with --profile, which is not taken" in refused.err) == (1, True)
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["validate", "{source}", "--report", "{evil}"],
+        ["validate", "{source}", "--level", "full", "--shard", "0/1", "--parts", "{evil}"],
+    ],
+)
+def test_finish_runs_no_validation(words: list[str], source: Path, tmp_path: Path) -> None:
+    """It takes --shard as conversions do, and writes where a journal would say."""
+    out, evil = tmp_path / "out", tmp_path / "evil.json"
+    assert run_cli("dequant", source, out, "--jobs", "1", "--shard", "0/1").code == 0
+    (journal,) = journals_in(out / WORK_DIR)
+    command = [word.format(source=source, evil=evil) for word in words]
+    journal.path.write_bytes(lines_of([{**journal.remembered.header, "command": command}]))
+    refused = run_cli("finish", out)
+    assert (refused.code, "names no conversion" in refused.err) == (1, True), refused.err
     assert not evil.exists()

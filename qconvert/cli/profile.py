@@ -142,11 +142,14 @@ def profile_lines(profile: Profile) -> list[str]:
             continue
         shard = f" of shard {run['shard']}" if run["shard"] else ""
         read, write = format_size(run["bytes_to_read"]), format_size(run["bytes_to_write"])
+        # On a cluster as many as it has room for.
+        jobs = count(run["jobs"], "job") if run["jobs"] else count(profile.processes, "worker")
+        where = "" if run["engine"] == "local" else f" on {run['engine'].capitalize()}"
         lines.append(
             f"run      {run['units_run']} of {count(run['units'], 'unit')}{shard}, "
             f"{read} to read, {write} to write; "
-            f"{count(run['jobs'], 'job')}, {format_size(run['memory'])} memory; ops in "
-            f"{' and '.join(profile.kernels) or 'nothing'}"
+            f"{jobs}{where}, {format_size(run['memory'])} memory; ops in "
+            f"{' and '.join(profile.kernels) or run['kernels']}"
         )
     width = max((len(row.step) for row in (*profile.main, *profile.workers)), default=0)
     lines += ["", *_table("main process", profile.main, width)]

@@ -87,13 +87,15 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
 
 
 def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
-    """Whether words name a command that takes --shard: no other is run from a journal."""
+    """Whether words name a conversion that takes --shard: no other command is run from a journal, and
+    not `validate`, which writes where its options say."""
     command: click.Command | None = group
     for word in words:
         if not isinstance(command, click.Group):
             break
         command = command.commands.get(word)
-    return command is not None and any(param.name == "shard" for param in command.params)
+    names = set() if command is None else {param.name for param in command.params}
+    return {"shard", "dry_run"} <= names
 
 
 @click.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
@@ -48,28 +48,47 @@ class Meter:
     def __init__(self) -> None:
         self._steps: Steps = {}
         self._lock = Lock()
-        self._within = [0.0, 0.0]
+        # What steps within the current one took: seconds, and seconds of CPU.
+        self.within = (0.0, 0.0)
 
-    @contextmanager
-    def step(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        outer, self._within = self._within, [0.0, 0.0]
-        begin, cpu = perf_counter(), thread_time()
-        try:
-            yield
-        finally:
-            cpu, begin = thread_time() - cpu, perf_counter() - begin
-            spent = Spent(1, begin - self._within[0], cpu - self._within[1], nbytes)
-            self._within = outer
-            outer[0] += begin
-            outer[1] += cpu
-            with self._lock:
-                self._steps.setdefault(name, Spent()).add(spent)
+    def step(self, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        return _Step(self, name, nbytes)
+
+    def add(self, name: str, seconds: float, cpu: float, nbytes: int) -> None:
+        with self._lock:
+            spent = self._steps.get(name)
+            if spent is None:
+                spent = self._steps[name] = Spent()
+            spent.times += 1
+            spent.seconds += seconds
+            spent.cpu += cpu
+            spent.nbytes += nbytes
 
     def take(self) -> Steps:
         """The steps since the last time this was asked, from any thread."""
         with self._lock:
             steps, self._steps = self._steps, {}
         return steps
+
+
+class _Step(AbstractContextManager[None]):
+    """A class, not a generator: there are three or four steps for each small tensor."""
+
+    __slots__ = ("_begin", "_cpu", "_meter", "_name", "_nbytes", "_outer")
+
+    def __init__(self, meter: Meter, name: str, nbytes: int) -> None:
+        self._meter, self._name, self._nbytes = meter, name, nbytes
+
+    def __enter__(self) -> None:
+        self._outer, self._meter.within = self._meter.within, (0.0, 0.0)
+        self._cpu, self._begin = thread_time(), perf_counter()
+
+    def __exit__(self, *_error: object) -> None:
+        seconds, cpu = perf_counter() - self._begin, thread_time() - self._cpu
+        meter = self._meter
+        within, outer = meter.within, self._outer
+        meter.within = (outer[0] + seconds, outer[1] + cpu)
+        meter.add(self._name, seconds - within[0], cpu - within[1], self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)

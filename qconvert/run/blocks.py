@@ -10,10 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from qconvert.run.division import BLOCK_BYTES
-from qconvert.run.files import Files
+from qconvert.run.metered import MeteredSink
 from qconvert.run.sink import Sink
 from qconvert.run.worker import Batch
 
@@ -71,14 +70,12 @@ def parts_of(start: int, stop: int, own: Sequence[Range]) -> Iterator[tuple[int,
 class BlockSink(Sink):
     """A sink that writes only the blocks it was told of, and keeps the rest."""
 
-    def __init__(self, files: Files, paths: Sequence[Path], window: int) -> None:
-        super().__init__(files, paths, window)
-        self._own: Mapping[int, Sequence[Range]] = {}
-        self._ends: list[End] = []
+    _own: Mapping[int, Sequence[Range]]
+    _ends: list[End]
 
     def own(self, blocks: Mapping[int, Sequence[Range]]) -> None:
-        """What may be written from now on. All that was taken before has been flushed."""
-        self._own = blocks
+        """What may be written from now on. All that was taken before has been flushed, and asked for."""
+        self._own, self._ends = blocks, []
 
     def ends(self) -> tuple[End, ...]:
         """What was kept since this was last asked. All that was taken has been flushed."""
@@ -99,3 +96,7 @@ class BlockSink(Sink):
             if end.file == file and low < high:
                 found[low - at : high - at] = end.data[low - end.offset : high - end.offset]
         return bytes(found)
+
+
+class MeteredBlockSink(BlockSink, MeteredSink):
+    """The same, for a run that is profiled."""

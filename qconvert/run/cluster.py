@@ -6,7 +6,6 @@ import re
 from typing import Literal
 
 from qconvert.core.errors import PlanError, UsageError
-from qconvert.core.profiling import recording
 
 # Those that a user chooses from; a shard is an engine by its own option.
 EngineName = Literal["local", "ray"]
@@ -35,10 +34,6 @@ def check_engine(engine: str, address: str | None, shard: str | None) -> None:
         if address is not None:
             raise UsageError("--address names a Ray cluster: give --engine ray with it")
         return
-    if recording() is not None:
-        raise UsageError(
-            "--profile measures workers of this machine, not of a cluster: omit it, or --engine ray"
-        )
     if shard is not None:
         raise UsageError(
             "--engine ray and --shard exclude one another: a shard is done by the machine that is given "

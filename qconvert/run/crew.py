@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.nodes import Returned
 from qconvert.run.pool import Backlog, failure
-from qconvert.run.worker import Batch, Failed, Progress, Told
+from qconvert.run.worker import Batch, Failed, Measured, Progress, Told
 
 _BATCHES_AHEAD = 2
 # How often a batch, or workers of a node one after another, may be lost before it is given up.
@@ -126,6 +126,8 @@ class _Shift:
         else:
             worker.ahead.popleft()
             self._lost_on.pop(worker.node.key, None)
+            if what.word is not None:  # processes of several machines may have one number
+                what = replace(what, word=replace(what.word, process=-number))
             yield what
         self._feed(number)
 
@@ -171,6 +173,8 @@ def run_by_crew(crew: Crew, batches: Sequence[Batch], most: int, work: Work) -> 
     for left in _returned(crew, Backlog(batches), most, work.told.phase):
         _write_ends(left.ends, work.setup.paths, work.files)
         yield Progress(left.made)
+        if left.word is not None:
+            yield Measured(left.word)
         yield from left.done
         if left.failed is not None:
             raise failure(left.failed)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import Shard, as_they_are
 from qconvert.core.errors import QConvertError
-from qconvert.run.blocks import BlockSink, End, own_blocks
+from qconvert.core.profiling import Word
+from qconvert.run.blocks import BlockSink, End, MeteredBlockSink, own_blocks
 from qconvert.run.files import Files
+from qconvert.run.metered import FOR_WORK, Meters
 from qconvert.run.sink import Underway
-from qconvert.run.unit_runner import UnitRunner
 from qconvert.run.worker import Batch, Done, Failed, Setup, broken, unit_runner
 
 _ALIKE = (
@@ -74,12 +76,14 @@ def look(probe: Probe) -> str | None:
 @dataclass(frozen=True)
 class Returned:
     """What a node leaves of a batch: its finished units, whose blocks are synced, the bytes that the
-    leading machine is to write, how many bytes were made, and what went wrong."""
+    leading machine is to write, how many bytes were made, what went wrong, and, where the run is
+    profiled, what was spent."""
 
     done: tuple[Done, ...] = ()
     ends: tuple[End, ...] = ()
     made: int = 0
     failed: Failed | None = None
+    word: Word | None = None
 
 
 class NodeWorker:
@@ -91,16 +95,31 @@ class NodeWorker:
             self._paths = setup.paths
             self._made: list[int] = []
             self._files = Files()
-            self._sink = BlockSink(self._files, setup.paths, setup.window)
-            self._runner: UnitRunner = unit_runner(setup, self._sink, self._made.append)
+            self._meters = Meters() if setup.metered else None
+            self._sink = _sink(setup, self._files, self._meters)
+            self._runner = unit_runner(setup, self._sink, self._made.append, self._meters)
         except QConvertError as error:
             return Failed(type(error).__name__, str(error))
         except (MemoryError, OSError, RuntimeError) as error:
             return broken(error, _here())
+        self._waiting = ExitStack()
+        self._wait()
         return None
+
+    def _wait(self) -> None:
+        if self._meters is not None:
+            self._waiting.enter_context(self._meters.own.step(FOR_WORK))
 
     def run(self, batch: Batch) -> Returned:
         """Run a batch and make it last: a sync on another machine knows nothing of this one's cache."""
+        self._waiting.close()
+        left = self._run(batch)
+        if self._meters is not None:
+            left = replace(left, word=self._meters.word())
+        self._wait()
+        return left
+
+    def _run(self, batch: Batch) -> Returned:
         underway: Underway[Done] = Underway(self._sink)
         self._made.clear()
         self._sink.own(own_blocks(batch))
@@ -128,6 +147,12 @@ class NodeWorker:
                 self._files.sync(fd, path)
             finally:
                 self._files.close(fd)
+
+
+def _sink(setup: Setup, files: Files, meters: Meters | None) -> BlockSink:
+    if meters is not None:
+        return MeteredBlockSink(files, setup.paths, setup.window, meters)
+    return BlockSink(files, setup.paths, setup.window)
 
 
 def _here() -> str:

@@ -169,6 +169,7 @@ def note_run(targets: Sequence[Target], units: Sequence[tuple[int, Unit]]) -> No
             "units_run": len(todo),
             "bytes_to_read": sum(unit.read for unit in todo),
             "bytes_to_write": sum(unit.write for unit in todo) - not_written,
+            "engine": ready.options.engine,
             "jobs": share.jobs,
             "memory": share.total,
             "arena": share.arena,
