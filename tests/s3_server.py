@@ -28,6 +28,7 @@ class Asked:
     range: str | None
     nbytes: int
     status: int = 200
+    agent: str = ""
 
     @property
     def is_get(self) -> bool:
@@ -82,10 +83,11 @@ class Server:
             self.asked.clear()
             self.seen = 0
 
-    def fetched(self, suffix: str = "") -> int:
-        """Bytes of objects that were sent."""
+    def fetched(self, suffix: str = "", by: str = "") -> int:
+        """Bytes of objects that were sent; `by` is a client's AWS_EXECUTION_ENV."""
         with self.lock:
-            return sum(a.nbytes for a in self.asked if a.is_get and a.path.endswith(suffix))
+            found = [a for a in self.asked if a.is_get and a.path.endswith(suffix)]
+        return sum(asked.nbytes for asked in found if by in asked.agent)
 
 
 class _Front(ThreadingHTTPServer):
@@ -120,8 +122,9 @@ def _handler(server: Server, behind: int) -> type[BaseHTTPRequestHandler]:
             connection.close()
             with server.lock:
                 asked = Asked(
-                    self.command, self.path, self.headers.get("Range"), len(data), found.status
-                )
+                    self.command, self.path, self.headers.get("Range"), len(data), found.status,
+                    self.headers.get("User-Agent", ""),
+                )  # fmt: skip
                 server.asked.append(asked)
             self._send(found.status, dict(found.getheaders()), data, cut=fault == "cut")
 

@@ -84,7 +84,9 @@ def test_expected_ranges(ranges: list[Range], again: bool) -> None:
         store = held()
         fetching = Fetching(shards_of(store))
         try:
-            fetching.expect(ranges)
+            half = len(ranges) // 2
+            fetching.expect(ranges[:half])
+            fetching.expect(ranges[half:])
             for shard, start, stop in ranges[::-1] if again else ranges:
                 whole = store.objects["ab"[shard]]
                 for at in range(start, stop, 50):
@@ -108,6 +110,18 @@ def test_each_byte_is_fetched_once_and_touching_ranges_together(small_pieces: No
     assert [s for s in spans if s[0] == "a"] == [
         ("a", at, min(at + 64, 400)) for at in range(100, 400, 64)
     ]
+
+
+def test_what_is_expected_twice_is_fetched_once(small_pieces: None) -> None:
+    """A scale that two batches read, and a piece of which one reads the front, the other all."""
+    store = held()
+    fetching = Fetching(shards_of(store))
+    fetching.expect([(0, 0, 60), (1, 0, 10)])
+    fetching.expect([(0, 40, 100), (1, 0, 10)])
+    for each in ((0, 0, 60), (1, 0, 10), (0, 40, 100), (1, 0, 10)):
+        assert read(fetching, each, 1000) == store.objects["ab"[each[0]]][each[1] : each[2]]
+    fetching.close()
+    assert sorted(store.reads) == [("a", 0, 60), ("a", 60, 100), ("b", 0, 10)]
 
 
 def test_what_was_not_expected_is_fetched_exactly(small_pieces: None) -> None:

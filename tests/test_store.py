@@ -511,11 +511,14 @@ def test_killed_in_the_middle(url: str, sample: Path, server: Server, tmp_path: 
     parts = [part for text in texts for part in json.loads(text)["sources"]]
     kept = sum(part["stop"] - part["start"] for part in parts)
     assert kept > 0
-    server.forget()
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    # What workers of the killed process asked for may still be on its way.
+    named_second = {**os.environ, "AWS_EXECUTION_ENV": "second"}
+    done = subprocess.run(
+        words, env=named_second, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    )
     assert int(done.stdout) >= 3
     left = api.open_checkpoint(sample).nbytes - kept
-    fetched = server.fetched(".safetensors") - size_of_samples(sample)
+    fetched = server.fetched(".safetensors", by="exec-env/second") - size_of_samples(sample)
     assert left <= fetched <= 1.01 * left
     api.run("dequant-fp8", sample, tmp_path / "near", jobs=1)
     assert tree(out) == tree(tmp_path / "near")

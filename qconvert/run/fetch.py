@@ -59,15 +59,31 @@ class Fetching:
         self._pool: ThreadPoolExecutor | None = None
 
     def expect(self, ranges: Iterable[Range]) -> None:
-        """These ranges are read next, about in this order, each byte as often as they hold it."""
-        self._forget()
+        """These ranges are read after what was expected before, about in this order, each byte as often
+        as they hold it."""
         self._expecting = True
         for piece in pieces_of(ranges):
-            self._known.setdefault(piece.shard, []).append(piece)
-            self._queue.append(piece)
-        for known in self._known.values():
-            known.sort(key=lambda piece: piece.start)
+            self._queue.extend(self._made_known(piece))
         self._go_ahead()
+
+    def _made_known(self, new: _Piece) -> list[_Piece]:
+        """What of a piece no other holds, as pieces; those that hold the rest are read once more."""
+        known = self._known.setdefault(new.shard, [])
+        made: list[_Piece] = []
+        start = new.start
+        while start < new.stop:
+            at = bisect_right(known, start, key=_start)
+            if at and start < known[at - 1].stop:
+                other = known[at - 1]
+                stop = min(new.stop, other.stop)
+                other.left += stop - start
+            else:
+                stop = min(new.stop, known[at].start) if at < len(known) else new.stop
+                left = new.left if (start, stop) == (new.start, new.stop) else stop - start
+                made.append(_Piece(new.shard, start, stop, left))
+                known.insert(at, made[-1])
+            start = stop
+        return made
 
     def read(self, shard: int, start: int, into: memoryview, end: int) -> None:
         """Fill `into` with the object's bytes from `start` on; its tensor ends at byte `end`. Raises as
@@ -101,7 +117,7 @@ class Fetching:
     def _piece_at(self, shard: int, start: int, stop: int, end: int) -> _Piece:
         """The piece that holds byte `start`; a new one where that was not expected."""
         known = self._known.setdefault(shard, [])
-        at = bisect_right(known, start, key=lambda piece: piece.start)
+        at = bisect_right(known, start, key=_start)
         if at and start < known[at - 1].stop:
             return known[at - 1]
         if not self._expecting:
@@ -162,6 +178,10 @@ class Fetching:
         assert remote is not None
         self._held[piece] = self._pool.submit(remote.read, piece.start, piece.stop)
         self._bytes += piece.size
+
+
+def _start(piece: _Piece) -> int:
+    return piece.start
 
 
 def pieces_of(ranges: Iterable[Range]) -> list[_Piece]:

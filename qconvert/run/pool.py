@@ -16,7 +16,7 @@ from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.metered import Meters
 from qconvert.run.sink import Underway
-from qconvert.run.unit_runner import Place
+from qconvert.run.unit_runner import Place, UnitRunner
 from qconvert.run.worker import (
     Batch,
     BatchDone,
@@ -55,8 +55,7 @@ def _run_here(
     runner = unit_runner(setup, sink, made.append, work)
     underway: Underway[Done] = Underway(sink)
     try:
-        for batch in batches:
-            runner.expect(unit for _, unit in batch.units)
+        for batch in _announced(batches, runner):
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 yield Progress(sum(made))
@@ -70,6 +69,19 @@ def _run_here(
     finally:
         runner.close()
         sink.close()
+
+
+def _announced(batches: Iterable[Batch], runner: UnitRunner) -> Iterator[Batch]:
+    """Batches, of which the runner knows each before the one in front of it is run: what it reads of a
+    store is then on its way."""
+    before: Batch | None = None
+    for batch in batches:
+        runner.expect(unit for _, unit in batch.units)
+        if before is not None:
+            yield before
+        before = batch
+    if before is not None:
+        yield before
 
 
 class _Worker:

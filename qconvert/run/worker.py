@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,18 +126,18 @@ def die_with(parent: int) -> None:
 
 def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     """Run batches until told to stop (None) or the pipe closes."""
-    inbox: SimpleQueue[Batch | None] = SimpleQueue()
+    queue: SimpleQueue[Batch | None] = SimpleQueue()
     # Read in a thread of its own: while the main process is held up sending us work it takes no
     # results, and both would wait for ever.
-    Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    Thread(target=_receive, args=(connection, queue), daemon=True).start()
     meter = ProgressMeter(connection)
     work = Meters() if setup.metered else None
     sink = sink_for(setup, Files(), work)
     runner = unit_runner(setup, sink, meter, work)
+    inbox = _Inbox(queue, runner, work)
     underway: Underway[Message] = Underway(sink)
     try:
-        while (batch := _next(inbox, work)) is not None:
-            runner.expect(unit for _, unit in batch.units)
+        while (batch := inbox.next()) is not None:
             for number, unit in batch.units:
                 underway.add(Done(number, runner.run(unit, batch.places)))
                 _send(connection, underway.settled(), work)
@@ -144,7 +145,7 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
             sink.seal()
             underway.add(BatchDone())
             # With more to do, that goes on while the disk catches up.
-            _send(connection, underway.flush() if inbox.empty() else underway.settled(), work)
+            _send(connection, underway.flush() if inbox.empty else underway.settled(), work)
     except errors.QConvertError as error:
         connection.send(Failed(type(error).__name__, str(error)))
     except BrokenPipeError:
@@ -173,11 +174,37 @@ def unit_runner(
     return UnitRunner(Reader(setup.shards), sink, names, arena, progress)
 
 
-def _next(inbox: SimpleQueue[Batch | None], work: Meters | None) -> Batch | None:
-    if work is None:
-        return inbox.get()
-    with work.own.step(FOR_WORK):
-        return inbox.get()
+class _Inbox:
+    """Batches to run. The runner is told of those that came before their turn: what they read of a store
+    can be on its way while another runs."""
+
+    def __init__(
+        self, queue: SimpleQueue[Batch | None], runner: UnitRunner, work: Meters | None
+    ) -> None:
+        self._queue, self._runner, self._work = queue, runner, work
+        self._told: deque[Batch | None] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not self._told and self._queue.empty()
+
+    def next(self) -> Batch | None:
+        if not self._told:
+            self._take(self._wait())
+        while not self._queue.empty():
+            self._take(self._queue.get())
+        return self._told.popleft()
+
+    def _wait(self) -> Batch | None:
+        if self._work is None:
+            return self._queue.get()
+        with self._work.own.step(FOR_WORK):
+            return self._queue.get()
+
+    def _take(self, batch: Batch | None) -> None:
+        if batch is not None:
+            self._runner.expect(unit for _, unit in batch.units)
+        self._told.append(batch)
 
 
 def _send(
