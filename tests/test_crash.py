@@ -118,7 +118,7 @@ def test_killed_while_resuming(
 ) -> None:
     out = tmp_path / "out"
     chooser = random.Random(11)
-    for _ in range(60):
+    for _ in range(40):
         for _ in range(3):
             code = _killed_at(source, kind, out, chooser.randrange(len(steps)))
             # A resumed run has fewer steps: it may end before the one it would die at.

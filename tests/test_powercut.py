@@ -97,7 +97,7 @@ def test_power_cut_of_the_resumed_run(
     root = tmp_path / "disk"
     count = _operations(source, kind, root)
     chooser = random.Random(7)
-    for attempt in range(60):
+    for attempt in range(40):
         _fresh(root)
         for _ in range(3):
             disk = PowerFiles(root, chooser.randrange(count))

@@ -32,3 +32,14 @@ def with_fused_names(modules: Iterable[str]) -> list[str]:
         if last in _FUSED:
             found[f"{parent}{dot}{_FUSED[last]}"] = None
     return list(found)
+
+
+def with_vllms_name(modules: Iterable[str]) -> list[str]:
+    """The modules, and behind each q_a_proj what vLLM 0.33 calls it with kv_a_proj_with_mqa: its
+    DeepSeek class finds the parts' names, its draft class, which has no mapping, the whole's alone."""
+    found: dict[str, None] = {}
+    for module in modules:
+        found[module] = None
+        if module.endswith(".q_a_proj"):
+            found[f"{module.removesuffix('q_a_proj')}fused_qkv_a_proj"] = None
+    return list(found)

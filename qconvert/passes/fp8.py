@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
-from qconvert.core.fused_names import with_fused_names
+from qconvert.core.fused_names import with_fused_names, with_vllms_name
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
@@ -319,6 +319,7 @@ class ToFp8:
         others = self._others(plan, chosen)
         if self.dialect == "fp8":
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
+            left = with_vllms_name(left) if self.tensor else left
             return fp8_config(
                 self._block_size, left, exponents=self.exponents, inputs=self._stores_inputs
             )

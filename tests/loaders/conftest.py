@@ -13,8 +13,8 @@ from loaders.client import Server
 
 # Files of which `make check` runs every so-manieth cell; QCONVERT_ALL=1 runs all.
 _SAMPLED = {
-    "test_simulator_sglang.py": 5, "test_simulator_sglang_drafts.py": 29,
-    "test_launch_lines.py": 11, "test_simulator_vllm.py": 17, "test_relabelled.py": 4,
+    "test_simulator_sglang.py": 7, "test_simulator_sglang_drafts.py": 41,
+    "test_launch_lines.py": 13, "test_simulator_vllm.py": 23, "test_relabelled.py": 4,
     "test_fused_packed.py": 3,
 }  # fmt: skip
 

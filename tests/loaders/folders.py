@@ -46,7 +46,8 @@ def assert_whole(
     """Every parameter was written, and no tensor of the model (or of its draft) was left; but for names
     that end so."""
     assert loaded.error is None, (loaded.step, loaded.error, loaded.at)
-    assert [name for name in loaded.unwritten if not name.endswith(unwritten or "-")] == []
+    left = [name for name in loaded.unwritten if not name.endswith(unwritten or "-")]
+    assert not left, f"unwritten: {left}"
     assert loaded.empty == ()
     left = [name for name in loaded.unused if is_draft(name, family) is draft]
     assert [name for name in left if not name.endswith(unread or "-")] == []

@@ -89,7 +89,7 @@ SAMPLE = (
     ("qwen3_moe", "fp8", "gptq"), ("qwen3_next", "fp8", "g32"), ("qwen3_next", "bf16", "modelopt"),
     ("qwen3_next", "bf16", "linear"), ("qwen3_moe", "bf16", "fp8-tensor"),
     ("qwen3_moe", "bf16", "fp8-static"), ("glm4_moe", "bf16", "fp8-packed-static"),
-    ("qwen3_5", "bf16", "fp8-static"), ("deepseek_v3", "fp8", "fp8-packed-static"),
+    ("qwen3_5", "bf16", "fp8-static"), ("deepseek_v3", "fp8", "fp8-static"),
     ("qwen3_moe", "bf16", "int8"), ("qwen3_5", "bf16", "int8"),
     ("qwen3_moe", "bf16", "mxfp4"), ("qwen3_5", "bf16", "mxfp4-linear"),
     ("qwen3_moe", "bf16", "mxfp8-linear"), ("glm4_moe", "bf16", "int8"),
