@@ -548,8 +548,8 @@ MUTANTS = (
     ),
     Mutant(
         "scales of groups left where they were", "fuse packed", "passes.fused_rows", "_layout_of",
-        "weight.type.shape[:1]:\n        return layout",
-        "weight.type.shape[:1]:\n        return RowOrder(layout.segments, 2 * layout.groups)",
+        "shape[:1] == rows:\n        return layout",
+        "shape[:1] == rows:\n        return RowOrder(layout.segments, 2 * layout.groups)",
     ),
     Mutant(
         "another order in the manifest", "fuse", "passes.fuse", "_reorder",

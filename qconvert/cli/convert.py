@@ -277,7 +277,7 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
     return (
         nullcontext()
         if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
-        else started_early(source.nbytes)
+        else started_early(source.nbytes, options["memory"])
     )
 
 

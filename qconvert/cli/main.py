@@ -146,11 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except (MemoryError, RecursionError) as error:
         # The last resort: everything that is read has a limit of size and depth of its own.
-        what = "memory" if isinstance(error, MemoryError) else "stack"
+        what, limit = ("memory", "-v") if isinstance(error, MemoryError) else ("stack", "-s")
         error.__traceback__ = None  # and with it all that its frames hold
         say_error(
-            f"{_command(arguments)}: ran out of {what}; provide more, or convert a smaller input; "
-            "report this with the input if others can convert it"
+            f"{_command(arguments)}: ran out of {what}; provide more (see `ulimit {limit}`), or convert "
+            "a smaller input; report this with the input if others can convert it"
         )
         sys.exit(FAILED)
 

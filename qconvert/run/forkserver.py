@@ -25,12 +25,14 @@ from typing import IO, Any
 
 from qconvert.core.errors import RunError
 from qconvert.core.shown import message
+from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
 
 # Most descriptors that a worker is given: its pipe, its stderr, and locks of output folders.
 _MOST_DESCRIPTORS = 64
 # Of a source: below this, a conversion is done by this process, or is over before imports pay.
 _WORTH_IT = 256 << 20
+_ROOM_FOR_LOOPS = 4 * LOOP_BYTES
 _LAST_WORDS = 4096
 # In what Python, numpy and the loader say where an address space is full.
 _OF_MEMORY = ("memory", "cannot allocate", "failed to map", "can't start new thread", "enomem")
@@ -224,13 +226,15 @@ _early: ForkServer | None = None
 
 
 @contextmanager
-def started_early(nbytes: int) -> Iterator[None]:
+def started_early(nbytes: int, memory: int | None) -> Iterator[None]:
     """Within this, the first run that needs a server finds one that began its imports at once, for a run
-    over this many bytes: .75 s that pass while the plan is made and judged."""
+    over this many bytes: .75 s that pass while the plan is made and judged. Compiled loops are left out
+    for a run whose `memory` may have no room for them."""
     global _early
     if len(os.sched_getaffinity(0)) > 1 and nbytes >= _WORTH_IT:
         _early = ForkServer()
-        _early.preload(["numpy", "xxhash"], compiled=loops_wanted(nbytes))
+        room = memory is None or memory >= _ROOM_FOR_LOOPS
+        _early.preload(["numpy", "xxhash"], compiled=room and loops_wanted(nbytes))
     try:
         yield
     finally:

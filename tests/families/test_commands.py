@@ -3,7 +3,7 @@ transformers with the same logits; W4A16 is near its source and computes, decomp
 FP8, NVFP4 and AMX are what `validate --against` decodes them to; FP8 given back loads; the stages of a
 split hold every byte; and what cannot be done is refused with a cause of `CAUSES`.
 
-`QCONVERT_ALL=1 pytest -m peer tests/families/test_commands.py` runs all families, else one in twelve;
+`QCONVERT_ALL=1 pytest -m peer tests/families/test_commands.py` runs all families, else one in 24;
 `QCONVERT_TABLE=FILE` adds a line of a Markdown table for each.
 """
 
@@ -257,7 +257,7 @@ def sound(out: Path, source: Path) -> None:
     assert checked.code == 0, checked.out
 
 
-@pytest.mark.parametrize("family", FAMILIES[:: 1 if os.environ.get("QCONVERT_ALL") else 12])
+@pytest.mark.parametrize("family", FAMILIES[:: 1 if os.environ.get("QCONVERT_ALL") else 24])
 def test_every_command(family: str, tmp_path: Path) -> None:
     if family in NOT_YET:
         pytest.skip(NOT_YET[family])

@@ -104,7 +104,7 @@ main()
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("model", MODELS[:: 1 if _ALL else 6])
+@pytest.mark.parametrize("model", MODELS[:: 1 if _ALL else 12])
 def test_every_command(model: str, tmp_path: Path) -> None:
     found, source = published(model), tmp_path / "source"
     source.mkdir()
