@@ -112,6 +112,47 @@ def bf16_moe(layers: int, experts: int = 32) -> Model:
     return Model(config, tensors)
 
 
+def qwen3_235b(layers: int, experts: int = 128) -> Model:
+    """Layers of Qwen3-235B-A22B as published, BF16, 5.0 GB each, and a small vocabulary."""
+    hidden, intermediate, vocab, heads, kv_heads, head = 4096, 1536, 256, 64, 4, 128
+    config = {key: v for key, v in qwen3_moe(layers).config.items() if key != "quantization_config"}
+    config |= {
+        "hidden_size": hidden,
+        "num_experts": experts,
+        "moe_intermediate_size": intermediate,
+        "intermediate_size": 12288,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocab,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.self_attn.q_proj.weight": (heads * head, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv_heads * head, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv_heads * head, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads * head),
+            f"{at}.self_attn.q_norm.weight": (head,),
+            f"{at}.self_attn.k_norm.weight": (head,),
+            f"{at}.mlp.gate.weight": (experts, hidden),
+        }
+        for expert in range(experts):
+            shapes |= {
+                f"{at}.mlp.experts.{expert}.gate_proj.weight": (intermediate, hidden),
+                f"{at}.mlp.experts.{expert}.up_proj.weight": (intermediate, hidden),
+                f"{at}.mlp.experts.{expert}.down_proj.weight": (hidden, intermediate),
+            }
+    return Model(config, {name: TensorType("BF16", shape) for name, shape in shapes.items()})
+
+
 def _fp8(module: str, rows: int, columns: int) -> dict[str, TensorType]:
     return {
         f"{module}.weight": TensorType("F8_E4M3", (rows, columns)),

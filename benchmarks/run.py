@@ -23,6 +23,7 @@ Cases:
   encoders  BF16 experts to FP8 (blocks, rows), INT8, MXFP4, MXFP8 and NVFP4, compared with
            llm-compressor's model_free_ptq
   decoders  what those and w4a16 make, back to BF16, compared with compressed-tensors' converter
+  replica  layers of Qwen3-235B-A22B, BF16, to packed INT4 with 10 and 16 jobs, and what its 94 would take
   kernels  row ops alone, numpy's form and compiled loops (the extra `fast`), on one core
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
@@ -40,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data import Model, bf16_moe, qwen3_5, qwen3_moe, write_checkpoint
+from data import Model, bf16_moe, qwen3_5, qwen3_235b, qwen3_moe, write_checkpoint
 from measure import Sample, cold_read, forget, limit, memcpy_rate, remove, timed, warm
 
 _PEER = """
@@ -336,6 +337,34 @@ def _w4a16(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     yield from _compare("w4a16", source, read, written, contenders, options.runs, peer)
 
 
+def _replica(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """A run's start and end are counted once, what its layers take is scaled up: two sizes tell."""
+    layers = 1 if options.smallest else max(2, options.layers)
+    experts = _FEW if options.smallest else 128
+    out, rows = str(work / "out"), []
+    for count in (1, layers) if layers > 1 else (1,):
+        source, read = _made(work, qwen3_235b(count, experts))
+        contenders = [
+            Contender(
+                f"qconvert --jobs {jobs}",
+                _qconvert("w4a16", str(source), out, "--rtn", "--jobs", str(jobs)),
+            )
+            for jobs in (10, 16)
+        ]
+        case = f"replica {count} of 94 layers"
+        made = list(_compare(case, source, read, read * 33 // 128, contenders, options.runs))
+        rows.append(made)
+        yield from made
+        remove(source)
+    if len(rows) == 2:
+        for small, large in zip(*rows, strict=True):
+            each = (large.seconds - small.seconds) / (layers - 1)
+            print(
+                f"{large.name}: {each:.2f} s a layer, {small.seconds + 93 * each:.0f} s for 94 layers, "
+                f"peak {large.peak_mb:.0f} MB"
+            )
+
+
 def _encoders(work: Path, options: argparse.Namespace) -> Iterator[Row]:
     model = _bf16_moe(options)
     source, read = _made(work, model)
@@ -460,14 +489,16 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "decoders": _decoders,
     "kernels": _kernels,
     "validate": _validate,
+    "replica": _replica,
 }
+_BY_NAME_ALONE = {"replica"}  # 38 GB at six layers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", help="which of them [default: all]")
+    parser.add_argument("cases", nargs="*", help="which of them [default: all but replica]")
     parser.add_argument("--layers", type=int, default=6, help="size of the data, 0.62 GB each")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--smallest", action="store_true", help="about 50 MB per case, one run")
@@ -485,7 +516,7 @@ def main() -> None:
         options.work.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     print(f"{len(os.sched_getaffinity(0))} cores")
-    for case in options.cases or _CASES:
+    for case in options.cases or [name for name in _CASES if name not in _BY_NAME_ALONE]:
         work = Path(tempfile.mkdtemp(prefix="qconvert-bench-", dir=options.work))
         try:
             rows += _CASES[case](work, options)
