@@ -23,7 +23,7 @@ Cases:
   encoders  BF16 experts to FP8 (blocks, rows), INT8, MXFP4, MXFP8 and NVFP4, compared with
            llm-compressor's model_free_ptq
   decoders  what those and w4a16 make, back to BF16, compared with compressed-tensors' converter
-  replica  layers of Qwen3-235B-A22B, BF16, to packed INT4 with 10 and 16 jobs, and what its 94 would take
+  replica  layers of Qwen3-235B-A22B, BF16, to packed INT4 with 10 and 16 jobs, scaled to its 94
   kernels  row ops alone, numpy's form and compiled loops (the extra `fast`), on one core
   validate  dequant's and amx's results against their source, at every level, from a cold cache
 """
