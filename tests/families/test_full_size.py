@@ -3,15 +3,19 @@
 `published/` holds a file a model: where its config and its names are from, and a line for each kind of
 tensor. Each command must plan, or be refused for the cause in `refused.yaml`. With few experts by
 default; `QCONVERT_ALL=1 pytest -m big tests/families/test_full_size.py` plans all of them, up to 208,550
-tensors, and `QCONVERT_TABLE=FILE` notes CPU seconds and peak memory, a line for each command.
+tensors, and `QCONVERT_TABLE=FILE` notes for each command wall seconds, CPU seconds, those for 10,000
+tensors, peak MB and the exit status.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -98,6 +102,10 @@ def test_validate_has_no_error_on_it(model: str, tmp_path: Path) -> None:
 _ROOMY = """
 import os, types
 os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1 << 40, f_frsize=4096)
+if peak := os.environ.get("QCONVERT_PEAK"):
+    # Not getrusage: there a child begins with the memory of the process that started it.
+    import atexit, shutil
+    atexit.register(shutil.copy, "/proc/self/status", peak)
 from qconvert.__main__ import main
 main()
 """
@@ -123,25 +131,28 @@ def test_every_command(model: str, tmp_path: Path) -> None:
 
 def _ran(words: list[str | Path], model: str, name: str, tensors: int) -> tuple[int, str]:
     """The exit status and what was said. In a process of its own: its peak memory is the command's."""
-    started = subprocess.Popen(
-        [sys.executable, "-c", _ROOMY, *map(str, words)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert started.stdout is not None
-    with started.stdout as stream:
-        text = stream.read()
-    _, status, used = os.wait4(started.pid, 0)
-    code = started.returncode = os.waitstatus_to_exitcode(status)
-    if table := os.environ.get("QCONVERT_TABLE"):
-        seconds, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-        each = seconds / tensors * 10_000
-        line = (
-            f"{model} | {tensors:,} | {name} | {seconds:.1f} | {each:.1f} | {peak:.0f} | {code}\n"
-        )
-        with Path(table).open("a", encoding="utf-8") as file:
-            file.write(line)
-    return code, text
+    table = os.environ.get("QCONVERT_TABLE")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as status:
+        if table:
+            env["QCONVERT_PEAK"] = status.name
+        before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", _ROOMY, *map(str, words)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, check=False,
+        )  # fmt: skip
+        wall, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if table:
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status.read())
+            assert peak, (name, done.stdout)
+            line = (
+                f"{model} | {tensors:,} | {name} | {wall:.1f} | {cpu:.1f} | "
+                f"{cpu / tensors * 10_000:.1f} | {int(peak[1]) / 1024:.0f} | {done.returncode}\n"
+            )
+            with Path(table).open("a", encoding="utf-8") as file:
+                file.write(line)
+    return done.returncode, done.stdout
 
 
 # The models that are published in 4 bits, in BF16, FP8 and NVFP4. Kimi-K3 has no public config that was
