@@ -86,8 +86,8 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option(
         "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. Or one to search for scales on, without "
-        "--gptq. [default: all GPUs, else the CPU; a GPU for a search that would hold up the run]",
+        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. Without --gptq, one to "
+        "search for scales on. [default: all GPUs, else the CPU; for a search a GPU where it pays]",
     ),
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(

@@ -29,16 +29,15 @@ class RowOp(Op, Protocol):
         """The part of the work that makes rows [start, stop)."""
 
 
-def searches(op: Op, args: Sequence[TensorType]) -> Iterator[tuple[str, TensorType]]:
-    """The loops that an op, or a chain of them, searches for scales with, and the matrix that each is
-    given."""
-    matrix = args[0]
-    if isinstance(op, Recode | Scaled):
-        matrix = op.decoded(*args)
-    for one in (op, *(op.encoders if isinstance(op, Recode) else ())):
-        loop = getattr(one, "search_loop", None)
-        if loop is not None:
-            yield loop, matrix
+def search_loops(op: Op) -> list[str]:
+    """The loops that an op, or a chain of them, searches for scales with."""
+    chain = (op, *op.encoders) if isinstance(op, Recode) else (op,)
+    return [loop for one in chain if (loop := getattr(one, "search_loop", None)) is not None]
+
+
+def encoded(op: Op, args: Sequence[TensorType]) -> TensorType:
+    """The matrix that an op encodes, decoded before by a chain of ops."""
+    return op.decoded(*args) if isinstance(op, Recode | Scaled) else args[0]
 
 
 def row_parts(

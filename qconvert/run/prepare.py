@@ -14,7 +14,7 @@ from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.ops.gpu.choice import DEVICE_BYTES, MOST_JOBS, Decision, decide
-from qconvert.ops.rowwise import searches
+from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Compute, Unit, units
 from qconvert.run.backend import calibrated_in
@@ -114,7 +114,7 @@ def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options)
             )
         return share_on_cluster(workers, tensors, options.memory, options.jobs, client)
     share = share_out(workers, tensors, options.memory, options.jobs, client)
-    decision = decide(searched(workers), options.device, share.jobs)
+    decision = decide(searched(workers), options.device, share.jobs, compiled_loops=share.compiled)
     if decision is None or decision.device is None:
         return replace(share, device=decision)
     jobs = options.jobs or min(share.jobs, MOST_JOBS)
@@ -139,7 +139,8 @@ def searched(units: Sequence[Unit]) -> dict[str, int]:
     for unit in units:
         for step in unit.steps:
             for node in step.nodes if isinstance(step, Compute) else ():
-                for loop, matrix in searches(node.op, [arg.type for arg in node.args]):
+                for loop in search_loops(node.op):
+                    matrix = encoded(node.op, [arg.type for arg in node.args])
                     found[loop] = found.get(loop, 0) + 2 * matrix.numel
     return found
 

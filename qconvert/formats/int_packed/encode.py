@@ -78,6 +78,11 @@ class RoundToNearest:
     packer: Packer
     scales: Scales = "amax"
 
+    @property
+    def search_loop(self) -> str | None:
+        """The loop that its scales are searched for with."""
+        return "ints_search" if self.scales == "search" else None
+
     def __repr__(self) -> str:
         """compressed-tensors' symmetric form has the name of an op that it once had: fingerprints and
         journals hold it."""

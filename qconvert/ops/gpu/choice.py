@@ -16,10 +16,9 @@ from qconvert.core.patterns import compiled
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 
-# The extra that has torch and triton.
-EXTRA = "kernels"
-# What one core searches in a second with compiled loops, in bytes of BF16 weights: benchmarks/README.md.
-CORE_RATES: Mapping[str, float] = {"ints_search": 0.25e9}
+# What one core searches in a second, in bytes of BF16 weights, in compiled loops and in numpy's form:
+# `benchmarks/run.py kernels`.
+CORE_RATES: Mapping[str, tuple[float, float]] = {"ints_search": (0.4e9, 0.01e9)}
 # torch's import, a context on the GPU and Triton's compilation take 10 s of a run's start.
 ENOUGH_SECONDS = 30.0
 # What torch, triton and a context take of a worker's memory beyond what it has on a CPU.
@@ -39,10 +38,13 @@ class Decision:
     why: str
 
 
-def decide(searched: Mapping[str, int], asked: str | None, jobs: int) -> Decision | None:
-    """Where a run with so many `jobs` searches, of the bytes of BF16 that each loop is `searched` with.
-    None: there is nothing to search. `asked` is what --device says. Raises PlanError for a GPU that is
-    asked for and is not there, or needs a package that is not installed."""
+def decide(
+    searched: Mapping[str, int], asked: str | None, jobs: int, *, compiled_loops: bool
+) -> Decision | None:
+    """Where a run with so many `jobs` searches, of the bytes of BF16 that each loop is `searched` with;
+    `compiled_loops` are what it would run in on the CPU. None: there is nothing to search. `asked` is
+    what --device says. Raises PlanError for a GPU that is asked for and is not there, or needs a package
+    that is not installed."""
     if asked is not None and asked != "cpu" and not compiled(_NAME).fullmatch(asked):
         raise PlanError(f"device {asked!r}: expected cpu or cuda:N")
     total = sum(searched.values())
@@ -52,7 +54,10 @@ def decide(searched: Mapping[str, int], asked: str | None, jobs: int) -> Decisio
         return Decision(
             None, "nothing is searched for, and all else is faster than a disk on one core"
         )
-    seconds = sum(size / CORE_RATES[loop] for loop, size in searched.items()) / max(1, jobs)
+    seconds = sum(
+        size / CORE_RATES[loop][0 if compiled_loops else 1] for loop, size in searched.items()
+    )
+    seconds /= max(1, jobs)
     work = f"searching scales of {format_size(total)} takes {count(jobs, 'core')} about {seconds:.0f} s"
     if asked == "cpu":
         return Decision(None, f"{work}; --device cpu")
@@ -88,7 +93,7 @@ def _missing() -> str:
         return "this machine has no NVIDIA GPU (no /dev/nvidia0)"
     for package in ("torch", "triton"):
         if find_spec(package) is None:
-            return f"{package} is not installed: pip install 'qconvert[{EXTRA}]'"
+            return f"{package} is not installed: pip install {package}"
     return ""
 
 

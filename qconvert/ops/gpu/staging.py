@@ -1,5 +1,5 @@
-"""Rows of host arrays to a GPU and back, through pinned memory, two chunks at a time: while one is worked
-on, the next is on its way there and the last on its way back."""
+"""Rows of host arrays to a GPU and back, through pinned memory, two chunks at a time: while one is
+worked on, the next is on its way there and the last on its way back."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Staging:
         self._slots = [_Slot(self.device), _Slot(self.device)]
 
     def run(self, ins: Sequence[Array], outs: Sequence[Array], launch: Launch) -> bool:
-        """Rows [n, ...] of `ins` to rows of `outs`, all in C order: `launch` is given both on the device,
-        some rows at a time, and a flag int32 [1] to set where it declines. False if it did; the results
-        are undefined then. Raises RunError where the GPU has no memory left."""
+        """Rows [n, ...] of `ins` to rows of `outs`, all in C order: `launch` is given both on the
+        device, some rows at a time, and a flag int32 [1] to set where it declines. False if it did; the
+        results are undefined then. Raises RunError where the GPU has no memory left."""
         rows = ins[0].shape[0]
         each = sum(array.nbytes for array in (*ins, *outs)) // max(1, rows)
         step = max(1, CHUNK_BYTES // max(1, each))
@@ -56,7 +56,7 @@ class _Slot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device)
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._there = torch.empty(0, dtype=torch.uint8, device=device)
         self._waiting: list[tuple[torch.Tensor, Array]] = []
@@ -112,6 +112,12 @@ class _Slot:
             cuda = self._stream is not None
             self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda)
             self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    made: Any = torch.cuda.Stream
+    found: torch.cuda.Stream | None = made(device) if device.type == "cuda" else None
+    return found
 
 
 # torch has no kernels for unsigned integers of 16 and 32 bits, and needs none here.
