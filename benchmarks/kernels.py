@@ -80,6 +80,8 @@ def _ops() -> Iterator[tuple[str, Op, list[Buffer]]]:
     for group in (128, 32):
         scheme = IntScheme(bits=4, group=group)
         yield f"w4a16 g{group}", encoder(scheme, PackQuantized(scheme)), bf16
+        op = encoder(scheme, PackQuantized(scheme), "search")
+        yield f"w4a16 g{group}, scales searched", op, bf16
     asymmetric = IntScheme(bits=4, group=128, symmetric=False)
     yield "w4a16 asymmetric", encoder(asymmetric, PackQuantized(asymmetric)), bf16
     gptq = IntScheme(bits=4, group=128, scale_dtype="F16")

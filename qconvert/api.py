@@ -178,6 +178,9 @@ class PlanOptions(TypedDict, total=False):
     All nodes must see source and `out` under the same paths. `memory` is then what each machine gives,
     `jobs` the workers of all nodes. A program that is connected to a cluster already stays so.
 
+    `device` searches for scales where a pass asks for that: `cpu`, `cuda:N`, or None for a GPU where
+    the search would hold up the run; the bytes are the same.
+
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
     """
@@ -196,6 +199,7 @@ class PlanOptions(TypedDict, total=False):
     engine: EngineName
     address: str | None
     work_dir: str | Path | None
+    device: str | None
 
 
 @dataclass(frozen=True)
@@ -955,7 +959,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
-        engine=_engine(options), address=options.get("address"),
+        engine=_engine(options), address=options.get("address"), device=options.get("device"),
     )  # fmt: skip
 
 

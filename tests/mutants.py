@@ -438,6 +438,8 @@ CASES: Mapping[str, Case] = {
     "w4a16 of linears": Case(
         "bf16", "recipe w4a16: {group: 16, targets: [Linear], ignore: ['re:.*o_proj$']}"
     ),
+    "w4a16 searched": Case("bf16", "recipe w4a16: {group: 16, scales: search}"),
+    "asymmetric searched": Case("bf16", "recipe w4a16: {group: 16, symmetric: false, scales: search}"),
     "w8a16": Case("bf16", "recipe w4a16: {group: null, bits: 8}"),
     "asymmetric": Case("bf16", "recipe w4a16: {group: 16, symmetric: false}"),
     "gptq": Case("bf16", "recipe w4a16: {group: 16, packing: gptq}"),

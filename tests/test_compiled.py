@@ -124,9 +124,9 @@ class Encoder(NamedTuple):
         return [matrix(weights), buffer(self.scale, data)]
 
 
-def _int(packer: Callable[[IntScheme], Any], **scheme: Any) -> Op:
+def _int(packer: Callable[[IntScheme], Any], scales: Any = "amax", **scheme: Any) -> Op:
     made = IntScheme(**scheme)
-    return encoder(made, packer(made))
+    return encoder(made, packer(made), scales)
 
 
 _F32, _BF16 = TensorType("F32", (1,)), TensorType("BF16", (1,))
@@ -175,6 +175,36 @@ ENCODERS = {
         ("ints_round_any",), 4, 32,
     ),
     "gptq": Encoder(_int(PackGptq, bits=4, group=32), ("ints_round", "ints_pack"), 8, 32),
+    "w4a16 g32, searched": Encoder(
+        _int(PackQuantized, "search", bits=4, group=32), ("ints_search", "ints_pack"), 1, 32
+    ),
+    "w4a16 rows, searched": Encoder(
+        _int(PackQuantized, "search", bits=4, group=None), ("ints_search", "ints_pack"), 1, 320
+    ),
+    "w8a16 searched": Encoder(
+        _int(PackQuantized, "search", bits=8, group=128), ("ints_search",), 1, 128
+    ),
+    "w4a16 asymmetric, searched": Encoder(
+        _int(PackQuantized, "search", bits=4, group=32, symmetric=False), ("ints_search", "ints_pack"),
+        8, 32,
+    ),
+    "w8a16 asymmetric, searched": Encoder(
+        _int(PackQuantized, "search", bits=8, group=None, symmetric=False), ("ints_search",), 4, 4
+    ),
+    "gptq in F16, searched": Encoder(
+        _int(PackGptq, "search", bits=4, group=32, scale_dtype="F16"), ("ints_search", "ints_pack"),
+        8, 32,
+    ),
+    "gptq-v2 asymmetric, searched": Encoder(
+        _int(
+            partial(PackGptq, version=2), "search", bits=4, group=32, symmetric=False, scale_dtype="F16"
+        ),
+        ("ints_search", "ints_pack"), 8, 32,
+    ),
+    "int8 in F32, searched": Encoder(
+        _int(lambda _: KeepInt8(), "search", bits=8, group=None, scale_dtype="F32", narrow=True),
+        ("ints_search",),
+    ),
     "int8": Encoder(_int(lambda _: KeepInt8(), bits=8, group=None), ("ints_round",)),
 }  # fmt: skip
 

@@ -261,6 +261,19 @@ MUTANTS = (
         "np.float32(half - 0.5)", "np.float32(half / 2 - 0.5)",
     ),
     Mutant(
+        "the last scale that was tried", "w4a16 searched", "formats.int_packed.search", "_best_scales",
+        "better = usable & (error < best)", "better = usable",
+    ),
+    Mutant(
+        "searched codes one up", "w4a16 searched", "formats.int_packed.search", "_nearest",
+        "np.add(codes, np.float32(_ROUNDER), out=codes)",
+        "np.add(codes, np.float32(_ROUNDER + 1), out=codes)",
+    ),
+    Mutant(
+        "searched codes without their zero points", "asymmetric searched", "formats.int_packed.search",
+        "_best_scales", "np.add(spare, middle[:, None], out=spare)", "np.add(spare, 0, out=spare)",
+    ),
+    Mutant(
         "words from the highest bits on", "gptq", "formats.int_packed.packers", "along_rows",
         "np.bitwise_or(pairs, pairs >> np.uint16(4), out=pairs)",
         "np.bitwise_or(pairs << 4, pairs >> np.uint16(8), out=pairs)",
@@ -286,8 +299,8 @@ MUTANTS = (
         "np.arange(columns)", "np.arange(columns)[::-1]",
     ),
     Mutant(
-        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.encode",
-        "_round_any", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
+        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.scales",
+        "round_any", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
     ),
     Mutant(
         "shape exchanged", "w4a16", "passes.w4a16", "ExpertsToW4A16.named",
@@ -653,6 +666,10 @@ MUTANTS = (
     Mutant(
         "loops: GPTQ's scales halved", "gptq", "ops.compiled.loops.ints", "ints_round_any",
         "scale[group], zero[group] = step,", "scale[group], zero[group] = np.float32(step / 2),",
+    ),
+    Mutant(
+        "loops: another scale than the codes'", "w4a16 searched", "ops.compiled.loops.search",
+        "ints_search", "zero[group] = tried[chosen],", "zero[group] = tried[chosen - 1],",
     ),
     Mutant(
         "loops: NVFP4 block scales one on", "nvfp4", "ops.compiled.loops.fp4", "nvfp4_encode",

@@ -273,7 +273,9 @@ def test_reading_is_compressed_tensors_own(case: str, tmp_path: Path) -> None:
     check_reading(out, 24)
 
 
-@pytest.mark.parametrize("options", [[], ["--asymmetric", "--group-size", "32"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--asymmetric", "--group-size", "32"], ["--scales", "search"]]
+)
 def test_reading_beside_fp8_linears(options: list[str], tmp_path: Path) -> None:
     """All linears of a model, and all but one."""
     two_groups = small_qwen3_moe("fp8", bf16_modules=("1.self_attn.o_proj",))

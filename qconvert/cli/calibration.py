@@ -86,7 +86,8 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option(
         "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. [default: all GPUs, else the CPU]",
+        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. Without --gptq, one to "
+        "search for scales on. [default: all GPUs, else the CPU; for a search a GPU where it pays]",
     ),
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
@@ -143,8 +144,13 @@ def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:
-    """For a command with CALIBRATION: its options, and those of every conversion."""
+    """For a command with CALIBRATION: its options, and those of every conversion. Without --gptq
+    --device is where scales are searched for. Raises click.UsageError for several devices then."""
     names = CalibrationOptions.__annotations__
     own = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in names}
+    if own["devices"] and not own["gptq"]:
+        if len(own["devices"]) > 1:
+            raise click.UsageError("several --device need --gptq; scales are searched for on one")
+        rest["device"], own["devices"] = own["devices"][0], ()
     return cast(CalibrationOptions, own), cast("RunOptions", rest)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, Unpack, cast
 
 import click
 
@@ -63,6 +63,7 @@ class RunOptions(TypedDict):
     base_model: str | None
     as_json: bool
     follow_links: bool
+    device: NotRequired[str | None]
 
 
 def _engine_checked(function: F) -> F:
@@ -292,6 +293,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "shard": options["shard"], "finish": started.finishing is not None,
         "command": without_profile(started.words), "engine": options["engine"],
         "address": options["address"], "work_dir": options["work_dir"],
+        "device": options.get("device"),
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from qconvert.cli.options import (
     STATS,
     TARGETS,
     TP,
+    Device,
     from_options,
 )
 
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @INPUT_SCALE
 @KV_SCALE
+@click.option(
+    "--device", type=Device(), metavar="NAME",
+    help="Where --scales search runs: cpu, cuda:0, ... [default: a GPU for a search that would hold up "
+    "the run]",
+)  # fmt: skip
 @CONVERSION
 def nvfp4(
     source: str,

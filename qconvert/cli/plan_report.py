@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qconvert.calibrate.backend import work_dir_bytes
@@ -96,6 +96,8 @@ def plan_lines(
             f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
         ),
     ]
+    if ready.share.device is not None:
+        lines.append(f"device  {ready.share.device.device or 'cpu'}: {ready.share.device.why}")
     return lines
 
 
@@ -347,6 +349,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "jobs": ready.share.jobs,
         "engine": ready.options.engine,
         "worker_memory": ready.share.worker,
+        "device": None if ready.share.device is None else asdict(ready.share.device),
         "disk": ready.layout.nbytes + side_bytes(plan),
         "rates": {"read": rates.read, "write": rates.write},
         "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],

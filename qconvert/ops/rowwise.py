@@ -29,6 +29,17 @@ class RowOp(Op, Protocol):
         """The part of the work that makes rows [start, stop)."""
 
 
+def search_loops(op: Op) -> list[str]:
+    """The loops that an op, or a chain of them, searches for scales with."""
+    chain = (op, *op.encoders) if isinstance(op, Recode) else (op,)
+    return [loop for one in chain if (loop := getattr(one, "search_loop", None)) is not None]
+
+
+def encoded(op: Op, args: Sequence[TensorType]) -> TensorType:
+    """The matrix that an op encodes, decoded before by a chain of ops."""
+    return op.decoded(*args) if isinstance(op, Recode | Scaled) else args[0]
+
+
 def row_parts(
     op: RowOp, count: int, row_bytes: int, limit: int, *args: TensorType
 ) -> Iterator[Part]:
@@ -119,19 +130,19 @@ class Recode:
     encoders: tuple[RowOp, ...]
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         return tuple(kind for encoder in self.encoders for kind in encoder.infer(decoded))
 
-    def _decoded(self, *args: TensorType) -> TensorType:
+    def decoded(self, *args: TensorType) -> TensorType:
         return args[0] if self.decoder is None else self.decoder.infer(*args)[0]
 
     def row_step(self, *args: TensorType) -> int:
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         first = 1 if self.decoder is None else self.decoder.row_step(*args)
         return lcm(first, *(encoder.row_step(decoded) for encoder in self.encoders))
 
     def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         outs = [out for e in self.encoders for out in e.rows(start, stop, decoded).outs]
         if self.decoder is None:
             return Part(self.encoders[0].rows(start, stop, decoded).args, tuple(outs))
@@ -139,13 +150,13 @@ class Recode:
 
     def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
         """Rows of BF16 count, whether they are an argument or lie between the ops."""
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         row_bytes = 2 * decoded.numel // max(1, decoded.shape[0])
         return row_parts(self, decoded.shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """The decoded rows, where there is a decoder, and what the hungriest op needs."""
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         most = max(encoder.scratch(decoded) for encoder in self.encoders)
         if self.decoder is None:
             return most
@@ -159,7 +170,7 @@ class Recode:
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
-        decoded = self._decoded(*args)
+        decoded = self.decoded(*args)
         found: list[str | None] = []
         first = 0
         for encoder in self.encoders:

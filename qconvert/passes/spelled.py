@@ -4,12 +4,16 @@ not given leaves it as it was."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 
 def spelled(step: Any, later: Collection[str]) -> str:
-    """A dataclass as it spells itself, without those of the `later` fields that are None or False."""
-    found = [(field.name, getattr(step, field.name)) for field in fields(step)]
-    said = [f"{name}={value!r}" for name, value in found if name not in later or value]
+    """A dataclass as it spells itself, without those of the `later` fields that have their default."""
+    said = []
+    for field in fields(step):
+        value = getattr(step, field.name)
+        assert field.name not in later or field.default is not MISSING
+        if field.name not in later or value != field.default:
+            said.append(f"{field.name}={value!r}")
     return f"{type(step).__name__}({', '.join(said)})"

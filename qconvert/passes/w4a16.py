@@ -24,7 +24,7 @@ from qconvert.formats.int_packed.config import (
     group_config,
     left_pattern,
 )
-from qconvert.formats.int_packed.encode import RoundToNearest, encoder
+from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
 from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
 from qconvert.matrices.causes import check_experts, check_runs
@@ -59,6 +59,7 @@ from qconvert.passes.replace_weights import (
     shared_experts,
 )
 from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
+from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import Plan
 from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 from qconvert.samples.request import Calibration, digest_of, identity
@@ -78,10 +79,13 @@ class ExpertsToW4A16:
     size that the result must load at. With `calibrate` GPTQ finds the codes of routed experts, but not
     of draft layers, for which transformers has no class. `shared_experts` says whether shared experts
     are quantized with the routed ones, or kept whatever targets name; None: quantized only
-    where sglang would otherwise fuse them and not read them, and kept beside calibrated ones.
+    where sglang would otherwise fuse them and not read them, and kept beside calibrated ones. `scales`
+    of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
+    have the least squared error.
 
     Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
-    groups that do not fit (naming groups that do), and as `routed_experts` does.
+    groups that do not fit (naming groups that do), for a search beside a calibration, and as
+    `routed_experts` does.
     """
 
     name: ClassVar[str] = "w4a16"
@@ -98,8 +102,17 @@ class ExpertsToW4A16:
     tp: int | None = None
     calibrate: Calibration | None = None
     shared_experts: SharedExperts | None = None
+    scales: Scales = "amax"
+
+    def __repr__(self) -> str:
+        return spelled(self, ("scales",))
 
     def __post_init__(self) -> None:
+        if self.scales != "amax" and self.calibrate is not None:
+            raise PlanError(
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration finds codes "
+                "under scales of amax: leave one of the two out"
+            )
         if self.tp is not None and self.tp < 1:
             raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
 
@@ -119,7 +132,7 @@ class ExpertsToW4A16:
         scheme = self.scheme
         if self.calibrate is not None and scheme.actorder is not None:
             return RoundToNearest(replace(scheme, actorder=None), self.packer(draft=draft))
-        return encoder(scheme, self.packer(draft=draft))
+        return encoder(scheme, self.packer(draft=draft), self.scales)
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)

@@ -15,6 +15,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
+from qconvert.ops.gpu.choice import Decision
 from qconvert.plan.units import PART_BYTES, Compute, Step, Unit, compute_bytes, gathered_bytes
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
@@ -39,7 +40,7 @@ class Share:
     """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
     and the windows its results wait in for the disk. `compiled`: they compute in compiled loops.
     On a cluster `jobs` is 0 where as many are taken as there is room for, `total` is this process's, and
-    `worker` what each worker takes."""
+    `worker` what each worker takes. `device` says where scales are searched for, if any are."""
 
     jobs: int
     arena: int
@@ -47,6 +48,7 @@ class Share:
     total: int
     compiled: bool = False
     worker: int = 0
+    device: Decision | None = None
 
 
 def free_bytes() -> int:

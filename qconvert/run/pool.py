@@ -169,7 +169,7 @@ def run_workers(
     workers: list[_Worker] = []
     server = server_for_a_run()
     try:
-        server.preload(_ahead(), compiled=setup.compiled)
+        server.preload(_ahead(setup), compiled=setup.compiled)
         backlog = Backlog(all_batches)
         for _ in range(min(jobs, len(backlog))):
             workers.append(_Worker(server.fork(locks), setup))
@@ -209,10 +209,11 @@ def run_local(work: Work) -> Generator[Told]:
     return run_workers(work.setup, jobs, work.batches, locks)
 
 
-def _ahead() -> list[str]:
+def _ahead(setup: Setup) -> list[str]:
     """What a plan's ops are of, which was imported to plan them, and what they import when they run."""
     ours = "qconvert.ops.", "qconvert.formats."
-    return ["numpy", "xxhash", *(name for name in sys.modules if name.startswith(ours))]
+    on_gpu = ["torch", "triton"] if setup.device else []
+    return ["numpy", "xxhash", *on_gpu, *(name for name in sys.modules if name.startswith(ours))]
 
 
 def cut_batches(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
 from qconvert.core.profiling import phase
+from qconvert.core.shown import count
+from qconvert.core.sizes import format_size
+from qconvert.ops.gpu.choice import DEVICE_BYTES, MOST_JOBS, Decision, decide
+from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.plan import Plan
-from qconvert.plan.units import Unit, units
+from qconvert.plan.units import Compute, Unit, units
 from qconvert.run.backend import calibrated_in
 from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
@@ -35,7 +40,8 @@ class Options:
     that part of a larger one, whose folder others fill too, and publishes nothing; `finish`
     publishes what all of them did, and refuses a folder where units are missing. `command` is noted
     in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
-    cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each."""
+    cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
+    `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -49,6 +55,7 @@ class Options:
     command: tuple[str, ...] = ()
     engine: EngineName = "local"
     address: str | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,46 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
 
 
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
-    """What each worker gets. Those that read a store have its client, too."""
+    """What each worker gets. Those that read a store have its client, too, those that search on a GPU
+    what that takes."""
     far = any(shard.remote is not None for shard in first.checkpoint.shards)
-    decide = share_out if options.engine == "local" else share_on_cluster
-    return decide(workers, tensors, options.memory, options.jobs, FETCH_BYTES if far else 0)
+    client = FETCH_BYTES if far else 0
+    if options.engine != "local":
+        if options.device not in (None, "cpu"):
+            raise PlanError(
+                "--device is not for --engine ray, whose workers compute on CPUs: omit one"
+            )
+        return share_on_cluster(workers, tensors, options.memory, options.jobs, client)
+    share = share_out(workers, tensors, options.memory, options.jobs, client)
+    decision = decide(searched(workers), options.device, share.jobs, compiled_loops=share.compiled)
+    if decision is None or decision.device is None:
+        return replace(share, device=decision)
+    jobs = options.jobs or min(share.jobs, MOST_JOBS)
+    left = None if options.memory is None else options.memory - jobs * DEVICE_BYTES
+    if left is None or left >= share.total:
+        share = share_out(workers, tensors, left, jobs, client)
+        total = share.total + share.jobs * DEVICE_BYTES
+        return replace(share, total=total, device=decision)
+    need = format_size(share.total + jobs * DEVICE_BYTES)
+    if options.device is not None:
+        raise PlanError(
+            f"--device {options.device} takes {need} of memory with {count(jobs, 'job')}, and --memory "
+            f"gives {format_size(options.memory or 0)}: give more, fewer --jobs, or --device cpu"
+        )
+    why = f"{decision.why}; {decision.device} would take --memory {need}"
+    return replace(share, device=Decision(None, why))
+
+
+def searched(units: Sequence[Unit]) -> dict[str, int]:
+    """The loops that search for scales, and the bytes of BF16 weights that each is given."""
+    found: dict[str, int] = {}
+    for unit in units:
+        for step in unit.steps:
+            for node in step.nodes if isinstance(step, Compute) else ():
+                for loop in search_loops(node.op):
+                    matrix = encoded(node.op, [arg.type for arg in node.args])
+                    found[loop] = found.get(loop, 0) + 2 * matrix.numel
+    return found
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:

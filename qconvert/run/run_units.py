@@ -101,7 +101,8 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     share = ready.share
     shards = ready.plan.checkpoint.shards
     metered = recording() is not None
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
+    device = None if share.device is None else share.device.device
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered, device)
     return setup, places
 
 

@@ -23,6 +23,7 @@ from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
 from qconvert.core.profiling import Word
 from qconvert.ops.compiled.choice import use
+from qconvert.ops.gpu.choice import use as use_gpu
 from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
@@ -38,8 +39,8 @@ _PROGRESS_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
-    arena, and each window of the sink), whether it computes in compiled loops, and whether it tells what
-    its steps take."""
+    arena, and each window of the sink), whether it computes in compiled loops, whether it tells what
+    its steps take, and the GPU that it searches for scales on."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
@@ -47,6 +48,7 @@ class Setup:
     window: int
     compiled: bool = False
     metered: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def unit_runner(
 ) -> UnitRunner:
     """A runner for units of the setup's conversion."""
     use(setup.compiled)
+    use_gpu(setup.device)
     names = [path.name for path in setup.paths]
     arena = Arena(setup.arena)
     if work is not None:

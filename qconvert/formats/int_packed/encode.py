@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned, whole
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.formats.int_packed.packers import PackQuantized
+from qconvert.formats.int_packed.scales import EPS, held, round_any
+from qconvert.formats.int_packed.search import search_rows
 from qconvert.ops.buffers import array
-from qconvert.ops.cast import decode, round_to_bf16
+from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import RowOp, row_parts
 
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
-
-# What a scale of zero becomes: the epsilon of its dtype.
-_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
 
 _BF16_INFINITY = 0x7F80
 # Below 2^-120 a scale may be a denormal, whose rounding is so coarse that a quotient exceeds 8. From
@@ -49,7 +48,10 @@ _TILE_ELEMENTS = 1 << 18
 _SHORT_GROUP = 128
 
 
-def encoder(scheme: IntScheme, packer: Packer) -> RowOp:
+Scales = Literal["amax", "search"]
+
+
+def encoder(scheme: IntScheme, packer: Packer, scales: Scales = "amax") -> RowOp:
     """The op that rounds a BF16 matrix to nearest and packs it. Raises PlanError for an actorder, which
     only calibration knows."""
     if scheme.actorder is not None:
@@ -57,7 +59,7 @@ def encoder(scheme: IntScheme, packer: Packer) -> RowOp:
             f"actorder {scheme.actorder!r} orders columns by calibration data; rounding to nearest "
             "has none: leave it out, or calibrate"
         )
-    return RoundToNearest(scheme, packer)
+    return RoundToNearest(scheme, packer, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +68,29 @@ class RoundToNearest:
 
     Symmetric: scale = amax / half the range, code = w / scale. Asymmetric: scale = (max - min) / the
     range, both taken with 0 in it; zero = lowest code - min / scale; code = w / scale + zero. Rounded
-    to nearest, ties to even, and held to the range; a scale of 0 becomes its dtype's epsilon. Raises
+    to nearest, ties to even, and held to the range; a scale of 0 becomes its dtype's epsilon. With
+    `scales: search` each group's is the best of a ladder, see formats/int_packed/search.py. Raises
     PlanError where the argument is no BF16 matrix or the packer cannot hold it, RowError for NaN,
     infinity, and scales beyond their dtype.
     """
 
     scheme: IntScheme
     packer: Packer
+    scales: Scales = "amax"
+
+    @property
+    def search_loop(self) -> str | None:
+        """The loop that its scales are searched for with."""
+        return "ints_search" if self.scales == "search" else None
 
     def __repr__(self) -> str:
         """compressed-tensors' symmetric form has the name of an op that it once had: fingerprints and
         journals hold it."""
         scheme = self.scheme
+        if self.scales != "amax":
+            return (
+                f"RoundToNearest(scheme={scheme!r}, packer={self.packer!r}, scales={self.scales!r})"
+            )
         if self.packer == PackQuantized(scheme) and _is_plain(scheme) and scheme.actorder is None:
             return f"PackInt{scheme.bits}(group={scheme.group})"
         return f"RoundToNearest(scheme={scheme!r}, packer={self.packer!r})"
@@ -110,7 +123,8 @@ class RoundToNearest:
         return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
-        """Codes, scales and zero points of what is packed at once, and a tile twice as float32."""
+        """Codes, scales and zero points of what is packed at once, and a tile twice as float32; thrice
+        to search."""
         rows, columns = args[0].shape
         groups = self.scheme.groups(columns)
         height = self._height(rows, columns)
@@ -119,7 +133,7 @@ class RoundToNearest:
             aligned(tall * columns)
             + aligned(4 * tall * groups)
             + aligned(tall * groups)
-            + 2 * aligned(4 * height * columns)
+            + (2 if self.scales == "amax" else 3) * aligned(4 * height * columns)
         )
 
     def _height(self, rows: int, columns: int) -> int:
@@ -132,7 +146,8 @@ class RoundToNearest:
         return min(rows, max(1, _TILE_ELEMENTS // (step * columns)) * step) if step else rows
 
     def loss(self, *args: TensorType) -> str | None:
-        return f"{self.packer.loss(args[0])} (error about half a step at most)"
+        how = "error about half a step at most" if self.scales == "amax" else "scales searched for"
+        return f"{self.packer.loss(args[0])} ({how})"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
@@ -156,23 +171,30 @@ class RoundToNearest:
         zero = array(cut(tall * groups), np.int8, (tall, groups))
         values = array(cut(4 * height * columns), np.float32, (height, columns))
         spare = array(cut(4 * height * columns), np.int32, (height, columns))
+        third = array(
+            cut(0 if self.scales == "amax" else 4 * height * columns), np.float32, (-1, columns)
+        )
         source = array(ins[0].data, np.uint16, (rows, columns))
         for top in range(0, rows, max(1, tall)):
             bottom = min(top + tall, rows)
             for start in range(top, bottom, height):
                 stop = min(start + height, bottom)
                 here, count = slice(start - top, stop - top), stop - start
+                made = codes[here], scale[here], zero[here]
                 try:
-                    _round(
-                        source[start:stop], values[:count], spare[:count], scheme,
-                        codes[here], scale[here], zero[here],
-                    )  # fmt: skip
+                    if self.scales == "amax":
+                        _round(source[start:stop], values[:count], spare[:count], scheme, *made)
+                    else:
+                        search_rows(
+                            source[start:stop], values[:count], spare[:count], third[:count], scheme,
+                            *made,
+                        )  # fmt: skip
                 except RowError as error:
                     raise RowError(start + error.row, error.what) from error
             some = slice(bottom - top)
             zeros = None if scheme.symmetric else zero[some]
-            made = Codes(codes[some], scale[some], zeros)
-            self.packer.pack(made, self._cut(outs, top, bottom, rows))
+            packed = Codes(codes[some], scale[some], zeros)
+            self.packer.pack(packed, self._cut(outs, top, bottom, rows))
         return {}
 
     def _cut(self, outs: Sequence[Buffer], start: int, stop: int, rows: int) -> list[Buffer]:
@@ -225,7 +247,7 @@ def _round(
     decode(weight.data, "BF16", values, spare)
     grouped = *scale.shape, -1
     with np.errstate(all="ignore"):  # a scale of 0, or beyond its dtype, is looked after
-        _round_any(
+        round_any(
             values.reshape(grouped),
             spare.reshape(grouped),
             scheme,
@@ -260,8 +282,8 @@ def _round_plain(
     coarse = bool(np.any((largest > 0) & (largest < _COARSE)))
     np.left_shift(largest, 16, out=scale.view(np.int32))
     np.divide(scale, np.float32(half - 0.5), out=scale)
-    _to_bf16(scale)
-    scale[scale == 0] = _EPS["BF16"]
+    held(scale, "BF16")
+    scale[scale == 0] = EPS["BF16"]
     np.copyto(bits, weight)
     np.multiply(bits, 1 << 16, out=bits)  # quicker than numpy's shift
     values = bits.view(np.float32)
@@ -308,75 +330,3 @@ def largest_sizes(weight: Int16s, work: Int32s, out: Int32s) -> None:
         sizes, other = other, sizes
         width *= 2
     np.copyto(out, sizes[::group].reshape(count, 1))
-
-
-def _round_any(
-    values: Float32s,
-    spare: Int32s,
-    scheme: IntScheme,
-    codes: Int8s,
-    scale: Float32s,
-    zero: Int8s,
-) -> None:
-    """Groups [n, groups, G] of weights -> codes alike, scale and zero [n, groups]. Spends `values`."""
-    import numpy as np
-
-    low, high = scheme.low, scheme.high
-    bf16 = scheme.scale_dtype == "BF16"
-    most, least = values.max(axis=2), values.min(axis=2)  # NaN goes through both
-    finite = np.isfinite(most) & np.isfinite(least)
-    if not finite.all():
-        row = int(np.argwhere(~finite)[0][0])
-        raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
-    np.maximum(most, 0, out=most)
-    np.minimum(least, 0, out=least)
-    if scheme.symmetric:
-        np.copyto(scale, np.maximum(most, -least) / np.float32((high - low) / 2))
-    else:
-        spread = most - least
-        if bf16:
-            _to_bf16(spread)
-        np.copyto(scale, spread / np.float32(high - low))
-    _to_scale_dtype(scale, scheme)
-    if not np.isfinite(scale).all():
-        row = int(np.argwhere(~np.isfinite(scale))[0][0])
-        raise RowError(row, f"needs a scale beyond {scheme.scale_dtype}; its weights are too large")
-    if not scheme.symmetric:
-        below = least / scale
-        if bf16:
-            _to_bf16(below)
-        np.subtract(np.float32(low), below, out=below)
-        if bf16:
-            _to_bf16(below)
-        np.clip(below, low, high, out=below)
-        below[np.isnan(below)] = 0  # a group of zeros
-        np.copyto(zero, np.rint(below), casting="unsafe")
-    scale[scale == 0] = _EPS[scheme.scale_dtype]
-    np.divide(values, scale[:, :, None], out=values)
-    if bf16:
-        _to_bf16(values, spare)
-    if not scheme.symmetric:
-        np.add(values, zero[:, :, None], out=values, casting="unsafe")
-        if bf16:
-            _to_bf16(values, spare)
-    np.clip(values, low, high, out=values)
-    np.rint(values, out=values)
-    np.copyto(codes, values, casting="unsafe")
-
-
-def _to_bf16(values: Float32s, spare: Int32s | None = None) -> None:
-    """Rounded in place to numbers of bf16."""
-    import numpy as np
-
-    bits = values.view(np.int32)
-    round_to_bf16(bits, np.empty_like(bits) if spare is None else spare)
-    np.left_shift(bits, 16, out=bits)
-
-
-def _to_scale_dtype(scale: Float32s, scheme: IntScheme) -> None:
-    import numpy as np
-
-    if scheme.scale_dtype == "BF16":
-        _to_bf16(scale)
-    elif scheme.scale_dtype == "F16":
-        np.copyto(scale, scale.astype(np.float16))

@@ -11,10 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from qconvert.ops.compiled.choice import in_use
+from qconvert.ops.gpu.choice import kernel
 
 
 def done(name: str, *args: Any) -> bool:
     """Whether the loop of this name made the results; else they are undefined, and numpy's form is to
-    make them."""
+    make them. A loop that has a form for GPUs runs there, if this process is to use one."""
+    on_gpu = kernel(name)
+    if on_gpu is not None and on_gpu(*args):
+        return True
     found = in_use()
     return found is not None and bool(getattr(found, name)(*args))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Half the smallest number above 0, and the value that replaces a scale that rounds to 0.
 _TINY = {"BF16": 2.0**-134, "F16": 2.0**-25, "F32": 2.0**-150}
-_EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
+EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
 _COARSER = 1 + 2.0**-7  # a scale rounded to bf16, with a margin
 _DIVIDED = 2.0**-22  # GPUs multiply by an inverse where CPUs divide: a float32's last bit, or two
 
@@ -66,7 +66,7 @@ class Tile:
         return values.reshape(values.shape[0], count, width)
 
 
-def _range(form: Form) -> tuple[int, bool, str]:
+def code_range(form: Form) -> tuple[int, bool, str]:
     """How many steps there are between the first code and the last, whether zero is in the middle, and
     the dtype of the scales."""
     assert form.codes is not None
@@ -79,7 +79,7 @@ def nearest_fits(tile: Tile) -> Bools:
     """Which weights are within rounding to nearest of the source's."""
     import numpy as np
 
-    steps, symmetric, dtype = _range(tile.form)
+    steps, symmetric, dtype = code_range(tile.form)
     half, part = 0.5, 0.0
     if symmetric and steps == 15:
         # The largest weight of a group is 7.5 steps before its scale is rounded to bf16, which takes
@@ -112,7 +112,7 @@ def coarse(tile: Tile, first: int) -> str:
     than the group's weights need. `first` is the tile's first row."""
     import numpy as np
 
-    steps, symmetric, dtype = _range(tile.form)
+    steps, symmetric, dtype = code_range(tile.form)
     cut = tile.cut(tile.expected)
     if cut is None:
         return "its groups of columns differ in size"
@@ -121,7 +121,7 @@ def coarse(tile: Tile, first: int) -> str:
         # Symmetric ones of other tools may have their largest weight at the largest code.
         most = size * np.float32(_COARSER / (steps // 2 if symmetric else steps))
         most += np.float32(_TINY[dtype] * (steps + 1))
-        unseen = (tile.step == _EPS[dtype]) & (size <= np.float32(_TINY[dtype] * (steps + 1)))
+        unseen = (tile.step == EPS[dtype]) & (size <= np.float32(_TINY[dtype] * (steps + 1)))
         wrong = (tile.step > most) & (size > 0) & ~unseen
     if not wrong.any():
         return ""
@@ -258,7 +258,7 @@ def _other_scale(tile: Tile, first: int) -> str:
     """A scale that is not exactly the one of its group's weights."""
     import numpy as np
 
-    steps, symmetric, dtype = _range(tile.form)
+    steps, symmetric, dtype = code_range(tile.form)
     cut = tile.cut(as_bf16(np.ascontiguousarray(tile.expected)))
     if cut is None:
         return "its groups of columns differ in size"
@@ -268,7 +268,7 @@ def _other_scale(tile: Tile, first: int) -> str:
             size = as_bf16(size)
         exact = size / np.float32(steps / 2 if symmetric else steps)
         low, high = (rounded(exact * np.float32(1 + sign * _DIVIDED), dtype) for sign in (-1, 1))
-        eps = np.float32(_EPS[dtype])
+        eps = np.float32(EPS[dtype])
         low, high = (np.where(bound > 0, bound, eps) for bound in (low, high))
         bad = ~((tile.step >= np.minimum(low, high)) & (tile.step <= np.maximum(low, high)))
     if not bad.any():

@@ -26,6 +26,7 @@ from qconvert.validators.reading.matrices import Key, Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_input_scale
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
+from qconvert.validators.weights.searched import CompareSearched, is_searched
 
 RULES = (
     Rule(
@@ -104,7 +105,9 @@ class Weights:
                 )
                 yield Finding("QC061", "error", mine.tensor, described(mine, message))
             else:
-                task = Compare(mine, yours, _how(folder, mine, yours), _is_full(folder))
+                how = _how(folder, mine, yours)
+                kind_of = CompareSearched if _is_searched(folder, mine, how) else Compare
+                task = kind_of(mine, yours, how, _is_full(folder))
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
         if cache:
@@ -199,6 +202,12 @@ def _unlike(mine: Matrix, yours: Matrix) -> str:
     if mine.format == RAW and mine.form.weight.type.dtype != yours.form.weight.type.dtype:
         return f"{mine.form.weight.type} against {yours.form.weight.type}"
     return ""
+
+
+def _is_searched(folder: Folder, mine: Matrix, how: How) -> bool:
+    """Whether the scales of a matrix that was rounded were searched for."""
+    step = "nvfp4" if mine.format == NVFP4 else "w4a16" if mine.form.codes is not None else ""
+    return how == "nearest" and is_searched(folder.checkpoint.manifest or {}, step)
 
 
 def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:

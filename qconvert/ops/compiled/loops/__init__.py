@@ -10,6 +10,7 @@ from qconvert.ops.compiled.loops.ints import (
     ints_round,
     ints_round_any,
 )
+from qconvert.ops.compiled.loops.search import ints_search
 
 __all__ = [
     "amx_int4",
@@ -23,6 +24,7 @@ __all__ = [
     "ints_pack",
     "ints_round",
     "ints_round_any",
+    "ints_search",
     "mxfp4_encode",
     "mxfp8_encode",
     "nvfp4_encode",

@@ -46,7 +46,7 @@ _INFINITE = np.int16(0x7F80)
 
 
 @inner
-def _ends(row: Any) -> tuple[np.float32, np.float32, bool]:
+def ends(row: Any) -> tuple[np.float32, np.float32, bool]:
     """The largest and the smallest of bf16 numbers, and whether all are finite."""
     most, least = np.int16(-0x8000), np.int16(0x7FFF)
     for column in range(row.size):
@@ -64,7 +64,7 @@ def _value(key: np.int16) -> np.float32:
 
 
 @inner
-def _as_f16(value: np.float32) -> np.float32:
+def as_f16(value: np.float32) -> np.float32:
     """A number above 0 to the nearest of fp16, ties to even: multiples of 2^-24 below 2^-14."""
     bits = np.float32(value).view(np.int32)
     even = np.int32(np.int32(bits >> np.int32(13)) & np.int32(1))
@@ -101,12 +101,12 @@ def _codes_f32(
 def ints_round_any(
     weight: Any, low: int, high: int, symmetric: bool, bf16: bool, codes: Any, scale: Any, zero: Any
 ) -> bool:
-    """`_round_any` with scales in BF16, or (not `bf16`) in F16: groups [n, G] of BF16 -> codes alike,
+    """`round_any` with scales in BF16, or (not `bf16`) in F16: groups [n, G] of BF16 -> codes alike,
     scales and zero points [n]. Declines NaN, infinity, scales that their dtype cannot hold, and those
     that it rounds to 0."""
     first, last, steps = np.float32(low), np.float32(high), np.float32(high - low)
     for group in range(weight.shape[0]):
-        most, least, finite = _ends(weight[group])
+        most, least, finite = ends(weight[group])
         if not finite:
             return False
         most = most if most > np.float32(0) else np.float32(0)
@@ -118,7 +118,7 @@ def ints_round_any(
             size = np.float32(most - least)
             size = rounded(size) if bf16 else size
             step = np.float32(size / steps)
-        step = rounded(step) if bf16 else _as_f16(step)
+        step = rounded(step) if bf16 else as_f16(step)
         largest_step = np.float32(3.0e38) if bf16 else np.float32(65504)
         if not step <= largest_step or (step == np.float32(0) and size != np.float32(0)):
             return False

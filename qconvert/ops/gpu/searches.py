@@ -1,0 +1,191 @@
+"""The searches as Triton kernels: what `qconvert.ops.compiled.loops.search` does, a program for some
+groups at once, a candidate a lane.
+
+Each product and sum is rounded by itself (`enable_fp_fusion=False`), quotients are IEEE's, and bf16 and
+fp16 are rounded on integers, so that bytes are numpy's. Errors are added column after column.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.ops.gpu.staging import Staging
+
+    Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+_LANES = 64
+_RUNGS = tl.constexpr(48)
+# Groups that a program works on. In the interpreter a program is expensive, an element cheap.
+_GROUPS = 256 if os.environ.get("TRITON_INTERPRET") == "1" else 16
+_COLUMNS = 64
+_OPTIONS = {} if os.environ.get("TRITON_INTERPRET") == "1" else {"enable_fp_fusion": False}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bf16(value: tl.tensor) -> tl.tensor:
+    """To a number of bf16, ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _f16(value: tl.tensor) -> tl.tensor:
+    """A number above 0 to the nearest of fp16, ties to even: multiples of 2^-24 below 2^-14."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -8192
+    small = (value + 0.75) - 0.75
+    return tl.where(value < 0.00006103515625, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _held(value: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    if DTYPE == 0:
+        return _bf16(value)
+    if DTYPE == 1:
+        return _f16(value)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _whole(value: tl.tensor) -> tl.tensor:
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _float(bits: tl.tensor) -> tl.tensor:
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _ints(
+    weight: tl.tensor,
+    ladder: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    flag: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    least_size: tl.tensor,
+    most_step: tl.tensor,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    here = group < count
+    lane = tl.arange(0, LANES)
+    inside = tl.arange(0, COLUMNS)
+    most = tl.full([GROUPS], 0.0, tl.float32)
+    least = tl.full([GROUPS], 0.0, tl.float32)
+    broken = tl.full([GROUPS], 0, tl.int32)
+    for first in range(0, width, COLUMNS):
+        column = first + inside
+        mask = here[:, None] & (column < width)[None, :]
+        bits = tl.load(weight + group[:, None] * width + column[None, :], mask=mask, other=0)
+        broken = tl.maximum(broken, tl.max(((bits & 0x7FFF) >= 0x7F80).to(tl.int32), axis=1))
+        value = _float(bits)
+        # NaN and infinity are declined: what they compare to is of no matter.
+        most = tl.maximum(most, tl.max(value, axis=1))
+        least = tl.minimum(least, tl.min(value, axis=1))
+    size = tl.maximum(most, -least)
+    high_end = most[:, None] * tl.load(ladder + lane, mask=lane < _RUNGS, other=1.0)[None, :]
+    low_end = least[:, None] * tl.load(ladder + lane, mask=lane < _RUNGS, other=1.0)[None, :]
+    middle = tl.zeros([GROUPS, LANES], tl.float32)
+    steps = tl.full([GROUPS, LANES], HIGH - LOW, tl.float32)
+    if SYMMETRIC:
+        step = _held(tl.div_rn(tl.maximum(high_end, -low_end), steps * 0.5), DTYPE)
+    else:
+        spread = high_end - low_end
+        if DTYPE == 0:
+            spread = _bf16(spread)
+        step = _held(tl.div_rn(spread, steps), DTYPE)
+    usable = (step > 0) & (step <= most_step)
+    step = tl.where(usable, step, 1.0)
+    if not SYMMETRIC:
+        middle = tl.div_rn(low_end, step)
+        if DTYPE == 0:
+            middle = _bf16(middle)
+        middle = LOW - middle
+        if DTYPE == 0:
+            middle = _bf16(middle)
+        middle = _whole(tl.maximum(tl.minimum(middle, HIGH), LOW))
+    first_usable = tl.max((usable & (lane == 0)[None, :]).to(tl.int32), axis=1)
+    wrong = (broken > 0) | ((size > 0) & ((size < least_size) | (first_usable == 0)))
+    tl.store(flag + tl.zeros([GROUPS], tl.int32), 1, mask=here & wrong)
+    inverse = tl.div_rn(tl.full([GROUPS, LANES], 1.0, tl.float32), step)
+    low, high = LOW - middle, HIGH - middle
+    total = tl.zeros([GROUPS, LANES], tl.float32)
+    for column in range(width):
+        bits = tl.load(weight + group * width + column, mask=here, other=0)
+        quotient = _float(bits)[:, None] * inverse
+        code = _whole(tl.minimum(tl.maximum(quotient, low), high))
+        off = quotient - code
+        total = total + off * off
+    wide = step.to(tl.float64)
+    error = total.to(tl.float64) * (wide * wide)
+    tried = usable & (lane < _RUNGS)[None, :]
+    error = tl.where(tried, error, float("inf"))
+    best = tl.min(error, axis=1)
+    # The first of equal ones.
+    chosen = tl.min(tl.where(error == best[:, None], lane[None, :], LANES), axis=1)
+    mine = lane[None, :] == chosen[:, None]
+    nothing = size == 0
+    own_step = tl.sum(tl.where(mine, step, 0.0), axis=1)
+    own_inverse = tl.sum(tl.where(mine, inverse, 0.0), axis=1)
+    own_middle = tl.sum(tl.where(mine, middle, 0.0), axis=1)
+    own_middle = tl.where(nothing, 0.0, own_middle)
+    tl.store(scale + group, tl.where(nothing, eps, own_step), mask=here)
+    tl.store(zero + group, own_middle.to(tl.int32).to(tl.int8), mask=here)
+    for first in range(0, width, COLUMNS):
+        column = first + inside
+        mask = here[:, None] & (column < width)[None, :]
+        at = group[:, None] * width + column[None, :]
+        value = _float(tl.load(weight + at, mask=mask, other=0))
+        quotient = value * own_inverse[:, None]
+        code = tl.minimum(
+            tl.maximum(quotient, LOW - own_middle[:, None]), HIGH - own_middle[:, None]
+        )
+        code = _whole(code) + own_middle[:, None]
+        code = tl.where(nothing[:, None], 0.0, code)
+        tl.store(codes + at, code.to(tl.int32).to(tl.int8), mask=mask)
+
+
+_EPS = (2.0**-7, 2.0**-10, 2.0**-23)
+_MOST_STEP = (3.0e38, 65504.0, 3.0e38)
+
+
+def ints_search(
+    staging: Staging, weight: Array, ladder: Array, low: int, high: int, symmetric: bool, dtype: int,
+    codes: Array, scale: Array, zero: Array,
+) -> bool:  # fmt: skip
+    """`ints_search` of `qconvert.ops.compiled.loops.search`, with its arguments."""
+    rungs = torch.ones(_LANES)
+    rungs[: ladder.size] = torch.from_numpy(ladder)
+    rungs = rungs.to(staging.device)
+
+    def launch(
+        ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], flag: torch.Tensor
+    ) -> None:
+        count, width = ins[0].shape
+        _ints[(triton.cdiv(count, _GROUPS),)](
+            ins[0], rungs, *outs, flag, count, width, _EPS[dtype], 2.0**-100, _MOST_STEP[dtype],
+            low, high, symmetric, dtype, _GROUPS, _LANES, _COLUMNS, **_OPTIONS,
+        )  # fmt: skip
+
+    return staging.run([weight], [codes, scale, zero], launch)

@@ -1,0 +1,96 @@
+"""Searches for scales in Triton against numpy's form, bit for bit: in its interpreter by
+tests/test_gpu_searches.py, on a GPU by `python tests/gpu_searches.py`, which also tells GB/s.
+
+Prints a line a case: fits or differs, the op, the weights, and whether the kernel took it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_compiled import _ORDINARY, ENCODERS, WEIGHTS, gaussian, outcome
+
+from qconvert.core.graph import Buffer, Op
+from qconvert.ops import compiled
+from qconvert.ops.gpu import choice
+
+_SEARCHES = {
+    name: found for name, found in ENCODERS.items() if getattr(found.op, "search_loop", None)
+}
+
+
+def main() -> int:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = "cpu" if interpreted else "cuda:0"
+    bad = 0
+    for name, found in _SEARCHES.items():
+        for weights in WEIGHTS:
+            for tall, wide in ((1, 1), (3, 2)) if interpreted else ((1, 1), (3, 2), (40, 7)):
+                random = np.random.default_rng(len(name) + tall)
+                shape = tall * found.rows, wide * found.columns
+                ins = found.ins(random, weights(random, *shape))
+                plain = outcome(found.op, ins, on=False)
+                made, taken = _on(device, found.op, ins)
+                fits = made == plain and (taken > 0 or weights not in _ORDINARY)
+                bad += not fits
+                print(
+                    "fits" if fits else "differs", name, weights.__name__, list(shape),
+                    "taken" if taken else "declined", sep="\t",
+                )  # fmt: skip
+    if not interpreted:
+        _speed(device)
+    return 1 if bad else 0
+
+
+def _on(device: str, op: Op, ins: Sequence[Buffer]) -> tuple[Any, bool]:
+    """What an op makes where a kernel may answer, and whether one did."""
+    taken: list[bool] = []
+
+    def counted(loop: str) -> Callable[..., bool] | None:
+        kernel = choice.kernel(loop)
+        if kernel is None:
+            return None
+
+        def run(*args: Any) -> bool:
+            taken.append(kernel(*args))
+            return taken[-1]
+
+        return run
+
+    choice.use(device)
+    vars(compiled)["kernel"] = counted
+    try:
+        return outcome(op, ins, on=False), any(taken)
+    finally:
+        vars(compiled)["kernel"] = choice.kernel
+        choice.use(None)
+
+
+def _speed(device: str) -> None:
+    """GB of BF16 a second through the op, host to host, one process."""
+    for name, found in _SEARCHES.items():
+        columns = max(1, 4096 // found.columns) * found.columns
+        rows = max(1, 8192 // found.rows) * found.rows
+        ins = found.ins(np.random.default_rng(0), gaussian(np.random.default_rng(1), rows, columns))
+        choice.use(device)
+        seconds = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            outcome(found.op, ins, on=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        choice.use(None)
+        print(f"{name}\t{2 * rows * columns / min(seconds) / 1e9:.2f} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

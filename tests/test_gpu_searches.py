@@ -1,0 +1,108 @@
+"""Searches for scales on a GPU: what decides for one, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import run_cli
+from models import numbers_only, qwen3_moe
+from test_gdn_fused import interpreted
+
+from qconvert.core.errors import PlanError
+from qconvert.ops.gpu import choice
+from qconvert.ops.gpu.choice import CORE_RATES, Decision
+
+_LONG = {"ints_search": 10**12}
+
+
+def decide(searched: dict[str, int], asked: str | None, jobs: int) -> Decision | None:
+    return choice.decide(searched, asked, jobs, compiled_loops=True)
+
+
+@pytest.mark.peer
+def test_kernels_make_numpys_bytes() -> None:
+    done = interpreted(Path(__file__).parent / "gpu_searches.py")
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert {line[0] for line in lines} == {"fits"}
+    assert {line[4] for line in lines} == {"taken", "declined"}
+    assert len({line[1] for line in lines}) >= len(CORE_RATES)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where this machine's GPUs are looked for."""
+    monkeypatch.setattr(choice, "_NODES", tmp_path)
+    return tmp_path
+
+
+def test_a_long_search_takes_a_gpu_where_there_is_one(gpus: Path) -> None:
+    found = decide(_LONG, None, 4)
+    assert found is not None
+    assert found.device is None
+    assert "no NVIDIA GPU" in found.why
+    (gpus / "nvidia0").touch()
+    (gpus / "nvidiactl").touch()
+    found = decide(_LONG, None, 4)
+    assert found is not None
+    assert found.device == "cuda:0"
+    assert found.why == "searching scales of 1.00 TB takes 4 cores about 625 s"
+
+
+def test_a_short_search_does_not(gpus: Path) -> None:
+    (gpus / "nvidia0").touch()
+    found = decide({"ints_search": 10**9}, None, 4)
+    assert found == Decision(
+        None, "searching scales of 1.0 GB takes 4 cores about 1 s, a GPU's start 10 s"
+    )
+    assert decide({}, None, 4) is None
+    in_numpy = choice.decide({"ints_search": 10**9}, None, 1, compiled_loops=False)
+    assert in_numpy is not None
+    assert in_numpy.device == "cuda:0"
+
+
+def test_what_is_asked_for_is_done_or_refused(gpus: Path) -> None:
+    with pytest.raises(PlanError, match="device cuda:0: this machine has no NVIDIA GPU"):
+        decide(_LONG, "cuda:0", 4)
+    (gpus / "nvidia0").touch()
+    assert decide({"ints_search": 1}, "cuda:0", 1) is not None
+    with pytest.raises(PlanError, match=r"device cuda:3: this machine has 1 GPU, cuda:0 to cuda:0"):
+        decide(_LONG, "cuda:3", 4)
+    with pytest.raises(PlanError, match=r"device 'tpu': expected cpu or cuda:N"):
+        decide(_LONG, "tpu", 4)
+    cpu = decide(_LONG, "cpu", 4)
+    assert cpu is not None
+    assert cpu.device is None
+    idle = decide({}, "cuda:0", 4)
+    assert idle is not None
+    assert "nothing is searched for" in idle.why
+
+
+def test_a_package_that_is_missing_is_named(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpus / "nvidia0").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="torch is not installed: pip install torch"):
+        decide(_LONG, "cuda:0", 1)
+
+
+def test_the_plan_says_where(tmp_path: Path) -> None:
+    numbers_only(qwen3_moe()).write(tmp_path / "source")
+    words = [
+        "w4a16",
+        tmp_path / "source",
+        tmp_path / "out",
+        "--rtn",
+        "--group-size",
+        "32",
+        "--dry-run",
+    ]
+    code, text, _ = run_cli(*words, "--scales", "search")
+    assert code == 0
+    assert "\ndevice  cpu: searching scales of " in text
+    code, text, _ = run_cli(*words)
+    assert code == 0
+    assert "\ndevice " not in text
+    code, _, error = run_cli(*words, "--device", "cpu", "--device", "cuda:0")
+    assert code == 2
+    assert "several --device need --gptq" in error

@@ -1,0 +1,233 @@
+"""`--scales search`: what it gains, that it never loses, that nothing but the group decides, and what a
+folder says of it. Oracles: int_forms.py's reading of the bytes, squares in float64, every one of 400
+scales tried; bytes of the compiled loop: test_compiled.py; compressed-tensors and transformers:
+test_w4a16_peer.py."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import int_forms
+import numpy as np
+import pytest
+from amx_rows import bf16
+from checkpoints import Model, run_cli
+from data_folders import floats, lines, store, unsealed
+from ops_harness import buffer, run_op
+from test_w4a16 import ordinary
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.int_packed.encode import Scales, encoder
+from qconvert.formats.int_packed.packers import PackGptq, PackQuantized
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.samples.request import Calibration
+
+Bits = np.ndarray[Any, np.dtype[np.uint16]]
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
+
+COLUMNS = 1024
+SCHEMES = {
+    "W4 g32": IntScheme(4, 32),
+    "W4 g128": IntScheme(4, 128),
+    "W4 channel": IntScheme(4, None),
+    "W8 g128": IntScheme(8, 128),
+    "W8 channel": IntScheme(8, None),
+    "W4 g32 asymmetric": IntScheme(4, 32, symmetric=False),
+    "W8 g128 asymmetric": IntScheme(8, 128, symmetric=False),
+    "W4 g128, fp16": IntScheme(4, 128, scale_dtype="F16"),
+}
+
+
+@cache
+def drawn(kind: str, rows: int = 96, columns: int = COLUMNS) -> Bits:
+    random = np.random.default_rng(3)
+    values = 0.02 * random.standard_t(4, (rows, columns))
+    if kind == "gaussian":
+        values = 0.02 * random.standard_normal((rows, columns))
+    elif kind == "outliers":
+        values[:, ::37] *= 20
+    elif kind == "alike":
+        values = random.choice([-0.5, 0.25, 0.5], (rows, columns))
+    elif kind == "one sign":
+        values = np.abs(values)
+    elif kind == "every size":
+        values *= np.exp2(random.integers(-8, 8, (rows, columns)))
+    elif kind == "zeros":
+        values[random.random((rows, columns)) < 0.4] = 0
+        values[3], values[:, :128] = 0, 0
+    return bf16(values)
+
+
+KINDS = ("gaussian", "heavy", "outliers", "alike", "one sign", "every size", "zeros")
+
+
+def exact(bits: Bits) -> Doubles:
+    found: Doubles = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return found
+
+
+def encoded(bits: Bits, scheme: IntScheme, scales: Scales, limit: int | None = None) -> list[bytes]:
+    pack: Any = PackQuantized if scheme.scale_dtype == "BF16" else PackGptq
+    kind = TensorType("BF16", bits.shape)
+    return run_op(encoder(scheme, pack(scheme), scales), [buffer(kind, bits.tobytes())], limit)[0]
+
+
+def errors(bits: Bits, scheme: IntScheme, scales: Scales) -> Doubles:
+    """The squared error of each group, by a reader that shares no code with the encoder."""
+    pack: Any = PackQuantized if scheme.scale_dtype == "BF16" else PackGptq
+    packer = pack(scheme)
+    kinds = packer.infer(TensorType("BF16", bits.shape))
+    parts = {
+        name: int_forms.to_array(data, kind)
+        for name, data, kind in zip(
+            packer.suffixes, encoded(bits, scheme, scales), kinds, strict=True
+        )
+    }
+    if scheme.scale_dtype == "BF16":
+        found = int_forms.from_compressed_tensors(parts, scheme.bits, bits.shape[1])
+    else:
+        found = int_forms.from_gptq(parts, scheme.bits, 1)
+    squares = np.square(exact(bits) - found)
+    made: Doubles = squares.reshape(-1, scheme.width(bits.shape[1])).sum(axis=1)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_group_is_worse(name: str, kind: str) -> None:
+    bits, scheme = drawn(kind), SCHEMES[name]
+    searched, plain = errors(bits, scheme, "search"), errors(bits, scheme, "amax")
+    assert np.all(searched <= plain * (1 + 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "most"),
+    [
+        ("W4 g32", "heavy", 0.86), ("W4 g128", "heavy", 0.84), ("W4 channel", "heavy", 0.55),
+        ("W4 g128", "outliers", 0.9), ("W4 g32", "gaussian", 0.84), ("W8 g128", "heavy", 0.97),
+        ("W8 channel", "heavy", 0.97), ("W4 g32 asymmetric", "heavy", 0.94),
+        ("W4 g128, fp16", "heavy", 0.84),
+    ],
+)  # fmt: skip
+def test_what_it_gains(name: str, kind: str, most: float) -> None:
+    bits, scheme = drawn(kind), SCHEMES[name]
+    ratio = errors(bits, scheme, "search").sum() / errors(bits, scheme, "amax").sum()
+    assert ratio <= most, ratio
+
+
+@pytest.mark.parametrize("name", ["W4 g32", "W4 g128", "W4 channel"])
+def test_close_to_the_best_of_400_scales(name: str) -> None:
+    bits, scheme = drawn("heavy"), SCHEMES[name]
+    groups = exact(bits).reshape(-1, scheme.width(COLUMNS))
+    plain = np.abs(groups).max(axis=1) / 7.5
+    best = np.full(plain.shape, np.inf)
+    for part in np.linspace(0.1, 1.1, 400):
+        step = exact(bf16(part * plain))[:, None]
+        codes = np.clip(np.rint(groups / step), -8, 7)
+        np.minimum(best, np.square(groups - codes * step).sum(axis=1), out=best)
+    assert errors(bits, scheme, "search").sum() <= 1.01 * best.sum()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_group_gets_the_same_bytes_wherever_it_stands(name: str) -> None:
+    bits, scheme = drawn("outliers"), SCHEMES[name]
+    whole = encoded(bits, scheme, "search")
+    for limit in (1, 60_000):
+        assert encoded(bits, scheme, "search", limit) == whole
+    if scheme.symmetric and scheme.scale_dtype == "BF16":
+        turned = encoded(bits[::-1].copy(), scheme, "search")
+        for mine, yours in zip(turned, whole, strict=True):
+            rows = (np.frombuffer(part, np.uint8).reshape(len(bits), -1) for part in (mine, yours))
+            assert np.array_equal(next(rows)[::-1], next(rows))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_that_are_next_to_nothing_are_as_ever(symmetric: bool) -> None:
+    """Zeros, and sizes whose scale is a denormal."""
+    random = np.random.default_rng(1)
+    bits = random.integers(0, 0x0C00, (8, 64), np.uint16)  # below 2^-103
+    bits |= random.integers(0, 2, bits.shape, np.uint16) << np.uint16(15)
+    bits[2:4] = 0
+    scheme = IntScheme(4, 32, symmetric=symmetric)
+    assert encoded(bits, scheme, "search") == encoded(bits, scheme, "amax")
+
+
+# --- A folder ------------------------------------------------------------------------------------
+
+
+def converted(model: Model, folder: Path, *options: str) -> tuple[Path, Path]:
+    source, out = model.write(folder / "source"), folder / "out"
+    done = run_cli("w4a16", source, out, "--rtn", "--scales", "search", *options, "--jobs", "1")
+    assert done.code == 0, done.err
+    return source, out
+
+
+def findings(out: Path, source: Path) -> dict[str, str]:
+    done = run_cli("validate", out, "--against", source, "--level", "full", "--json", "--jobs", "1")
+    return {found["rule"]: found["message"] for found in json.loads(done.out)["findings"]}
+
+
+FORMS = {
+    "W4": [],
+    "W4 asymmetric": ["--asymmetric", "--group-size", "32"],
+    "W8 channel": ["--bits", "8", "--group-size", "channel"],
+    "gptq": ["--packing", "gptq"],
+    "gptq-v2 asymmetric": ["--packing", "gptq-v2", "--asymmetric", "--bits", "8"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_is_sound_and_says_how_it_was_made(form: str, tmp_path: Path) -> None:
+    source, out = converted(ordinary(), tmp_path, *FORMS[form])
+    assert not findings(out, source)
+    manifest = json.loads((out / "qconvert.json").read_bytes())
+    (step,) = [step for step in manifest["passes"] if step["name"] == "w4a16"]
+    assert "scales='search'" in step["spec"]
+    assert any("scales searched for" in what for what in manifest["lossy_steps"])
+
+
+UP = "model.layers.0.mlp.experts.1.up_proj"
+
+
+def test_a_broken_scale_is_found(tmp_path: Path) -> None:
+    source, out = converted(ordinary(), tmp_path)
+    scale = lines(out, f"{UP}.weight_scale").view("<u2")
+    scale[5, 0] ^= 0x80  # of the least bit of the exponent: twice or half as large
+    store(out, f"{UP}.weight_scale", scale)
+    unsealed(out)
+    assert "expected the code nearest to the source's" in findings(out, source)["QC060"]
+
+
+def test_codes_of_a_coarser_scale_are_found(tmp_path: Path) -> None:
+    """Each is the nearest to its weight under a scale twice as large as the group needs."""
+    source, out = converted(ordinary(), tmp_path)
+    scale = lines(out, f"{UP}.weight_scale").view("<u2")
+    words = lines(out, f"{UP}.weight_packed").view("<i4")
+    scale[7, 0] += 0x80
+    step = floats(scale)[7, 0]
+    weight = floats(lines(source, f"{UP}.weight"))[7, :128]
+    fields = np.clip(np.rint(weight / step), -8, 7)[None].astype(np.int64) + 8
+    words[7, :16] = int_forms.packed(fields, 4)[0]
+    store(out, f"{UP}.weight_scale", scale)
+    store(out, f"{UP}.weight_packed", words)
+    unsealed(out)
+    assert "row 7, group 0: expected a scale that loses no more" in findings(out, source)["QC060"]
+
+
+def test_the_words_of_passes_and_ops() -> None:
+    """A default stands in no identity."""
+    assert "scales" not in repr(ExpertsToW4A16())
+    assert repr(ExpertsToW4A16(scales="search")).endswith(", scales='search')")
+    scheme = IntScheme()
+    assert repr(encoder(scheme, PackQuantized(scheme))) == "PackInt4(group=128)"
+    assert "scales='search'" in repr(encoder(scheme, PackQuantized(scheme), "search"))
+
+
+def test_a_calibration_has_its_own_scales() -> None:
+    with pytest.raises(PlanError, match="leave one of the two out"):
+        ExpertsToW4A16(scales="search", calibrate=Calibration(synthetic=True))
