@@ -132,7 +132,7 @@ def _ints(
     low, high = LOW - middle, HIGH - middle
     total = tl.zeros([GROUPS, LANES], tl.float32)
     for column in range(width):
-        bits = tl.load(weight + group * width + column, mask=here, other=0)
+        bits = tl.load(weight + group * width + one, mask=here, other=0)
         quotient = _float(bits)[:, None] * inverse
         code = _whole(tl.minimum(tl.maximum(quotient, low), high))
         off = quotient - code
