@@ -7,6 +7,7 @@ Prints a line a case: fits or differs, the op, the weights, and whether the kern
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,47 @@ def main() -> int:
     return 1 if bad else 0
 
 
+# What a kernel is given, by Triton's types.
+_INTS = {
+    "weight": "*i16", "ladder": "*fp32", "codes": "*i8", "scale": "*fp32", "zero": "*i8", "flag": "*i32",
+    "count": "i32", "width": "i32", "eps": "fp32", "least_size": "fp32", "most_step": "fp32",
+}  # fmt: skip
+_SIZES = {"GROUPS": 16, "LANES": 64, "COLUMNS": 64}
+# PTX that does not round.
+_EXACT = {"mov", "neg", "abs", "min", "max", "setp", "selp", "ld", "st", "cvt", "shfl"}
+
+
+def compile_all() -> int:
+    """Compile each kernel for compute capability 9.0, and print what of its instructions rounds."""
+    from qconvert.ops.gpu import searches
+
+    found: set[str] = set()
+    for symmetric in (True, False):
+        for dtype in range(3):
+            constants = {"LOW": -8, "HIGH": 7, "SYMMETRIC": symmetric, "DTYPE": dtype, **_SIZES}
+            found |= _instructions(searches._ints, _INTS, constants)
+    print(*sorted(found), sep="\n")
+    return 0
+
+
+def _instructions(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> set[str]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qconvert.ops.gpu import searches
+
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=searches._OPTIONS)
+    found = set(re.findall(r"^\s*((?:\w+\.)*f(?:32|64))\b", made.asm["ptx"], re.MULTILINE))
+    return {name for name in found if name.split(".")[0] not in _EXACT}
+
+
 def _on(device: str, op: Op, ins: Sequence[Buffer]) -> tuple[Any, bool]:
     """What an op makes where a kernel may answer, and whether one did."""
     taken: list[bool] = []
@@ -93,4 +135,4 @@ def _speed(device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compile_all() if sys.argv[1:] == ["compile"] else main())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from qconvert.core.errors import PlanError
 from qconvert.ops.gpu import choice
 from qconvert.ops.gpu.choice import CORE_RATES, Decision
 
+_SEARCHES = Path(__file__).parent / "gpu_searches.py"
 _LONG = {"ints_search": 10**12}
 
 
@@ -22,12 +26,26 @@ def decide(searched: dict[str, int], asked: str | None, jobs: int) -> Decision |
 
 @pytest.mark.peer
 def test_kernels_make_numpys_bytes() -> None:
-    done = interpreted(Path(__file__).parent / "gpu_searches.py")
+    done = interpreted(_SEARCHES)
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert {line[0] for line in lines} == {"fits"}
     assert {line[4] for line in lines} == {"taken", "declined"}
     assert len({line[1] for line in lines}) >= len(CORE_RATES)
+
+
+@pytest.mark.peer
+def test_kernels_compile_for_a_gpu() -> None:
+    """For compute capability 9.0, which needs no GPU, and without instructions that round otherwise than
+    numpy: fused, flushing denormals, approximate."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, _SEARCHES, "compile"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = set(done.stdout.split())
+    assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32"} <= found
+    assert found <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "mul.rn.f64", "div.rn.f32"}
 
 
 @pytest.fixture
@@ -88,7 +106,7 @@ def test_a_package_that_is_missing_is_named(gpus: Path, monkeypatch: pytest.Monk
 
 def test_the_plan_says_where(tmp_path: Path) -> None:
     numbers_only(qwen3_moe()).write(tmp_path / "source")
-    words = [
+    words: list[str | Path] = [
         "w4a16",
         tmp_path / "source",
         tmp_path / "out",

@@ -131,7 +131,7 @@ def _ints(
     inverse = tl.div_rn(tl.full([GROUPS, LANES], 1.0, tl.float32), step)
     low, high = LOW - middle, HIGH - middle
     total = tl.zeros([GROUPS, LANES], tl.float32)
-    for column in range(width):
+    for one in range(width):
         bits = tl.load(weight + group * width + one, mask=here, other=0)
         quotient = _float(bits)[:, None] * inverse
         code = _whole(tl.minimum(tl.maximum(quotient, low), high))
