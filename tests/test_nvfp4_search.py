@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from checkpoints import run_cli
 from data_folders import lines, store, unsealed
+from mutants import Bench
 from nvfp4_rows import DTYPES, KINDS, Array, held, matrix, ours
-from test_mutants import Bench
 from test_scales import findings
 from test_w4a16 import ordinary
 
@@ -58,7 +58,8 @@ def meant(
 
 def squares(values: Array, found: Array) -> Array:
     off = values.astype(np.float64) - found
-    return np.square(off).reshape(-1, 16).sum(axis=1)
+    made: Array = np.square(off).reshape(-1, 16).sum(axis=1)
+    return made
 
 
 @both

@@ -13,6 +13,7 @@ from qconvert.cli.options import (
     INPUT_SCALE,
     KV_SCALE,
     OUT,
+    SCALES,
     SHARED_EXPERTS,
     SOURCE,
     STATS,
@@ -33,13 +34,7 @@ if TYPE_CHECKING:
     "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
     help=DIALECT_HELP,
 )  # fmt: skip
-@click.option(
-    "--scales", type=click.Choice(["amax", "search"]), default="amax", show_default=True,
-    help="Block scales. `amax`: each block's largest weight decides, as in both projects. `search`: the "
-    "same format, with the E4M3 scale from .5 to 2 of that whose codes have the least squared error: on "
-    "gaussian weights .73 of the other's, on heavy-tailed ones .81, with outlier channels .94. A core "
-    "searches .3 GB/s in compiled loops, which long runs take (extra `fast`), else .02.",
-)  # fmt: skip
+@SCALES
 @TARGETS
 @SHARED_EXPERTS
 @TP
