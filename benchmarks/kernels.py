@@ -89,6 +89,7 @@ def _ops() -> Iterator[tuple[str, Op, list[Buffer]]]:
     yield "int8", encoder(IntScheme(bits=8, group=None), KeepInt8()), bf16
     own = _buffer("F32", np.array([0.1 / 2688], "<f4"))
     yield "nvfp4", PackNvfp4(None, "modelopt"), [*bf16, own]
+    yield "nvfp4, scales searched", PackNvfp4(None, "modelopt", "search"), [*bf16, own]
     yield "mxfp4", EncodeMx("mxfp4"), bf16
     yield "mxfp8", EncodeMx("mxfp8"), bf16
 

@@ -445,6 +445,7 @@ CASES: Mapping[str, Case] = {
     "gptq": Case("bf16", "recipe w4a16: {group: 16, packing: gptq}"),
     "gptq v2": Case("bf16", "recipe w4a16: {group: 16, packing: gptq-v2, symmetric: false}"),
     "nvfp4": Case("bf16", "recipe nvfp4: {dialect: modelopt}"),
+    "nvfp4 searched": Case("bf16", "recipe nvfp4: {dialect: modelopt, scales: search}"),
     "nvfp4 of mxfp4": Case("mxfp4", "recipe nvfp4: {dialect: compressed-tensors}"),
     "nvfp4 packed": Case("bf16", "recipe nvfp4: {dialect: compressed-tensors}"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
-from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
 from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +75,11 @@ def stored(values: Array, dtype: str) -> bytes:
 
 
 def ours(
-    dialect: Dialect, dtype: str, *matrices: Array, limit: int | None = None
+    dialect: Dialect,
+    dtype: str,
+    *matrices: Array,
+    limit: int | None = None,
+    scales: Scales = "amax",
 ) -> tuple[Made, ...]:
     """Matrices that share a scale, in parts of `limit` bytes."""
     weights = [
@@ -89,6 +93,6 @@ def ours(
     found = []
     for weight in weights:
         args = [weight, buffer(TensorType("F32", (1,)), own)]
-        packed, scale = run_op(PackNvfp4(None, dialect), args, limit)[0]
+        packed, scale = run_op(PackNvfp4(None, dialect, scales), args, limit)[0]
         found.append(Made(packed, scale, own))
     return tuple(found)

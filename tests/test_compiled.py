@@ -144,6 +144,16 @@ ENCODERS = {
     "nvfp4 with a tiny scale": Encoder(
         PackNvfp4(None, "modelopt"), ("nvfp4_encode",), 1, 16, scale=_F32, about=1e-42
     ),
+    "nvfp4 searched": Encoder(
+        PackNvfp4(None, "modelopt", "search"), ("nvfp4_encode",), 1, 16, scale=_F32, about=0.08 / 2688
+    ),
+    "nvfp4 searched, compressed-tensors": Encoder(
+        PackNvfp4(None, "compressed-tensors", "search"), ("nvfp4_encode",), 1, 16, scale=_F32,
+        about=2688 / 0.08,
+    ),
+    "nvfp4 searched with a tiny scale": Encoder(
+        PackNvfp4(None, "modelopt", "search"), ("nvfp4_encode",), 1, 16, scale=_F32, about=1e-42
+    ),
     "mxfp4": Encoder(EncodeMx("mxfp4"), ("mxfp4_encode",), 1, 32),
     "mxfp8": Encoder(EncodeMx("mxfp8"), ("mxfp8_encode",), 1, 32),
     "fp8 blocks": Encoder(EncodeFp8("fp8", (16, 24)), ("fp8_encode",)),

@@ -472,6 +472,14 @@ MUTANTS = (
         "np.multiply(each, global_scale, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
     ),
     Mutant(
+        "the last block scale that was tried", "nvfp4 searched", "formats.nvfp4.search", "best_scales",
+        "better = usable & (error < best)", "better = usable",
+    ),
+    Mutant(
+        "searched block scales without their codes", "nvfp4 searched", "formats.nvfp4.search",
+        "best_scales", "np.copyto(scale, code, where=better", "np.copyto(scale, first, where=better",
+    ),
+    Mutant(
         "own scale inverted", "nvfp4 packed", "formats.nvfp4.scales", "OwnScale.run",
         "own[np.isinf(own)] = 1", "np.divide(1, own, out=own)",
     ),
@@ -670,6 +678,10 @@ MUTANTS = (
     Mutant(
         "loops: another scale than the codes'", "w4a16 searched", "ops.compiled.loops.search",
         "ints_search", "zero[group] = tried[chosen],", "zero[group] = tried[chosen - 1],",
+    ),
+    Mutant(
+        "loops: NVFP4 block scales of other factors", "nvfp4 searched", "ops.compiled.loops.fp4",
+        "_nvfp4_best", "return best, found", "return best, factor",
     ),
     Mutant(
         "loops: NVFP4 block scales one on", "nvfp4", "ops.compiled.loops.fp4", "nvfp4_encode",

@@ -18,7 +18,7 @@ from nvfp4_rows import DTYPES, KINDS, Array, Made, matrix, ours, stored
 
 from qconvert.core.encodings import Dialect
 from qconvert.formats.nvfp4.config import group_config
-from qconvert.formats.nvfp4.encode import inverse
+from qconvert.formats.nvfp4.encode import Scales, inverse
 
 pytestmark = pytest.mark.peer
 
@@ -159,8 +159,9 @@ def error(made: Made, values: Array) -> float:
     return float(np.square(found - values).sum())
 
 
+@pytest.mark.parametrize("scales", ["amax", "search"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mixed"])
-def test_the_peers_decode_what_our_inverse_does(kind: str) -> None:
+def test_the_peers_decode_what_our_inverse_does(kind: str, scales: Scales) -> None:
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
@@ -169,7 +170,7 @@ def test_the_peers_decode_what_our_inverse_does(kind: str) -> None:
     values = matrix(kind, "BF16", shape)
 
     def parts(dialect: Dialect) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Array]:
-        (made,) = ours(dialect, "BF16", values)
+        (made,) = ours(dialect, "BF16", values, scales=scales)
         packed = torch.frombuffer(bytearray(made.packed), dtype=torch.uint8).view(24, 80)
         scale = torch.frombuffer(bytearray(made.scale), dtype=torch.float8_e4m3fn).view(24, 10)
         own = torch.frombuffer(bytearray(made.own), dtype=torch.float32)

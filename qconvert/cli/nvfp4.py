@@ -13,6 +13,7 @@ from qconvert.cli.options import (
     INPUT_SCALE,
     KV_SCALE,
     OUT,
+    SCALES,
     SHARED_EXPERTS,
     SOURCE,
     STATS,
@@ -24,6 +25,7 @@ from qconvert.cli.options import (
 
 if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
+    from qconvert.formats.nvfp4.encode import Scales
 
 
 @click.command()
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
     help=DIALECT_HELP,
 )  # fmt: skip
+@SCALES
 @TARGETS
 @SHARED_EXPERTS
 @TP
@@ -53,6 +56,7 @@ def nvfp4(
     source: str,
     out: Path | str,
     dialect: Dialect,
+    scales: Scales,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
@@ -65,12 +69,13 @@ def nvfp4(
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
-    nvidia-modelopt would, byte for byte, with two exceptions. Gate and up of an expert always share one
-    global scale, which runtimes require. In the compressed-tensors dialect FP16 weights are converted
-    to FP32 first: that library's FP16 arithmetic overflows and loses small weights. MXFP4 in the form
-    of compressed-tensors is relabelled without loss, or refused. MTP layers are unchanged, but for the
-    experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model whose family is not in layouts/
-    is refused, because its linear layers are not known. --targets takes `experts` and `Linear` only.
+    nvidia-modelopt would, byte for byte but for --scales search, with two exceptions. Gate and up of an
+    expert always share one global scale, which runtimes require. In the compressed-tensors dialect FP16
+    weights are converted to FP32 first: that library's FP16 arithmetic overflows and loses small
+    weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP layers
+    are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model whose
+    family is not in layouts/ is refused, because its linear layers are not known. --targets takes
+    `experts` and `Linear` only.
 
     \b
     Examples:
@@ -92,7 +97,7 @@ def nvfp4(
         chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
         step = ToNvfp4(
             dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
-            input_scale,
+            input_scale, scales,
         )  # fmt: skip
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)

@@ -13,6 +13,7 @@ from qconvert.cli.options import (
     IGNORE,
     KV_SCALE,
     OUT,
+    SCALES,
     SHARED_EXPERTS,
     SOURCE,
     TARGETS,
@@ -50,13 +51,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     show_default=True,
     help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
 )  # fmt: skip
-@click.option(
-    "--scales", type=click.Choice(["amax", "search"]), default="amax", show_default=True,
-    help="Of --rtn. `amax`: each group's largest weight decides, as in llm-compressor. `search`: the "
-    "same format, with the scale of 48 whose codes have the least squared error: on heavy-tailed "
-    "weights .83 (groups of 128) to .85 (of 32) of the other's in INT4, .95 in INT8. A core searches "
-    ".5 GB/s (of groups of 32: .3) in compiled loops, which long runs take (extra `fast`), else .01.",
-)  # fmt: skip
+@SCALES
 @TARGETS
 @IGNORE
 @SHARED_EXPERTS

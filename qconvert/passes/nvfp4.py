@@ -25,6 +25,7 @@ from qconvert.formats.nvfp4.config import (
     mixed_config,
     modelopt_config,
 )
+from qconvert.formats.nvfp4.encode import Scales
 from qconvert.matrices.encodings import mxfp4
 from qconvert.matrices.experts import Projection
 from qconvert.matrices.linears import runtime_linears
@@ -69,11 +70,13 @@ class ToNvfp4:
     quantized only where sglang would otherwise fuse them and not read them, and kept with `stats`, which
     have no inputs of theirs. `input_scale` is one constant for the inputs of all that is quantized, as
     modelopt stores it (their largest size / 2688). `tp` is a tensor-parallel size that the result must
-    load at.
+    load at. Block `scales` are each block's largest weight / 6, or with `search` those around it whose
+    codes have the least squared error.
 
     Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
     cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
-    statistics do not fit, and as `routed_experts` does.
+    statistics do not fit, where a search is asked for and MXFP4 keeps its scales, and as
+    `routed_experts` does.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -86,9 +89,10 @@ class ToNvfp4:
     shared_experts: SharedExperts | None = None
     tp: int | None = None
     input_scale: float | None = None
+    scales: Scales = "amax"
 
     def __repr__(self) -> str:
-        return spelled(self, ("input_scale",))
+        return spelled(self, ("input_scale", "scales"))
 
     def __post_init__(self) -> None:
         if self.input_scale is not None and not 0 < self.input_scale < inf:
@@ -122,7 +126,8 @@ class ToNvfp4:
         matrices = {module: stored for module, _, stored in chosen}
         made: dict[str, Output] = {}
         for group in shared_groups({module: kind for module, kind, _ in chosen}):
-            made.update(quantized({module: matrices[module] for module in group}, self.dialect))
+            members = {module: matrices[module] for module in group}
+            made.update(quantized(members, self.dialect, self.scales))
         if maxima is not None:
             for p in _projections(chosen):
                 value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
@@ -134,6 +139,10 @@ class ToNvfp4:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
         if self.stats is not None:
             raise PlanError("input scales are not taken for MXFP4 sources: leave stats out")
+        if self.scales != "amax":
+            raise PlanError(
+                "MXFP4 sources are relabelled as they are, codes and scales: leave scales out"
+            )
         found = {module: read for module in modules if (read := mxfp4.read(plan, module))}
         step = self.name, repr(self)
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)

@@ -10,7 +10,7 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.roles import Cut, Kind, joined_with
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.nvfp4.config import NAMES
-from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
 from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
 from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
@@ -18,7 +18,9 @@ from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import RowOp
 
 
-def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Output]:
+def quantized(
+    matrices: Mapping[str, Stored], dialect: Dialect, scales: Scales = "amax"
+) -> dict[str, Output]:
     """The tensors of matrices that share a scale, by name. Raises PlanError naming a matrix that
     cannot be quantized."""
     maxima, names = [], NAMES[dialect]
@@ -36,7 +38,7 @@ def quantized(matrices: Mapping[str, Stored], dialect: Dialect) -> dict[str, Out
     made: dict[str, Output] = {}
     for module, stored in matrices.items():
         try:
-            encoder = PackNvfp4(_decoder(stored), dialect)
+            encoder = PackNvfp4(_decoder(stored), dialect, scales)
             weight, scale = apply(encoder, *stored.args, global_scale)
         except PlanError as error:
             raise PlanError(f"{module}: {error}") from error

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
@@ -34,6 +34,7 @@ from qconvert.formats.nvfp4.scales import (
     check_matrix,
     to_bf16_values,
 )
+from qconvert.formats.nvfp4.search import best_scales
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
 from qconvert.ops.compiled import done
@@ -53,16 +54,26 @@ _LEAST_E4M3 = 2.0**-9
 _TILE_BLOCKS = TILE_ELEMENTS // BLOCK
 
 
+Scales = Literal["amax", "search"]
+
+
 @dataclass(frozen=True, slots=True)
 class PackNvfp4(Scaled):
     """The decoder's arguments (a matrix [N, K] in BF16, F16 or F32 where there is none) and the
     global scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
 
-    The matrix has no NaN and no infinity: `RowMaxima` looks. Raises PlanError where arguments do not
-    fit or columns are not whole blocks of 16.
+    With `scales: search` each block's is the best of those around its own, see formats/nvfp4/search.py.
+    The matrix has no NaN and no infinity: `RowMaxima` looks. Raises PlanError where arguments do not fit
+    or columns are not whole blocks of 16.
     """
 
     dialect: Dialect
+    scales: Scales = "amax"
+
+    def __repr__(self) -> str:
+        """The name in fingerprints and journals that the op had before it searched."""
+        searched = "" if self.scales == "amax" else f", scales={self.scales!r}"
+        return f"PackNvfp4(decoder={self.decoder!r}, dialect={self.dialect!r}{searched})"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         weight = self.decoded(*args)
@@ -77,13 +88,18 @@ class PackNvfp4(Scaled):
         )
 
     def own_scratch(self, weight: TensorType) -> int:
-        """A tile twice as float32."""
-        return 8 * min(weight.numel, _TILE_BLOCKS * BLOCK)
+        """A tile twice as float32; five times to search."""
+        return self._tiles * 4 * min(weight.numel, _TILE_BLOCKS * BLOCK)
+
+    @property
+    def _tiles(self) -> int:
+        return 2 if self.scales == "amax" else 5
 
     def loss(self, *args: TensorType) -> str | None:
         before = None if self.decoder is None else self.decoder.loss(*args[:-1])
         dtype = self.decoded(*args).dtype.lower().replace("f", "fp").replace("bfp", "bf")
-        own = f"rounds {dtype} to NVFP4 in blocks of {BLOCK} ({self.dialect} dialect)"
+        how = "" if self.scales == "amax" else ", scales searched for"
+        own = f"rounds {dtype} to NVFP4 in blocks of {BLOCK} ({self.dialect} dialect{how})"
         return own if before is None else f"{before}; {own}"
 
     def encode(
@@ -100,18 +116,23 @@ class PackNvfp4(Scaled):
         if weight.type.dtype == "BF16" and 0 < global_scale < np.inf:
             groups = array(weight.data, np.uint16, (total, BLOCK))
             own = float(global_scale)
-            if done("nvfp4_encode", groups, own, self.dialect == "modelopt", packed, blocks):
+            how = self.dialect == "modelopt", self.scales == "search"
+            if done("nvfp4_encode", groups, own, *how, packed, blocks):
                 return
-        values = array(scratch[: 4 * step * BLOCK], np.float32, (step, BLOCK))
-        work = array(scratch[4 * step * BLOCK : 8 * step * BLOCK], np.int32, (step, BLOCK))
+        size = 4 * step * BLOCK
+        values, work, *more = (
+            array(scratch[n * size : (n + 1) * size], np.int32, (step, BLOCK))
+            for n in range(self._tiles)
+        )
         with np.errstate(all="ignore"):  # a scale of 0 is looked after
             for start in range(0, total, max(1, step)):
                 stop = min(start + step, total)
                 data = weight.data[width * start : width * stop]
                 count = stop - start
                 _blocks(
-                    data, weight.type.dtype, global_scale, self.dialect, values[:count],
-                    work[:count], packed[start:stop], blocks[start:stop],
+                    data, weight.type.dtype, global_scale, self.dialect,
+                    values[:count].view(np.float32), work[:count], [part[:count] for part in more],
+                    packed[start:stop], blocks[start:stop],
                 )  # fmt: skip
 
 
@@ -122,10 +143,12 @@ def _blocks(
     dialect: Dialect,
     values: Float32s,
     work: Int32s,
+    searching: Sequence[Int32s],
     packed: UInt8s,
     scale: UInt8s,
 ) -> None:
-    """Blocks [n, 16] of weights -> packed [n, 8] and scale codes [n]."""
+    """Blocks [n, 16] of weights -> packed [n, 8] and scale codes [n]; with memory for `searching`, the
+    best."""
     import numpy as np
 
     count = values.shape[0]
@@ -149,6 +172,18 @@ def _blocks(
         each[none] = 0.125
         scale[none] = 0x20
         np.divide(each, global_scale, out=each)
+    if searching:
+        one, two, three = searching
+        best_scales(
+            values,
+            scale,
+            each,
+            global_scale,
+            dialect,
+            one.view(np.float32),
+            two.view(np.float32),
+            three,
+        )
     np.divide(values, each[:, None], out=values)
     bytes_ = work.reshape(-1).view(np.uint8)
     codes, spare = bytes_[: count * BLOCK], bytes_[count * BLOCK : 2 * count * BLOCK]

@@ -32,6 +32,7 @@ _SLACK = 2.0**-12  # in steps: a product with the inverse of a step, and back
 _WORSE = 1 + 2.0**-7
 # Below, scales are denormal, and the search leaves groups as they were rounded.
 _LEAST = 2.0**-98
+_LEAST_E4M3 = 2.0**-9
 
 
 def is_searched(manifest: Mapping[str, Any], step: str) -> bool:
@@ -133,7 +134,8 @@ def nvfp4_fits(
         fits: Bools = np.abs(held - found) <= half * step
         weights, mine = (v.reshape(*factor.shape, BLOCK) for v in (expected, found))
         largest = np.abs(weights).max(axis=2).astype(np.float64)
-        at = np.searchsorted(table, largest / 6 / unit)
+        needed = largest / 6 / unit
+        at = np.searchsorted(table, needed)
         tried = [
             _error(
                 weights, _nearest_fp4(weights, table[np.clip(at - below, 0, table.size - 1)] * unit)
@@ -141,7 +143,8 @@ def nvfp4_fits(
             for below in (0, 1)
         ]
         allowed = np.maximum(*tried)
-        wrong = _error(weights, mine) > allowed * _WORSE
+        # A scale below E4M3's numbers is another in either dialect.
+        wrong = (_error(weights, mine) > allowed * _WORSE) & (needed >= _LEAST_E4M3)
     return fits, _first(wrong, _error(weights, mine), allowed)
 
 

@@ -73,10 +73,64 @@ def _nvfp4_block(weight: Any, scale: np.float32, codes: Any) -> None:
         codes[column] = np.uint8(_e2m1(np.float32(value / scale)))
 
 
-@loop("u2[2]", "float", "bool", "u1[2]", "u1[1]")
-def nvfp4_encode(weight: Any, own: np.float32, modelopt: bool, packed: Any, scales: Any) -> bool:
-    """Blocks [n, 16] of BF16 and the matrix's own scale -> packed [n, 8] and E4M3 scales [n]."""
+# Of lanes 0 to 15, in E4M3 codes: formats/nvfp4/search.py.
+_TRIED = 16
+
+
+@inner
+def _nvfp4_errors(weight: Any, lanes: Any) -> None:
+    """Of 16 inverse factors the sums of squared errors, side by side; loops/search.py says why in one
+    array."""
+    for lane in range(_TRIED):
+        lanes[_TRIED + lane] = np.float32(0)
+    for column in range(16):
+        size = np.int32(np.int32(weight[column] & np.uint16(0x7FFF)) << np.int32(16))
+        value = np.int32(size).view(np.float32)
+        for lane in range(_TRIED):
+            quotient = np.float32(value * lanes[lane])
+            bits = np.int32(np.float32(quotient).view(np.int32) & np.int32(0x7F800000))
+            bits = bits if bits > np.int32(127 << 23) else np.int32(127 << 23)
+            bits = bits if bits < np.int32(129 << 23) else np.int32(129 << 23)
+            rounder = np.int32(bits + np.int32((22 << 23) + (1 << 22))).view(np.float32)
+            code = np.float32(np.float32(quotient + rounder) - rounder)
+            code = code if code < np.float32(6) else np.float32(6)
+            off = np.float32(quotient - code)
+            lanes[_TRIED + lane] = np.float32(lanes[_TRIED + lane] + np.float32(off * off))
+
+
+@inner
+def _nvfp4_best(
+    weight: Any, lanes: Any, code: np.int32, factor: np.float32, own: np.float32, modelopt: bool
+) -> tuple[np.int32, np.float32]:
+    """The best of the E4M3 codes around `code`, whose factor is `factor`, and its factor."""
+    if not (np.float32(2.0**-120) < factor < np.float32(2.0**120)):
+        return code, factor
+    for lane in range(_TRIED):
+        other = np.int32(code + lane) if lane < 9 else np.int32(code - lane + 8)
+        each = np.float32(np.int32(other << np.int32(20)).view(np.float32) * np.float32(2.0**120))
+        each = np.float32(each * own) if modelopt else np.float32(each / own)
+        each = each if lane > 0 else factor
+        lanes[2 * _TRIED + lane] = each
+        lanes[lane] = np.float32(np.float32(1) / each)
+    _nvfp4_errors(weight, lanes)
+    least, best, found = np.inf, code, factor
+    for lane in range(_TRIED):
+        other = np.int32(code + lane) if lane < 9 else np.int32(code - lane + 8)
+        wide = np.float64(lanes[2 * _TRIED + lane])
+        error = np.float64(lanes[_TRIED + lane]) * np.float64(wide * wide)
+        if np.int32(1) <= other <= np.int32(0x7E) and error < least:
+            least, best, found = error, other, lanes[2 * _TRIED + lane]
+    return best, found
+
+
+@loop("u2[2]", "float", "bool", "bool", "u1[2]", "u1[1]")
+def nvfp4_encode(
+    weight: Any, own: np.float32, modelopt: bool, search: bool, packed: Any, scales: Any
+) -> bool:
+    """Blocks [n, 16] of BF16 and the matrix's own scale -> packed [n, 8] and E4M3 scales [n], or the
+    best around them."""
     codes = np.empty((weight.shape[0], 16), np.uint8)
+    lanes = np.empty(3 * _TRIED, np.float32)
     for block in range(weight.shape[0]):
         size = largest(weight[block])
         if size >= NAN:
@@ -105,6 +159,8 @@ def nvfp4_encode(weight: Any, own: np.float32, modelopt: bool, packed: Any, scal
                 each = np.float32(0.125)
                 code = np.int32(0x20)
             each = np.float32(each / own)
+        if search:
+            code, each = _nvfp4_best(weight[block], lanes, code, each, own, modelopt)
         scales[block] = np.uint8(code)
         _nvfp4_block(weight[block], each, codes[block])
     _pack(codes.reshape(codes.size).view(np.uint16), packed.reshape(packed.size))
