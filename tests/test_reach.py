@@ -338,6 +338,7 @@ _READERS = {
     "calibrate/work_dir.py": "our own state",
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
     "validation/reports/as_html.py": "parts of our package",
+    "validation/reports/markup.py": "parts of our package",
     "validation/workers.py": "/proc",
     "validators/amx/amx_client.py": "our own temporary folder",
     "validators/amx/kt_forward.py": "our own temporary folder",

@@ -1,8 +1,8 @@
 """Two models on the same tokens, a decoder layer of each in turn.
 
 Hidden states of both lie in files, BF16, as in a calibration; what is compared after a layer are the two
-files. What is in memory at a time is one layer of one model, and some of its experts; at the end a slice of
-both heads.
+files. What is in memory at a time is one layer of one model, and some of its experts; at the end a slice
+of both heads.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def compare(
     device: str,
     events: Events,
 ) -> Compared:
-    """Run samples of token ids, each int64 [length], through the first `layers` of both models (None: all,
-    and the head) on one device of torch.
+    """Run samples of token ids, each int64 [length], through the first `layers` of both models (None:
+    all, and the head) on one device of torch.
 
     Raises RunError where `memory`, in bytes, or the disk of TMPDIR is too small, before anything is run,
     and for hidden states that are not finite; PlanError for models that cannot be run.
@@ -107,8 +107,8 @@ def _check_heads(source: Side, repo: Side) -> None:
     rows = [side.model.head.rows for side in (source, repo)]
     if rows[0] != rows[1]:
         raise RunError(
-            f"{repo.name}: its head has {rows[1]} rows, and {rows[0]} in {source.name}: predictions over "
-            "different vocabularies cannot be compared; evaluate hidden states alone (--layers N)"
+            f"{repo.name}: its head has {rows[1]} rows, and {rows[0]} in {source.name}: predictions "
+            "over different vocabularies cannot be compared; evaluate hidden states alone (--layers N)"
         )
 
 

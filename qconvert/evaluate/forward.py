@@ -23,8 +23,9 @@ Tell = Callable[[int], None]
 def forward(
     opened: Opened, number: int, states: InFile, following: InFile, *, together: int, tell: Tell
 ) -> None:
-    """Compute `following`, what goes into the next layer, of `states`, what goes into this one. `together`
-    is how many experts are in memory at a time; `tell` is called with samples as they are done."""
+    """Compute `following`, what goes into the next layer, of `states`, what goes into this one.
+    `together` is how many experts are in memory at a time; `tell` is called with samples as they are
+    done."""
     import torch
 
     layers = opened.layers
@@ -73,7 +74,9 @@ def _answer(
             if first == 0:
                 _check(layer, bench, group[0], seen)
             for start, stop in seen.chunks:
-                answers.write(start, bench.answer(group, answers.read(start, stop), seen, start, stop))
+                answers.write(
+                    start, bench.answer(group, answers.read(start, stop), seen, start, stop)
+                )
             done = len(layers.lengths) * min(first + together, len(used)) // len(used)
             tell(done - told)
             told = done
@@ -82,11 +85,14 @@ def _answer(
 
 
 def _check(layer: Layer, bench: Bench, expert: Expert, seen: Seen) -> None:
-    """That the class's own experts answer what is computed here."""
+    """That the class's own experts answer what is computed here. Hidden states that are not finite are
+    found after the layer."""
     import torch
 
     linear = torch.nn.functional.linear
     rows = seen.inputs.read(0, min(_CHECKED, seen.chunks[0][1])).to(bench.device)
+    if not bool(rows.isfinite().all()):
+        return
     made = linear(bench.middle(linear(rows, expert.gate_up)), expert.down)
     layer.check(made, rows, expert.gate_up, expert.down)
 

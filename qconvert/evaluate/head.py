@@ -3,8 +3,8 @@
 For each token sums over the slices are kept, so that no row of logits is ever whole: of exp(l - m) for
 both models and of exp(l_s - m_s) (l_s - l_r), with m the largest logit so far, by which they are scaled
 anew as it grows (as in "Online normalizer calculation for softmax", Milakov and Gimelshein, 2018).
-Logits are float32 products of BF16 numbers, sums are float64, slices of 2048 rows in ascending order: the
-memory given changes no figure but by what a matrix product's own order does.
+Logits are float32 products of BF16 numbers, sums are float64, slices of 2048 rows in ascending order:
+the memory given changes no figure but by what a matrix product's own order does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each token that predicts one, float64 [P] in nats: KL(SRC || REPO), the negative log likelihood of
-    what follows under SRC and REPO; and whether both prefer the same token, bool [P]."""
+    """Of each token that predicts one, float64 [P] in nats: KL(SRC || REPO), the negative log likelihood
+    of what follows under SRC and REPO; and whether both prefer the same token, bool [P]."""
 
     kl: torch.Tensor
     source: torch.Tensor
@@ -38,21 +38,21 @@ class _Softmax:
     def __init__(self, count: int, device: str) -> None:
         import torch
 
-        wide = {"dtype": torch.float64, "device": device}
-        self.most = torch.full((count,), -torch.inf, **wide)
-        self.total = torch.zeros(count, **wide)
+        self.total = torch.zeros(count, dtype=torch.float64, device=device)
+        self.most = self.total - torch.inf
         self.best = torch.zeros(count, dtype=torch.int64, device=device)
-        self.target = torch.zeros(count, **wide)
+        self.target = torch.zeros_like(self.total)
 
     def add(self, logits: torch.Tensor, first: int, targets: torch.Tensor) -> torch.Tensor:
-        """Count in logits float64 [P, v] of the ids from `first` on. Returns exp(old - new largest) [P]."""
+        """Count in logits float64 [P, v] of the ids from `first` on. Returns exp(old - new largest)
+        [P]."""
         import torch
 
         most, place = logits.max(1)
         # The first of equal ones: a later slice's must be larger.
         self.best = torch.where(most > self.most, place + first, self.best)
         new = torch.maximum(self.most, most)
-        scale = torch.exp(self.most - new)
+        scale: torch.Tensor = torch.exp(self.most - new)
         self.total = self.total * scale + torch.exp(logits - new[:, None]).sum(1)
         self.most = new
         inside = (targets >= first) & (targets < first + logits.shape[1])

@@ -1,4 +1,6 @@
-"""How much of two models fits in memory: the user's --memory, and what the larger of two stages takes."""
+"""How much of two models fits in memory: the user's --memory, and what the larger of two stages
+takes.
+"""
 
 from __future__ import annotations
 

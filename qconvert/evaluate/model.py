@@ -1,7 +1,7 @@
 """A model that is run to its logits: calibration's, with the final norm and the head.
 
-The head is a matrix of its own or the embeddings' (tied). It is read some rows at a time, in whatever form
-it is stored, so that neither it nor a row of logits is ever whole in memory.
+The head is a matrix of its own or the embeddings' (tied). It is read some rows at a time, in whatever
+form it is stored, so that neither it nor a row of logits is ever whole in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Head:
-    """The matrix [vocabulary, H] that makes logits of hidden states, and the module that it is stored as."""
+    """The matrix [vocabulary, H] that makes logits of hidden states, and the module that it is stored
+    as."""
 
     module: str
     stored: Stored
@@ -54,8 +55,8 @@ class _Outputs:
 
 
 class Whole(Model):
-    """The text model of `plan`, whose weights but those of routed experts are numbers, made from `stored`,
-    which has them as they are stored. Raises PlanError as Model does."""
+    """The text model of `plan`, whose weights but those of routed experts are numbers, made from
+    `stored`, which has them as they are stored. Raises PlanError as Model does."""
 
     def __init__(self, plan: Plan, stored: Plan) -> None:
         super().__init__(plan, "sdpa")
@@ -73,17 +74,18 @@ class Whole(Model):
     def widest(self) -> int:
         """Outputs of the widest linear layer outside routed experts."""
         return max(
-            p.shape[0] for layer in self._meta for p in layer.parameters() if p.dim() == 2
+            int(p.shape[0]) for layer in self._meta for p in layer.parameters() if p.dim() == 2
         )
 
     def finished(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """What goes into the head [B, T, H], of the last layer's result. Raises PlanError for a class that
-        does more than a norm of each token."""
+        """What goes into the head [B, T, H], of the last layer's result. Raises PlanError for a class
+        that does more than a norm of each token."""
         self._settle(str(states.device), weights)
         try:
-            return finished(self._decoder, states)
+            found: torch.Tensor = finished(self._decoder, states)
         except (CannotRun, RuntimeError) as error:
             raise PlanError(f"{error}, so it cannot be evaluated") from error
+        return found
 
     @cached_property
     def head(self) -> Head:
@@ -117,7 +119,8 @@ class Whole(Model):
         )
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the class makes of its head's result [T, V]: a scale or a cap, in some; itself, in most."""
+        """What the class makes of its head's result [T, V]: a scale or a cap, in some; itself, in
+        most."""
         import torch
 
         whole = self._class.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import exp, sqrt
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,9 @@ class Logits:
 @dataclass(frozen=True)
 class Evaluation:
     """What a conversion cost in quality. `folder` and `against` are the places of both models, as they
-    were named, `model` says what they are. `data` is the data's name without its folder, `digest` a hash of
-    its content, tokenizer and choice; `samples` of at most `length` tokens were drawn by `seed`, `tokens` in
-    all.
+    were named, `model` says what they are. `data` is the data's name without its folder, `digest` a hash
+    of its content, tokenizer and choice; `samples` of at most `length` tokens were drawn by `seed`,
+    `tokens` in all.
 
     `hidden` are relative errors of the hidden states after each layer that was run: the norm of the
     difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
@@ -77,20 +77,28 @@ class Evaluation:
 
 def logits_of(scores: Scores, lengths: Sequence[int]) -> Logits:
     """Of the scores of samples that predict so many tokens each, in order."""
-    kl = float(scores.kl.mean())
+    sums, at = [], 0
+    for length in lengths:
+        sums.append(float(scores.kl[at : at + length].sum()))
+        at += length
     return Logits(
         int(scores.kl.shape[0]),
-        exp(float(scores.repo.mean())),
-        exp(float(scores.source.mean())),
-        kl,
-        _standard_error([float(part.sum()) for part in scores.kl.split(list(lengths))], lengths),
+        _perplexity(scores.repo),
+        _perplexity(scores.source),
+        float(scores.kl.mean()),
+        _standard_error(sums, lengths),
         float(scores.agree.double().mean()),
     )
 
 
+def _perplexity(losses: torch.Tensor) -> float:
+    """Of a broken model at most e^700: what is more is no float64."""
+    return exp(min(700.0, float(losses.mean())))
+
+
 def _standard_error(sums: Sequence[float], lengths: Sequence[int]) -> float | None:
-    """Of the mean over tokens, given sums over samples of so many: tokens of a sample are not independent,
-    samples are (a ratio estimate: Cochran, Sampling Techniques, 6.4)."""
+    """Of the mean over tokens, given sums over samples of so many: tokens of a sample are not
+    independent, samples are (a ratio estimate: Cochran, Sampling Techniques, 6.4)."""
     count, tokens = len(sums), sum(lengths)
     if count < 2:
         return None
@@ -105,9 +113,3 @@ def distance(source: torch.Tensor, repo: torch.Tensor) -> float:
     off, size = (b - a).norm(dim=1), a.norm(dim=1)
     # A token of zeros in both is no error.
     return float((off / size).where(off != 0, off).sum())
-
-
-def shown(found: Mapping[str, Any]) -> Logits | None:
-    """The logits of a manifest's fact."""
-    said = found.get("logits")
-    return None if said is None else Logits(**said)

@@ -46,9 +46,8 @@ def evaluate(
     is told what a user must know of the data.
 
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
-    PlanError for those that cannot be run, DataError for the data, RunError for too little memory or disk
-    and where torch or transformers is missing.
-    """
+    PlanError for those that cannot be run, DataError for the data, RunError for too little memory or
+    disk and where torch or transformers is missing."""
     _check_libraries()
     if pair is not None and "amx" not in (repo.manifest or {}):
         raise UsageError(
@@ -139,7 +138,10 @@ def _check_tokenizers(
     if data.kind in ("tokens", "synthetic") or source.root == repo.root:
         return
     here, there = (
-        {file.name: read_regular(file, MOST_TOKENIZER, error=DataError) for file in tokenizer_files(one.root)}
+        {
+            file.name: read_regular(file, MOST_TOKENIZER, error=DataError)
+            for file in tokenizer_files(one.root)
+        }
         for one in (repo, source)
     )
     if not here or here == there:

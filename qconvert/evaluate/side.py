@@ -1,5 +1,5 @@
-"""One of the two models that are compared: its plan, its layers, and its routed experts, in whatever form
-they are stored.
+"""One of the two models that are compared: its plan, its layers, and its routed experts, in whatever
+form they are stored.
 """
 
 from __future__ import annotations
@@ -138,8 +138,12 @@ def side_of(
     for a model that cannot be run.
     """
     manifest = checkpoint.manifest or {}
+    if "stage" in manifest and len({shard.path.parent for shard in checkpoint.shards}) == 1:
+        raise CheckpointError(
+            f"{checkpoint.root}: is one pipeline stage: evaluate the folder of all stages, or the "
+            "result of join"
+        )
     for fact, what in (
-        ("stage", "one pipeline stage: evaluate the folder of all stages, or the result of join"),
         ("draft", "a draft without its model: evaluate the model that it is grafted to"),
         ("trtllm_gen", "prepared for kernels: evaluate what qconvert unprepare makes of it"),
     ):

@@ -187,8 +187,8 @@ def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, l
 
 
 def finished(decoder: Decoder, states: Any) -> Any:
-    """What the decoder makes of its last layer's result [B, T, H]: [B, T, H] after the final norm. Raises
-    CannotRun where the class does something else with it."""
+    """What the decoder makes of its last layer's result [B, T, H]: [B, T, H] after the final norm.
+    Raises CannotRun where the class does something else with it."""
     import torch
 
     layers = list(decoder.layers)
