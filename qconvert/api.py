@@ -803,7 +803,7 @@ def evaluate(
     pair: str | Path | Checkpoint | None = None,
     layers: int | None = None,
     memory: int | str | None = None,
-    device: str | None = None,
+    devices: Sequence[str] = (),
     write: bool = False,
     follow_links: bool = False,
     events: Events | Callback | None = None,
@@ -816,13 +816,14 @@ def evaluate(
     the first `samples` of at most `length` tokens are used, or those that a `seed` draws; `column` is
     where the text is. `pair` is the GPU side of a folder of CPU experts (None: the source). `layers`:
     only so many, and no logits. `memory` is what this process may take (bytes, or `48GiB`; None: three
-    quarters of the machine), `device` one of torch's names (None: the first GPU, else the CPU). `write`
-    notes the result in the folder's manifest and on its card. `events` count samples that went through a
-    layer of a model; `notice` is told what a user must know of the data.
+    quarters of the machine), `devices` are torch's names, the first of which runs all but experts (none:
+    all GPUs, else the CPU). `write` notes the result in the folder's manifest and on its card. `events`
+    count samples that went through a layer of a model; `notice` is told what a user must know of the
+    data.
 
         >>> ids = folder / "ids.jsonl"
         >>> _ = ids.write_text('{"input_ids": [3, 1, 4, 1, 5]}')
-        >>> found = api.evaluate(folder / "bf16", sample, ids, layers=1, device="cpu")
+        >>> found = api.evaluate(folder / "bf16", sample, ids, layers=1, devices=["cpu"])
         >>> found.samples, found.layers, found.hidden, found.logits
         (1, 1, (0.0,), None)
 
@@ -843,7 +844,7 @@ def evaluate(
     beside = None if pair is None else _checkpoint(pair, follow_links=follow_links)
     found = _evaluate(
         repo, _checkpoint(against, follow_links=follow_links), spec, pair=beside, layers=layers,
-        memory=_size(memory), device=device, events=_told(events), notice=notice,
+        memory=_size(memory), devices=tuple(devices), events=_told(events), notice=notice,
     )  # fmt: skip
     if write:
         record(repo, found)

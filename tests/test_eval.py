@@ -89,7 +89,7 @@ def data(folder: Path, samples: list[Ids] = SAMPLES) -> DataSpec:
 
 
 def evaluated(repo: Path, against: Path, spec: DataSpec, **more: Any) -> Evaluation:
-    given = {"device": "cpu", **more}
+    given = {"devices": ["cpu"], **more}
     return evaluation.evaluate(open_source(repo), open_source(against), spec, **given)
 
 
@@ -371,7 +371,7 @@ def test_another_architecture(folders: Path, tmp_path: Path) -> None:
 
 def test_layers_that_there_are_not(folders: Path, tmp_path: Path) -> None:
     of = source(folders)
-    with pytest.raises(UsageError, match=r"--layers 5: .* has 4 layers"):
+    with pytest.raises(UsageError, match=r"--first-layers 5: .* has 4 layers"):
         evaluated(of, of, data(tmp_path), layers=5)
 
 

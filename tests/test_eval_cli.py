@@ -97,7 +97,7 @@ def test_text_and_json_say_the_same(room: Path) -> None:
 def test_the_command_is_the_api(room: Path) -> None:
     counted: list[tuple[int, int]] = []
     found = api.evaluate(
-        room / "made", room / "src", room / "ids.jsonl", samples=3, device="cpu", memory="64GiB",
+        room / "made", room / "src", room / "ids.jsonl", samples=3, devices=["cpu"], memory="64GiB",
         events=lambda done, total: counted.append((done, total)),
     )  # fmt: skip
     assert json.loads(json.dumps(found.as_object())) == json.loads(
@@ -154,11 +154,15 @@ def test_layers_alone(room: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("--layers 2 --write", 2, "--write notes perplexity and KL, which --layers leaves out"),
+        (
+            "--first-layers 2 --write",
+            2,
+            "--write notes perplexity and KL, which --first-layers leaves out",
+        ),
         ("--report x.doc", 2, "expected a name that ends in .html, .json, .txt"),
         ("--report gone/x.html", 1, "folder gone does not exist"),
         ("--memory 1MiB", 1, "give --memory"),
-        ("--layers 9", 2, "has 4 layers"),
+        ("--first-layers 9", 2, "has 4 layers"),
         ("--device cuda:0", 1, "device 'cuda:0': expected one that torch"),
         ("--column text", 1, "expected column 'text', found input_ids"),
         ("--pair {src}", 2, "--pair needs the folder of the CPU's experts"),
@@ -237,7 +241,8 @@ def test_the_hub_reads_the_card(room: Path, made: Path) -> None:
     from huggingface_hub import ModelCard
 
     evaluated(room, made, "--write")
-    read = ModelCard((made / "README.md").read_text()).data.eval_results
+    card: Any = ModelCard((made / "README.md").read_text()).data
+    read = card.eval_results
     kinds = [one.metric_type for one in read]
     assert kinds == ["perplexity", "perplexity", "kl_divergence", "top1_agreement"]
     assert read[2].metric_value == manifest_of(made)["evaluation"]["logits"]["kl"]
@@ -297,7 +302,7 @@ def test_links_are_not_written_to(room: Path, made: Path) -> None:
     (made / "README.md").rename(made / "other.md")
     (made / "README.md").symlink_to("other.md")
     with pytest.raises(api.OutputError, match=r"README\.md: is a link .* omit --write"):
-        api.evaluate(made, room / "src", room / "ids.jsonl", device="cpu", write=True)
+        api.evaluate(made, room / "src", room / "ids.jsonl", devices=["cpu"], write=True)
 
 
 @pytest.mark.parametrize("key", ["logits", "digest", "hidden"])

@@ -81,6 +81,7 @@ def commands(source: Path, out: Path) -> list[tuple[str | Path, ...]]:
         ("kt", source, "--cpu-out", out, "--cpu", "int4", "--numa", "1"),
         ("split", source, out, "--pp", "1,1"),
         ("diff", source, source),
+        ("eval", source, "--against", source, "--data", "x.txt"),
     ]
 
 

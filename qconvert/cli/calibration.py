@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 import click
 
 from qconvert.cli.options import (
+    DATA_HELP,
+    DEVICE,
     MOST,
     DataName,
-    Device,
     Folder,
     Renamed,
     Share,
@@ -46,11 +47,7 @@ class CalibrationOptions(TypedDict):
 
 # For commands whose recipe decides whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
-    click.option(
-        "--data", metavar="FILE", type=DataName(),
-        help="Calibration data: text, JSONL (`text`, or `messages` under the model's chat template), "
-        "tokenized safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
-    ),
+    click.option("--data", metavar="FILE", type=DataName(), help=DATA_HELP),
     click.option(
         "--synthetic", is_flag=True,
         help="Random tokens instead of data: for trials, not for serving.",
@@ -84,10 +81,7 @@ DATA: Callable[[F], F] = stacked(
         help="Save expert counts, moments of activations, and a map of hot experts for "
         "--init-expert-location.",
     ),
-    click.option(
-        "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. [default: all GPUs, else the CPU]",
-    ),
+    DEVICE,
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
     click.option(

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.options import (
+    DATA_HELP,
+    DEVICE,
     JSON,
     MOST,
     OPENING,
     DataName,
-    Device,
+    Renamed,
     SourceName,
     from_options,
     memory,
+    report,
 )
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_json, say_report
@@ -29,7 +32,7 @@ _FORMS = (".html", ".json", ".txt")
 
 
 @click.command(name="eval")
-@click.argument("repo", metavar="REPO", type=SourceName())
+@click.argument("model", metavar="REPO", type=SourceName())
 @click.option(
     "--against",
     type=SourceName(),
@@ -37,20 +40,11 @@ _FORMS = (".html", ".json", ".txt")
     required=True,
     help="The source that the folder was made from, to compare it with.",
 )
-@click.option(
-    "--data",
-    metavar="FILE",
-    type=DataName(),
-    required=True,
-    help="Text, JSONL (`text`, or `messages` under the model's chat template), tokenized safetensors "
-    "(`input_ids`), or hf-dataset:NAME[:SPLIT], tokenized by SRC's tokenizer.",
-)
+@click.option("--data", metavar="FILE", type=DataName(), required=True, help=DATA_HELP)
 @click.option("--samples", type=click.IntRange(1, MOST), help="Number of samples. [default: 64]")
 @click.option("--length", type=click.IntRange(2, MOST), help="Tokens per sample. [default: 2048]")
 @click.option(
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    help="Seed for the choice of samples; 0: in file order. [default: 0]",
+    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
 )
 @click.option("--column", help="JSONL key or dataset column with the text.")
 @click.option(
@@ -60,28 +54,18 @@ _FORMS = (".html", ".json", ".txt")
     help="The GPU side that a folder of CPU experts is served with. [default: SRC]",
 )
 @click.option(
-    "--layers",
+    "--first-layers",
     "first_layers",
+    cls=Renamed,
+    old=("--layers",),
     type=click.IntRange(1, MOST),
     metavar="N",
     help="Run the first N layers alone: errors of hidden states, and no perplexity.",
 )
 @memory("three quarters of the machine's")
-@click.option(
-    "--device",
-    metavar="NAME",
-    type=Device(),
-    help="Device to compute on: cpu, cuda:0, ... [default: the first GPU, else the CPU]",
-)
+@DEVICE
 @JSON
-@click.option(
-    "--report",
-    "pages",
-    multiple=True,
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Also write the result to FILE: .html .json .txt. Repeatable.",
-)
+@report(".html .json .txt")
 @click.option(
     "--write",
     is_flag=True,
@@ -89,7 +73,7 @@ _FORMS = (".html", ".json", ".txt")
 )
 @OPENING
 def evaluate(
-    repo: str,
+    model: str,
     against: str,
     data: str,
     samples: int | None,
@@ -99,9 +83,9 @@ def evaluate(
     pair: str | None,
     first_layers: int | None,
     memory: int | None,
-    device: str | None,
+    devices: tuple[str, ...],
     as_json: bool,
-    pages: tuple[Path, ...],
+    files: tuple[Path, ...],
     write: bool,
     follow_links: bool,
 ) -> None:
@@ -117,14 +101,14 @@ def evaluate(
       qconvert eval GLM-4.5-w4a16 --against GLM-4.5 --data wiki.txt
       qconvert eval V3-cpu --against DeepSeek-V3 --pair V3-gpu --data wiki.txt --device cuda:0
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data chats.jsonl --samples 16 --memory 48GiB
-      qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report page.html --write
-      qconvert eval V3-nvfp4 --against DeepSeek-V3 --data wiki.txt --layers 8 --samples 4 --json
+      qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report file.html --write
+      qconvert eval V3-nvfp4 --against DeepSeek-V3 --data wiki.txt --first-layers 8 --samples 4
     """
     if write and first_layers is not None:
         raise click.UsageError(
-            "--write notes perplexity and KL, which --layers leaves out: omit one"
+            "--write notes perplexity and KL, which --first-layers leaves out: omit one"
         )
-    _check_pages(pages)
+    _check_forms(files)
     from qconvert import api
     from qconvert.samples.data import DataSpec
 
@@ -132,8 +116,8 @@ def evaluate(
         DataSpec(data, samples or 64, length or 2048, seed or 0, column=column)
     with Bar(" samples") as bar:
         found = api.evaluate(
-            repo, against, data, samples=samples or 64, length=length or 2048, seed=seed or 0,
-            column=column, pair=pair, layers=first_layers, memory=memory, device=device,
+            model, against, data, samples=samples or 64, length=length or 2048, seed=seed or 0,
+            column=column, pair=pair, layers=first_layers, memory=memory, devices=devices,
             write=write, follow_links=follow_links, events=bar,
             notice=lambda text: say(f"qconvert: {text}", err=True),
         )  # fmt: skip
@@ -141,23 +125,23 @@ def evaluate(
         say_json(found.as_object())
     else:
         say_report(_rendered(found, ".txt"), "text")
-    for page in pages:
-        page.write_text(_rendered(found, page.suffix.lower()) + "\n", encoding="utf-8")
+    for file in files:
+        file.write_text(_rendered(found, file.suffix.lower()) + "\n", encoding="utf-8")
 
 
-def _check_pages(pages: Sequence[Path]) -> None:
+def _check_forms(files: Sequence[Path]) -> None:
     """Raise click.UsageError for a form that there is not, QConvertError for a missing folder: before
     hours of work."""
     from qconvert.core.errors import QConvertError
 
-    for page in pages:
-        if page.suffix.lower() not in _FORMS:
+    for file in files:
+        if file.suffix.lower() not in _FORMS:
             raise click.BadParameter(
-                f"{page}: expected a name that ends in {', '.join(_FORMS)}", param_hint="'--report'"
+                f"{file}: expected a name that ends in {', '.join(_FORMS)}", param_hint="'--report'"
             )
-    for page in pages:
-        if not page.absolute().parent.is_dir():
-            raise QConvertError(f"{page}: folder {page.parent} does not exist")
+    for file in files:
+        if not file.absolute().parent.is_dir():
+            raise QConvertError(f"{file}: folder {file.parent} does not exist")
 
 
 def _rendered(found: Evaluation, form: str) -> str:

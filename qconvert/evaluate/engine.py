@@ -47,11 +47,11 @@ def compare(
     *,
     layers: int | None,
     memory: int | None,
-    device: str,
+    devices: Sequence[str],
     events: Events,
 ) -> Compared:
     """Run samples of token ids, each int64 [length], through the first `layers` of both models (None:
-    all, and the head) on one device of torch.
+    all, and the head) on devices of torch, the first of which does all but experts.
 
     Raises RunError where `memory`, in bytes, or the disk of TMPDIR is too small, before anything is run,
     and for hidden states that are not finite; PlanError for models that cannot be run.
@@ -68,14 +68,14 @@ def compare(
         for name, side in (("source", source), ("repo", repo)):
             folder = Path(where) / name
             folder.mkdir()
-            sides.append(stack.enter_context(side.opened(lengths, folder, device)))
+            sides.append(stack.enter_context(side.opened(lengths, folder, devices)))
         events.start(2 * count * len(lengths), 0)
         states = [_embedded(opened, tokens) for opened in sides]
         try:
             hidden = []
             for number in range(count):
                 events.phase(f"layer {number} of {count}")
-                states = _advanced(sides, number, states, budget.experts(device), events)
+                states = _advanced(sides, number, states, budget, events)
                 hidden.append(_apart(sides, states, number, lengths))
             logits = None
             if layers is None:
@@ -108,7 +108,8 @@ def _check_heads(source: Side, repo: Side) -> None:
     if rows[0] != rows[1]:
         raise RunError(
             f"{repo.name}: its head has {rows[1]} rows, and {rows[0]} in {source.name}: predictions "
-            "over different vocabularies cannot be compared; evaluate hidden states alone (--layers N)"
+            "over different vocabularies cannot be compared; evaluate hidden states alone "
+            "(--first-layers N)"
         )
 
 
@@ -143,13 +144,14 @@ def _embedded(opened: Opened, tokens: Sequence[Tokens]) -> InFile:
 
 
 def _advanced(
-    sides: Sequence[Opened], number: int, states: list[InFile], together: int, events: Events
+    sides: Sequence[Opened], number: int, states: list[InFile], budget: Budget, events: Events
 ) -> list[InFile]:
     """What goes into the next layer of each side."""
+    together = [budget.experts(device) for device in sides[0].layers.devices]
     found = []
     for opened, before in zip(sides, states, strict=True):
         following = _file(opened, f"hidden.{number + 1}", opened.layers.total)
-        forward(opened, number, before, following, together=max(1, together), tell=events.wrote)
+        forward(opened, number, before, following, together=together, tell=events.wrote)
         found.append(following)
     for before in states:
         before.close()

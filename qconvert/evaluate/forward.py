@@ -4,7 +4,7 @@ time, as calibration runs them, but that nothing is counted or solved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from qconvert.calibrate.experts import Bench, Expert, Seen
 from qconvert.calibrate.layers import Layers
@@ -13,6 +13,7 @@ from qconvert.calibrate.model import Layer
 from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.core.errors import PlanError
 from qconvert.evaluate.side import Experts, Opened
+from qconvert.matrices.experts import PROJECTIONS
 
 # Tokens that the class's own experts answer too.
 _CHECKED = 16
@@ -21,10 +22,16 @@ Tell = Callable[[int], None]
 
 
 def forward(
-    opened: Opened, number: int, states: InFile, following: InFile, *, together: int, tell: Tell
+    opened: Opened,
+    number: int,
+    states: InFile,
+    following: InFile,
+    *,
+    together: Sequence[int],
+    tell: Tell,
 ) -> None:
     """Compute `following`, what goes into the next layer, of `states`, what goes into this one.
-    `together` is how many experts are in memory at a time; `tell` is called with samples as they are
+    `together` is how many experts each device has at a time; `tell` is called with samples as they are
     done."""
     import torch
 
@@ -45,8 +52,8 @@ def forward(
     try:
         answers = scratch.rows("answers", layers.total, layers.hidden, torch.bfloat16)
         seen = layers.attend(layer, states, scratch)
-        _answer(opened.experts, layers, layer, seen, answers, together, tell)
         with torch.no_grad():
+            _answer(opened.experts, layers, layer, seen, answers, together, tell)
             for batch, hidden, call in layers.through(number, states):
                 answer = answers.read(batch.start, batch.stop).to(device)
                 following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
@@ -57,31 +64,39 @@ def forward(
 
 
 def _answer(
-    experts: Experts, layers: Layers, layer: Layer, seen: Seen, answers: Rows, together: int, tell: Tell
-) -> None:  # fmt: skip
+    experts: Experts,
+    layers: Layers,
+    layer: Layer,
+    seen: Seen,
+    answers: Rows,
+    together: Sequence[int],
+    tell: Tell,
+) -> None:
     """What every expert answers to its tokens, added up in the order of their numbers."""
-    import torch
-
-    device = layers.devices[0]
-    bench = Bench(
-        device, layer, layer.middle(device), (), layers.settings, layers.readers[0], layers.clock
-    )
+    benches = [
+        Bench(device, layer, layer.middle(device), (), layers.settings, reader, layers.clock)
+        for device, reader in zip(layers.devices, layers.readers, strict=True)
+    ]
     used = [number for number, tokens in enumerate(seen.counts) if tokens]
-    told = 0
-    with torch.no_grad():
-        for first in range(0, len(used), together):
-            group = list(_read(experts, layer.number, used[first : first + together], device))
-            if first == 0:
-                _check(layer, bench, group[0], seen)
-            for start, stop in seen.chunks:
-                answers.write(
-                    start, bench.answer(group, answers.read(start, stop), seen, start, stop)
-                )
-            done = len(layers.lengths) * min(first + together, len(used)) // len(used)
-            tell(done - told)
-            told = done
-            del group
-            trim()
+    at = told = 0
+    while at < len(used):
+        first, groups = at == 0, []
+        for bench, most in zip(benches, together, strict=True):
+            mine = used[at : at + most]
+            groups.append(list(_read(experts, layer.number, mine, bench.device)))
+            at += len(mine)
+        if first:
+            _check(layer, benches[0], groups[0][0], seen)
+        for start, stop in seen.chunks:
+            rows = answers.read(start, stop)
+            for bench, group in zip(benches, groups, strict=True):
+                rows = bench.answer(group, rows, seen, start, stop)
+            answers.write(start, rows)
+        done = len(layers.lengths) * at // len(used)
+        tell(done - told)
+        told = done
+        del groups
+        trim()
 
 
 def _check(layer: Layer, bench: Bench, expert: Expert, seen: Seen) -> None:
@@ -97,12 +112,9 @@ def _check(layer: Layer, bench: Bench, expert: Expert, seen: Seen) -> None:
     layer.check(made, rows, expert.gate_up, expert.down)
 
 
-def _read(experts: Experts, layer: int, numbers: list[int], device: str) -> Iterator[Expert]:
+def _read(experts: Experts, layer: int, numbers: Sequence[int], device: str) -> Iterator[Expert]:
     import torch
 
     for number in numbers:
-        gate, up, down = (
-            experts.matrix(layer, number, kind).to(device)
-            for kind in ("gate_proj", "up_proj", "down_proj")
-        )
+        gate, up, down = (experts.matrix(layer, number, kind).to(device) for kind in PROJECTIONS)
         yield Expert(number, torch.cat([gate, up]), down, False, {})

@@ -97,7 +97,7 @@ class Whole(Model):
         if not isinstance(made, torch.nn.Linear) or made.bias is not None:
             raise PlanError(
                 f"{type(whole).__name__}: expected a head that is a matrix without bias, found "
-                f"{type(made).__name__}; evaluate hidden states alone (--layers N)"
+                f"{type(made).__name__}; evaluate hidden states alone (--first-layers N)"
             )
         name = next(n for n, p in whole.named_parameters() if p is made.weight)
         if name not in self._sources and self._ties(whole):
@@ -148,11 +148,11 @@ class Whole(Model):
             # Whatever a class raises where its parts are not called as everywhere else.
             raise PlanError(
                 f"{type(self._class.model).__name__} does not make logits of hidden states alone "
-                f"({error}); evaluate hidden states (--layers N)"
+                f"({error}); evaluate hidden states (--first-layers N)"
             ) from error
         if made.shape != probe.shape or not torch.equal(made, parts):
             raise PlanError(
                 f"{type(self._class.model).__name__} makes logits that depend on one another; evaluate "
-                "hidden states alone (--layers N)"
+                "hidden states alone (--first-layers N)"
             )
         return not torch.equal(made, probe)

@@ -36,13 +36,13 @@ def evaluate(
     pair: Checkpoint | None = None,
     layers: int | None = None,
     memory: int | None = None,
-    device: str | None = None,
+    devices: Sequence[str] = (),
     events: Events | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Run both models on the same samples. `pair` holds the layers beside the CPU experts in `repo`, if
     those are not the source's. `layers`: only so many, and no logits. `memory` is in bytes (None: three
-    quarters of the machine), `device` one of torch's names (None: the first GPU, else the CPU). `notice`
+    quarters of the machine), `devices` are torch's names (none: all GPUs, else the CPU). `notice`
     is told what a user must know of the data.
 
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
@@ -60,7 +60,7 @@ def evaluate(
         )
     rest = (pair or source) if "amx" in (repo.manifest or {}) else None
     _check_comparable(source, rest or repo)
-    check_devices(() if device is None else (device,))
+    check_devices(devices)
     hush_transformers()
     notes: list[str] = []
 
@@ -75,7 +75,7 @@ def evaluate(
     if layers is None and max(sample.size for sample in tokens) < 2:
         raise DataError(
             f"{data.data}: no sample has 2 tokens, so none is predicted; give longer text, or evaluate "
-            "hidden states alone (--layers N)"
+            "hidden states alone (--first-layers N)"
         )
     theirs, ours = side_of(source), side_of(repo, rest)
     _check_layers(layers, theirs, ours)
@@ -84,7 +84,7 @@ def evaluate(
 
     found = compare(
         theirs, ours, tokens, layers=layers, memory=memory,
-        device=device or found_devices()[0], events=events or Silent(),
+        devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or Silent(),
     )  # fmt: skip
     if layers is not None:
         notes.append(
@@ -160,8 +160,8 @@ def _check_tokenizers(
 def _check_layers(layers: int | None, source: Side, repo: Side) -> None:
     if layers is not None and layers > source.model.layers:
         raise UsageError(
-            f"--layers {layers}: {source.name} has {source.model.layers} layers; give at most that, or "
-            "omit --layers for perplexity and KL as well"
+            f"--first-layers {layers}: {source.name} has {source.model.layers} layers; give at most "
+            "that, or omit --first-layers for perplexity and KL as well"
         )
     if not source.model.layers or repo.model.layers != source.model.layers:
         raise CheckpointError(

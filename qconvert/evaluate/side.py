@@ -91,7 +91,9 @@ class Side:
         return bool(self.stored.role_index.dims.num_experts)
 
     @contextmanager
-    def opened(self, lengths: Sequence[int], folder: Path, device: str) -> Iterator[Opened]:
+    def opened(
+        self, lengths: Sequence[int], folder: Path, devices: Sequence[str]
+    ) -> Iterator[Opened]:
         """The model with its files open, and a folder for hidden states."""
         weights = Weights(self.stored)
         amx = None if self.amx is None else Reader(self.checkpoint.shards)
@@ -108,8 +110,8 @@ class Side:
                 experts = StoredExperts(found, weights)
             layers = Layers(
                 model=self.model, matrices={}, lengths=lengths, targets=(), settings=Settings(),
-                folder=folder, budget=CalibrationBudget(0, 0, {}, (0,)), devices=(device,),
-                files=Files(), readers=(weights,), clock=Clock(),
+                folder=folder, budget=CalibrationBudget(0, 0, {}, (0,)), devices=tuple(devices),
+                files=Files(), readers=(weights,) * len(devices), clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,
             )  # fmt: skip
             yield Opened(self, layers, experts, weights)
