@@ -47,6 +47,7 @@ from qconvert.core.errors import (
     UsageError,
 )
 from qconvert.core.sizes import parse_size
+from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
@@ -81,6 +82,7 @@ from qconvert.runtimes.pipeline import (
     partition_of,
 )
 from qconvert.runtimes.serving import Serving
+from qconvert.samples.data import DataSpec
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
 from qconvert.validation.diff import Difference, compare
@@ -97,6 +99,7 @@ __all__ = (
     "CheckpointError",
     "DataError",
     "Difference",
+    "Evaluation",
     "Events",
     "Finding",
     "FolderStatus",
@@ -130,6 +133,7 @@ __all__ = (
     "check_upload",
     "destination",
     "diff",
+    "evaluate",
     "load_recipe",
     "merge_parts",
     "open_checkpoint",
@@ -789,6 +793,66 @@ def advise(
         checkpoint, consumer, machine or Machine(), disaggregated=disaggregated, numa=numa,
         hotness=hotness,
     )  # fmt: skip
+
+
+def evaluate(
+    folder: str | Path | Checkpoint,
+    against: str | Path | Checkpoint,
+    data: str | Path,
+    *,
+    samples: int = 64,
+    length: int = 2048,
+    seed: int = 0,
+    column: str | None = None,
+    pair: str | Path | Checkpoint | None = None,
+    layers: int | None = None,
+    memory: int | str | None = None,
+    devices: Sequence[str] = (),
+    write: bool = False,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Evaluation:
+    """What a conversion cost in quality: the folder's model and its source run on the same tokens, a
+    decoder layer of each in memory at a time, as transformers computes them in BF16.
+
+    `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
+    the first `samples` of at most `length` tokens are used, or those that a `seed` draws; `column` is
+    where the text is. `pair` is the GPU side of a folder of CPU experts (None: the source). `layers`:
+    only so many, and no logits. `memory` is what this process may take (bytes, or `48GiB`; None: three
+    quarters of the machine), `devices` are torch's names, the first of which runs all but experts (none:
+    all GPUs, else the CPU). `write` notes the result in the folder's manifest and on its card. `events`
+    count samples that went through a layer of a model; `notice` is told what a user must know of the
+    data.
+
+        >>> ids = folder / "ids.jsonl"
+        >>> _ = ids.write_text('{"input_ids": [3, 1, 4, 1, 5]}')
+        >>> found = api.evaluate(folder / "bf16", sample, ids, layers=1, devices=["cpu"])
+        >>> found.samples, found.layers, found.hidden, found.logits
+        (1, 1, (0.0,), None)
+
+    Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
+    PlanError for those that cannot be run, DataError for the data, RunError for too little memory or
+    disk, OutputError where `write` cannot."""
+    from qconvert.evaluate.record import check_recordable, record
+    from qconvert.evaluate.run import evaluate as _evaluate
+
+    if write and layers is not None:
+        raise UsageError("an evaluation of some layers alone is not written: omit layers, or write")
+    spec = DataSpec(str(data), samples, length, seed, column=column)
+    repo = _checkpoint(folder, follow_links=follow_links)
+    if write:
+        if is_url(str(folder)):
+            raise UsageError(f"{folder}: is in a store, which is not written to; omit --write")
+        check_recordable(repo)
+    beside = None if pair is None else _checkpoint(pair, follow_links=follow_links)
+    found = _evaluate(
+        repo, _checkpoint(against, follow_links=follow_links), spec, pair=beside, layers=layers,
+        memory=_size(memory), devices=tuple(devices), events=_told(events), notice=notice,
+    )  # fmt: skip
+    if write:
+        record(repo, found)
+    return found
 
 
 def repair(

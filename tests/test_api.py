@@ -25,11 +25,11 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
-    "Difference", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
+    "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
     "OutputError", "Part", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
     "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
     "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "load_recipe", "merge_parts",
+    "check_foreseen", "check_upload", "destination", "diff", "evaluate", "load_recipe", "merge_parts",
     "open_checkpoint",
     "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
     "repair", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
@@ -87,7 +87,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 9
+    assert len(found) == 10
 
 
 # --- The same as the command line ----------------------------------------------------------------
@@ -150,6 +150,8 @@ def test_the_defaults_are_the_command_lines(source: Path) -> None:
     assert asked.folders[0].ready.options == plainly.folders[0].ready.options
     assert asked.folders[0].fingerprint == plainly.folders[0].fingerprint
     assert inspect.signature(api.validate).parameters["level"].default == "headers"
+    told = {name: p.default for name, p in inspect.signature(api.evaluate).parameters.items()}
+    assert (told["samples"], told["length"], told["seed"], told["write"]) == (64, 2048, 0, False)
 
 
 # --- Judged and refused --------------------------------------------------------------------------

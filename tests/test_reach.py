@@ -81,6 +81,7 @@ def commands(source: Path, out: Path) -> list[tuple[str | Path, ...]]:
         ("kt", source, "--cpu-out", out, "--cpu", "int4", "--numa", "1"),
         ("split", source, out, "--pp", "1,1"),
         ("diff", source, source),
+        ("eval", source, "--against", source, "--data", "x.txt"),
     ]
 
 
@@ -338,6 +339,7 @@ _READERS = {
     "calibrate/work_dir.py": "our own state",
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
     "validation/reports/as_html.py": "parts of our package",
+    "validation/reports/markup.py": "parts of our package",
     "validation/workers.py": "/proc",
     "validators/amx/amx_client.py": "our own temporary folder",
     "validators/amx/kt_forward.py": "our own temporary folder",

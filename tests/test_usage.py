@@ -57,6 +57,7 @@ _BAD: dict[str, list[str]] = {
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
+    "first_layers": _COUNTS, "model": _SOURCES,
     "save_stats": _FOLDERS, "stats": _FOLDERS, "cpu_out": _FOLDERS, "gpu_out": _FOLDERS,
     "work_dir": _FOLDERS,
     "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
@@ -78,6 +79,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("w4a16",): ("--rtn",), ("gptq4",): ("--rtn",),
     ("nvfp4",): ("--dialect", "modelopt"),
     ("split",): ("--pp", "1,1"),
+    ("eval",): ("--against", "src", "--data", "x.txt"),
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.

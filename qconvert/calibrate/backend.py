@@ -60,7 +60,7 @@ class GptqBackend:
         """The samples, and what a user must know of them: read once, by `check` if it is called."""
         request, remarks = self.calibration.request, list[str]()
         if request.kind in ("text", "jsonl", "dataset"):  # the others need no tokenizer
-            _hush_transformers()
+            hush_transformers()
         return load_tokens(request, self.calibration.model.checkpoint.root, remarks.append), remarks
 
     def needs(self) -> Needs:
@@ -207,10 +207,11 @@ def _hush() -> None:
 
     for library in libraries:
         logger.disable(library)
-    _hush_transformers()
+    hush_transformers()
 
 
-def _hush_transformers() -> None:
+def hush_transformers() -> None:
+    """Let transformers show neither remarks nor progress bars of its own."""
     from transformers.utils import logging
 
     hf: Any = logging

@@ -118,7 +118,7 @@ class Layers:
             layer = self.model.layer(number, self.readers[0], self.devices[0])
         if not layer.sparse:
             with self.clock("forward", self.devices[0]):
-                for batch, hidden, call in self._through(number, states):
+                for batch, hidden, call in self.through(number, states):
                     following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
             return None
         if number not in self.matrices:
@@ -132,7 +132,8 @@ class Layers:
         finally:
             scratch.close()
 
-    def _through(self, number: int, states: InFile) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
+    def through(self, number: int, states: InFile) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
+        """What goes into a layer: samples together [B, T, H], and what the layer is called with."""
         for batch in batches(self.lengths, self.attended):
             length = (batch.stop - batch.start) // batch.count
             call = self.model.calls(batch.count, length, self.devices[0], self.readers[0])[number]
@@ -147,7 +148,7 @@ class Layers:
         where = f"calibrating layer {layer.number} of {self.model.layers}"
         yield Phase(f"{where}: attention")
         answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
-        seen = self._attend(layer, states, scratch)
+        seen = self.attend(layer, states, scratch)
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()
@@ -186,12 +187,12 @@ class Layers:
             del taken
             trim()
         with self.clock("forward", self.devices[0]), torch.no_grad():
-            for batch, hidden, call in self._through(layer.number, states):
+            for batch, hidden, call in self.through(layer.number, states):
                 answer = answers.read(batch.start, batch.stop).to(self.devices[0])
                 following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
         return _stats(seen.counts, few, found)
 
-    def _attend(self, layer: Layer, states: InFile, scratch: Scratch) -> Seen:
+    def attend(self, layer: Layer, states: InFile, scratch: Scratch) -> Seen:
         """Run attention and router over all samples."""
         import torch
 
@@ -199,7 +200,7 @@ class Layers:
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
         with self.clock("forward", self.devices[0]):
-            for batch, hidden, call in self._through(layer.number, states):
+            for batch, hidden, call in self.through(layer.number, states):
                 routed = layer.routed(hidden, call)
                 inputs.write(batch.start, routed.inputs)
                 experts, weights = routed.experts, routed.weights

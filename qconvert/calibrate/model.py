@@ -384,14 +384,21 @@ def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
             f"transformers {hf.__version__} has no class for model_type {kind!r}, so it cannot be run; "
             "round its experts to nearest instead"
         )
-    config = mapping[kind].from_dict(untagged(settings))
     # A class of the whole model says what its published names become.
     root = plan.config.get("model_type")
     alone = "text_config" not in plan.config or root in _CLASSES or root not in mapping
-    if alone and type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
-        with torch.device("meta"):
-            made = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return _attending(made, attention), True
+    try:
+        config = mapping[kind].from_dict(untagged(settings))
+        if alone and type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+            with torch.device("meta"):
+                made = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return _attending(made, attention), True
+    except Exception as error:  # whatever a class raises for settings that are no settings of it
+        said = str(error).strip().replace("\n", " ")
+        raise PlanError(
+            f"config.json: transformers {hf.__version__} builds no {kind!r} of it: {said}; restore the "
+            "file as it was published"
+        ) from error
     try:
         whole = build(plan.config)
     except CannotBuild as error:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 import click
 
 from qconvert.cli.options import (
+    DATA_HELP,
+    DEVICE,
     MOST,
     DataName,
-    Device,
     Folder,
     Renamed,
     Share,
     from_options,
+    one_device,
     stacked,
 )
 
@@ -46,11 +48,7 @@ class CalibrationOptions(TypedDict):
 
 # For commands whose recipe decides whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
-    click.option(
-        "--data", metavar="FILE", type=DataName(),
-        help="Calibration data: text, JSONL (`text`, or `messages` under the model's chat template), "
-        "tokenized safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
-    ),
+    click.option("--data", metavar="FILE", type=DataName(), help=DATA_HELP),
     click.option(
         "--synthetic", is_flag=True,
         help="Random tokens instead of data: for trials, not for serving.",
@@ -84,11 +82,7 @@ DATA: Callable[[F], F] = stacked(
         help="Save expert counts, moments of activations, and a map of hot experts for "
         "--init-expert-location.",
     ),
-    click.option(
-        "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-        help="Device to calibrate on: cpu, cuda:0, ... Repeatable. Without --gptq, one to "
-        "search for scales on. [default: all GPUs, else the CPU; for a search a GPU where it pays]",
-    ),
+    DEVICE,
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
     click.option(
@@ -149,8 +143,6 @@ def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOpti
     names = CalibrationOptions.__annotations__
     own = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in names}
-    if own["devices"] and not own["gptq"]:
-        if len(own["devices"]) > 1:
-            raise click.UsageError("several --device need --gptq; scales are searched for on one")
-        rest["device"], own["devices"] = own["devices"][0], ()
+    if not own["gptq"]:
+        rest["device"], own["devices"] = one_device(own["devices"]), ()
     return cast(CalibrationOptions, own), cast("RunOptions", rest)

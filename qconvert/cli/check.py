@@ -26,6 +26,7 @@ from qconvert.cli.options import (
     jobs,
     level,
     memory,
+    report,
     shard,
 )
 from qconvert.cli.profile import PROFILE, profile_json
@@ -233,14 +234,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
     help="Format of the printed report. [default: text; github in GitHub Actions]",
 )
 @JSON
-@click.option(
-    "--report",
-    "files",
-    multiple=True,
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Also write the report to FILE: .html .json .xml (junit) .sarif .md .txt. Repeatable.",
-)
+@report(".html .json .xml (junit) .sarif .md .txt")
 @PROFILE
 @OPENING
 @click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")

@@ -18,6 +18,7 @@ from qconvert.cli.carry_out import Started
 from qconvert.cli.check import diff, inspect, validate
 from qconvert.cli.convert import dequant, plan, run
 from qconvert.cli.drafts import mtp, text
+from qconvert.cli.evaluate import evaluate
 from qconvert.cli.fp8 import fp8
 from qconvert.cli.house import clean, demo, recipes
 from qconvert.cli.int8 import int8
@@ -89,6 +90,7 @@ for command in (
     status,
     diff,
     validate,
+    evaluate,
     repair,
     upload,
     recipes,

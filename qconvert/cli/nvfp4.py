@@ -9,6 +9,7 @@ import click
 
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
+    DEVICE,
     DIALECT_HELP,
     INPUT_SCALE,
     KV_SCALE,
@@ -19,8 +20,8 @@ from qconvert.cli.options import (
     STATS,
     TARGETS,
     TP,
-    Device,
     from_options,
+    one_device,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +47,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @INPUT_SCALE
 @KV_SCALE
-@click.option(
-    "--device", type=Device(), metavar="NAME",
-    help="Where --scales search runs: cpu, cuda:0, ... [default: a GPU for a search that would hold up "
-    "the run]",
-)  # fmt: skip
+@DEVICE
 @CONVERSION
 def nvfp4(
     source: str,
@@ -64,6 +61,7 @@ def nvfp4(
     weight_only: bool,
     input_scale: float | None,
     kv_scale: float | None,
+    devices: tuple[str, ...],
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
@@ -100,4 +98,5 @@ def nvfp4(
             input_scale, scales,
         )  # fmt: skip
     steps = with_kv_scale(step, kv_scale)
+    options["device"] = one_device(devices)
     convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)

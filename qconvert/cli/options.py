@@ -396,6 +396,32 @@ AGAINST = click.option(
     "--against", type=SourceName(), metavar="SRC",
     help="The source that the folder was made from, to compare it with.",
 )  # fmt: skip
+DATA_HELP = (
+    "Samples: text, JSONL (`text`, or `messages` under the model's chat template), tokenized "
+    "safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT]."
+)
+DEVICE = click.option(
+    "--device", "devices", multiple=True, metavar="NAME", type=Device(),
+    help="Device to compute on: cpu, cuda:0, ... Repeatable, but for a search for scales. [default: all "
+    "GPUs, else the CPU; for a search a GPU where it pays]",
+)  # fmt: skip
+
+
+def one_device(names: Sequence[str]) -> str | None:
+    """The device that scales are searched for on. Raises click.UsageError for several."""
+    if len(names) > 1:
+        raise click.UsageError("several --device need --gptq; scales are searched for on one")
+    return names[0] if names else None
+
+
+def report(forms: str) -> Callable[[F], F]:
+    return click.option(
+        "--report", "files", multiple=True, type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help=f"Also write the report to FILE, in the form of its suffix. Repeatable. [{forms}]",
+    )  # fmt: skip
+
+
 DRAFT = click.option(
     "--draft", type=SourceName(), metavar="DRAFT",
     help="The folder of the draft that was grafted to SRC. [with --against]",

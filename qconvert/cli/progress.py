@@ -1,4 +1,4 @@
-"""A tqdm bar on stderr with bytes per second and time left; silent if stderr is not a terminal."""
+"""A tqdm bar on stderr with work per second and time left; silent if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from qconvert.core.say import shown_line
 
 
 class Bar:
-    """Events of a run as a progress bar."""
+    """Events of a run as a progress bar. `unit` is what is counted: bytes."""
+
+    def __init__(self, unit: str = "B") -> None:
+        self._unit = unit
 
     def __enter__(self) -> Self:
         from tqdm import tqdm
 
         self._bar = tqdm(
-            unit="B", unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty(),
+            unit=self._unit, unit_scale=True, dynamic_ncols=True, disable=not sys.stderr.isatty(),
             leave=False, file=sys.stderr,
         )  # fmt: skip
         return self

@@ -6,6 +6,7 @@ Validators judge the values; that `stage` is an object with numbers in it is che
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from qconvert.core.errors import CheckpointError
@@ -20,6 +21,8 @@ Check = Callable[[Any], bool]
 LASTING_FACTS = ("gdn_groups", "draft")
 # The fact of a folder that holds draft layers without their model.
 DRAFT = "draft"
+# What `qconvert eval --write` notes of a finished folder; no conversion writes it.
+EVALUATION = "evaluation"
 
 
 def parse_manifest(data: bytes, where: object) -> dict[str, Any]:
@@ -84,6 +87,10 @@ def _list(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
+
+
 def _is_span(value: Any) -> bool:
     return _is_counts(value) and len(value) == 2
 
@@ -115,6 +122,20 @@ _AMX = _with(
     {"rounding": _is_text},
 )  # fmt: skip
 
+_EVALUATION = _with(
+    {
+        "data": _is_text, "digest": _is_text, "samples": _is_count, "length": _is_count,
+        "seed": _is_count, "tokens": _is_count, "hidden": _list(_is_number),
+        "logits": _with(
+            {
+                "predicted": _is_count, "perplexity": _is_number, "source_perplexity": _is_number,
+                "kl": _is_number, "agreement": _is_number,
+                "kl_error": lambda value: value is None or _is_number(value),
+            }
+        ),
+    }
+)  # fmt: skip
+
 _NEEDED = frozenset({"identity", "passes", "dropped", "dropped_files"})
 _KEYS: Mapping[str, tuple[Check, str]] = {
     "identity": (
@@ -142,6 +163,7 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),
     "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
     "calibration": (_is_object, "an object"),
+    EVALUATION: (_EVALUATION, "an object with data, samples, errors of hidden states, and logits"),
     "trtllm_gen": (_is_object, "an object"),
     "repaired": (
         _list(_with({"file": _is_text}, {"before": _is_hash, "after": _is_hash})),

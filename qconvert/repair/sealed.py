@@ -55,11 +55,13 @@ def resealed(checkpoint: Checkpoint, changed: Changed) -> dict[str, bytes]:
         every[MANIFEST] = (hash_of(before), found[MANIFEST])
     data = checkpoint.read(RECEIPT, checkpoint.receipt_limit)
     if data is not None:
-        found[RECEIPT] = _receipt(data, checkpoint, every)
+        found[RECEIPT] = receipt_with(data, checkpoint, every)
     return found
 
 
-def _receipt(data: bytes, checkpoint: Checkpoint, changed: Changed) -> bytes:
+def receipt_with(data: bytes, checkpoint: Checkpoint, changed: Changed) -> bytes:
+    """A folder's receipt with the lines of changed files, sealed. Raises CheckpointError as
+    `resealed`."""
     file = checkpoint.root / RECEIPT
     receipt = parse_receipt(data, file)
     if receipt.seal == "broken":

@@ -13,6 +13,8 @@ import xxhash
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, file_size
 from qconvert.checkpoint.receipt import digest, read_receipt, sealed_manifest
 from qconvert.core.errors import OutputError, QConvertError
+from qconvert.core.manifest_keys import EVALUATION, parse_manifest
+from qconvert.core.regular import SMALL, read_regular
 from qconvert.run.staging import (
     EDITED,
     hash_of,
@@ -74,13 +76,27 @@ _OTHER_BYTES = "has bytes that differ from those written"
 
 def _wanted_texts(ready: Prepared, out: Path) -> dict[str, bytes]:
     """Texts of the plan; the manifest without a seal where the folder was made before there were
-    seals."""
+    seals, and with what an evaluation noted in it since."""
     texts = made_texts(ready)
     unsealed = (json.dumps(manifest_of(ready), indent=2) + "\n").encode()
     assert sealed_manifest(manifest_of(ready)) == texts[MANIFEST]
     if _fault(out / MANIFEST, digest(unsealed), len(unsealed)) is None:
         texts[MANIFEST] = unsealed
+    noted = _noted(ready, out / MANIFEST)
+    if noted is not None:
+        texts[MANIFEST] = noted
     return texts
+
+
+def _noted(ready: Prepared, manifest: Path) -> bytes | None:
+    """The manifest with the evaluation that the folder's own holds, if it holds one."""
+    try:
+        found = parse_manifest(read_regular(manifest, 4 * SMALL, follow=False), manifest)
+    except (FileNotFoundError, QConvertError):
+        return None  # what is wrong with it is said where it is compared
+    if EVALUATION not in found:
+        return None
+    return sealed_manifest({**manifest_of(ready), EVALUATION: found[EVALUATION]})
 
 
 def _fault(path: Path, wanted: str, size: int) -> str | None:

@@ -30,7 +30,7 @@ _ROLES = {
 ROW_COLUMNS = ("text", "messages", "conversations", "input_ids")
 MOST_LINE = 64 << 20  # bytes of JSONL or characters of text in a line
 # The largest published, Gemma 3's tokenizer.json, has 33 MB. transformers reads them whole.
-_MOST_TOKENIZER = 256 << 20
+MOST_TOKENIZER = 256 << 20
 _PIECE = 1 << 16  # characters; long enough that where pieces end makes no difference
 
 
@@ -136,8 +136,8 @@ def _check_loadable(file: Path) -> None:
     fd = open_regular(file, error=DataError)
     size = os.fstat(fd).st_size
     os.close(fd)
-    if size > _MOST_TOKENIZER and any(file.match(pattern) for pattern in _FILES):
-        raise DataError(f"{file}: expected at most {_MOST_TOKENIZER} bytes, found {size}; {_FIX}")
+    if size > MOST_TOKENIZER and any(file.match(pattern) for pattern in _FILES):
+        raise DataError(f"{file}: expected at most {MOST_TOKENIZER} bytes, found {size}; {_FIX}")
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:

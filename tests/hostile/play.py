@@ -130,7 +130,7 @@ class Stage:
             shutil.copytree(self.bases.folder(base), root / folder, symlinks=True)
         if scene.has & {"recipe"}:
             shutil.copy(self.bases.folder("recipe.yaml"), root / "recipe.yaml")
-        if scene.has & {"calibration"}:
+        if any("{root}/data.jsonl" in word for word in scene.arguments):
             shutil.copy(self.bases.folder("data.jsonl"), root / "data.jsonl")
         for name in ("tmp", "home"):
             (root.parent / name).mkdir()

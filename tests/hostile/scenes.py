@@ -154,12 +154,17 @@ LEFT_OVERS = (
 
 # Calibration data at {root}/data.jsonl, statistics at {root}/stats.
 _GPTQ = "--gptq --data {root}/data.jsonl --samples 2 --length 8 --device cpu"
+_EVAL = f"--data {{root}}/data.jsonl --samples 2 --length 8 --device cpu --memory {HEAVY_BUDGET}"
 CALIBRATING = (
     _conversion("w4a16 gptq", f"w4a16 {{src}} {{out}} --group-size 32 {_GPTQ}", src="calibratable",
                 has="calibration", heavy=True),
     _conversion("amx gptq", f"amx {{src}} {{out}} --method int8 --numa 1 {_GPTQ}",
         src="calibratable",
                 has="calibration", heavy=True),
+    _scene("eval", f"eval {{src}} --against {{good}} {_EVAL}", src="calibratable",
+           good="calibratable", has="calibration", heavy=True),
+    _scene("eval repo", f"eval {{src}} --against {{good}} --first-layers 1 --json {_EVAL}",
+           src="calibratable", good="calibratable", has="checkpoint", heavy=True),
     _conversion("nvfp4 stats", "nvfp4 {src} {out} --dialect modelopt --stats {root}/stats",
                 src="bf16", has="stats"),
 )  # fmt: skip
@@ -167,7 +172,7 @@ CALIBRATING = (
 # The mutation gives all words: see breaking/arguments.py.
 _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
-    "fp8", "relabel", "mx", "int8", "split", "join", "unprepare", "diff", "validate", "upload",
+    "fp8", "relabel", "mx", "int8", "split", "join", "unprepare", "diff", "validate", "eval", "upload",
     "recipes show",
     "clean", "finish", "status", "demo", "experts stack", "mtp graft", "text",
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import CheckpointError
 from qconvert.core.yaml_lines import load
+from qconvert.hub.card.evaluated import evaluation_of, quality, with_results
 from qconvert.hub.card.front import base_model_of, front_matter
 from qconvert.hub.card.loaders import NOT_ASKED, Loads
 from qconvert.hub.card.sections import made, proof, serve, title
@@ -49,16 +50,34 @@ def card(
     """
     front, body = split_front_matter(existing or "")
     front = front_matter(manifest, config, source, front, base_model, said)
+    if manifest is not None:
+        front = with_results(front, manifest, config)
     sections = {"proof": proof(report, forced=forced)}
     if manifest is not None:
         ours = {
             "made": made(manifest, base_model_of(front)),
             "serve": serve(manifest, config, said),
+            **_evaluated(manifest),
         }
         sections = {**ours, **sections}
     if not body.strip():
         body = f"# {title(manifest, config, base_model_of(front))}\n"
     return _dump(front) + "\n" + _placed(body.strip("\r\n"), sections)
+
+
+def with_evaluation(manifest: Mapping[str, Any], config: Mapping[str, Any], existing: str) -> str:
+    """A card with what the manifest's evaluation found, in its front matter and a section of its own;
+    the rest as it is. Raises CheckpointError as `card` does."""
+    front, body = split_front_matter(existing)
+    front = with_results(front, manifest, config)
+    before = {name: _held(body, name) for name in ("made", "serve")}
+    kept = {name: text for name, text in before.items() if text is not None}
+    return _dump(front) + "\n" + _placed(body.strip("\r\n"), {**kept, **_evaluated(manifest)})
+
+
+def _evaluated(manifest: Mapping[str, Any]) -> dict[str, str]:
+    found = evaluation_of(manifest)
+    return {} if found is None else {"quality": quality(found)}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
@@ -123,6 +142,15 @@ def _placed(body: str, sections: Mapping[str, str]) -> str:
 
 def _mark(name: str, which: str) -> str:
     return f"{_MARK}{name} {which} -->"
+
+
+def _held(body: str, name: str) -> str | None:
+    """The text of a section, None where there is none."""
+    place = _place(body, name)
+    if place is None:
+        return None
+    whole = body[slice(*place)]
+    return whole.removeprefix(_mark(name, "begin")).removesuffix(_mark(name, "end"))
 
 
 def _place(body: str, name: str) -> tuple[int, int] | None:

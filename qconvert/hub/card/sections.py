@@ -35,11 +35,11 @@ def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: s
     """The first heading: the model and its format."""
     name = base.rpartition("/")[2] if base else str(config.get("model_type", "A model"))
     if manifest is None:
-        return _plain(name)
+        return plain(name)
     amx, block = amx_of(manifest), quantization_of(config)
     if amx is not None:
         nodes = f"{amx['numa']} NUMA node{'' if amx['numa'] == 1 else 's'}"
-        return _plain(f"{name}: routed experts for KTransformers, {amx['method']}, {nodes}")
+        return plain(f"{name}: routed experts for KTransformers, {amx['method']}, {nodes}")
     names = [step["name"] for step in manifest["passes"]]
     kind = str(block.get("quant_method", "quantized")) if block is not None else ""
     if block is None and "dequant" in names:
@@ -48,13 +48,13 @@ def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: s
               "unstack": "one matrix per expert"}  # fmt: skip
     said = [kind, *(layout[step] for step in names if step in layout)]
     about = ", ".join(part for part in said if part)
-    return _plain(f"{name}: {about}" if about else name)
+    return plain(f"{name}: {about}" if about else name)
 
 
 def made(manifest: Mapping[str, Any], base: str | None) -> str:
     """The source, the steps, their losses, and what was dropped."""
     origin = f"[{base}]({_HUB}/{base})" if base else "a checkpoint without a known repo"
-    version = _plain(str(manifest["identity"]["qconvert"]))
+    version = plain(str(manifest["identity"]["qconvert"]))
     lines = ["## How it was made", "", f"From {origin}, by qconvert {version}.", ""]
     if manifest["passes"]:
         lines += ["| step | options | matched | expected |", "|---|---|---|---|"]
@@ -68,7 +68,7 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         lines += ["All tensors are unchanged.", ""]
     losses = manifest["lossy_steps"]
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
-    lines += [f"  - {_plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
+    lines += [f"  - {plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
     for rule, names in manifest["dropped"].items():
         lines.append(f"- dropped: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
     for file, rule in manifest["dropped_files"].items():
@@ -78,7 +78,7 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     calibration = manifest.get("calibration")
     if isinstance(calibration, Mapping):
         settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
-        lines.append(f"- calibrated: {_plain(settings)}")
+        lines.append(f"- calibrated: {plain(settings)}")
     if (constant := manifest.get("input_scale")) is not None:
         lines.append(
             f"- input scales of activations: the constant {constant:g}, found from no data"
@@ -183,11 +183,11 @@ def _sizes(said: Loads) -> list[str]:
             text = f"{who} on H200s loads it whole{with_option} at tensor parallel {sizes}"
             lines += ["", f"{text}, as simulated from headers and config."]
         if one.failed:
-            lines += ["", _plain(f"It does {one.failed.replace('not', 'not load', 1)}.")]
+            lines += ["", plain(f"It does {one.failed.replace('not', 'not load', 1)}.")]
         if one.draft:
-            lines += ["", _plain(f"It {one.draft}.")]
+            lines += ["", plain(f"It {one.draft}.")]
         if one.unknown:
-            lines += ["", _plain(f"{one.runtime} {one.version}: {one.unknown}.")]
+            lines += ["", plain(f"{one.runtime} {one.version}: {one.unknown}.")]
     return lines
 
 
@@ -199,7 +199,7 @@ def proof(report: Report | None, *, forced: bool) -> str:
             [*head, "Nothing yet: `qconvert validate DIR --against SRC --level full`."]
         )
     source = "with its source" if "against" in report.about else "without its source"
-    level = _plain(report.about.get("level", "headers"))
+    level = plain(report.about.get("level", "headers"))
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     lines = [*head, f"`qconvert validate` at level {level}, {source}: {tally}."]
     if forced:
@@ -215,7 +215,7 @@ def proof(report: Report | None, *, forced: bool) -> str:
     ):
         if texts:
             lines += ["", f"{label}:", ""]
-            lines += [f"- {_plain(_without(text, places))}" for text in texts]
+            lines += [f"- {plain(_without(text, places))}" for text in texts]
     more = len(report.findings) - _MOST
     if more > 0:
         lines += ["", f"... and {more:,} more findings."]
@@ -242,7 +242,7 @@ def _measured(report: Report) -> Iterator[str]:
         yield f"{name}: {count(len(found), 'matrix', 'matrices')}, {said}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escaped text: names come from folders, and must not end a comment or a table cell."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("\\<", "&lt;")
 
@@ -250,4 +250,4 @@ def _plain(text: str) -> str:
 def _code(text: str) -> str:
     """A code span, or escaped text if it holds a character that would end one."""
     line = " ".join(text.split())
-    return _plain(line) if set(line) & set("`|<>") else f"`{line}`"
+    return plain(line) if set(line) & set("`|<>") else f"`{line}`"

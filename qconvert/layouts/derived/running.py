@@ -61,7 +61,8 @@ def experts_in(layer: Any) -> Any | None:
 
 
 def decoder_of(model: Any) -> Decoder:
-    """Find the decoder and its layers: the list that holds the experts. Raises CannotRun."""
+    """Find the decoder and its layers: the list that holds the experts, or, in a dense model, the only
+    one of as many modules as the config counts layers. Raises CannotRun."""
     from torch.nn import ModuleList
 
     module = model.get_decoder()
@@ -73,7 +74,17 @@ def decoder_of(model: Any) -> Decoder:
         for n in range(1, len(parts)):
             if isinstance(module.get_submodule(".".join(parts[:n])), ModuleList):
                 return Decoder(module, f"{name}." if name else "", ".".join(parts[:n]))
-    raise CannotRun(f"{type(module).__name__} holds no list of layers with routed experts")
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [
+        path for path, held in module.named_modules()
+        if isinstance(held, ModuleList) and len(held) == count
+    ]  # fmt: skip
+    if len(lists) == 1:
+        return Decoder(module, f"{name}." if name else "", lists[0])
+    raise CannotRun(
+        f"{type(module).__name__} holds no list of layers with routed experts, and {len(lists)} of "
+        f"{count} modules"
+    )
 
 
 def settled(decoder: Decoder, modules: Iterable[Any]) -> None:
@@ -126,6 +137,11 @@ def _forwards(modules: Sequence[Any], made: Callable[[int], Any]) -> Iterator[No
             del module.forward
 
 
+def replaced(module: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """A module that computes something else for a while."""
+    return _forwards([module], lambda _: forward)
+
+
 def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, list[Call]]:
     """What the first layer is given for inputs [B, T, H], and what else every layer (the first alone, if
     so asked) is called with. Raises CannotRun where layers are not called in turn, each with what the
@@ -167,6 +183,26 @@ def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, l
         except (TypeError, ValueError, IndexError, AttributeError) as error:
             if returns_tuple:  # whatever a class raises for a result that is not its layers'
                 raise CannotRun(f"{_not_in_turn(decoder)} ({error})") from error
+    raise CannotRun(_not_in_turn(decoder))
+
+
+def finished(decoder: Decoder, states: Any) -> Any:
+    """What the decoder makes of its last layer's result [B, T, H]: [B, T, H] after the final norm.
+    Raises CannotRun where the class does something else with it."""
+    import torch
+
+    layers = list(decoder.layers)
+    for returns_tuple in (False, True):
+        result = (states,) if returns_tuple else states
+        try:
+            with _forwards(layers, lambda _: lambda *_, **__: result), torch.no_grad():  # noqa: B023
+                made = decoder.module(inputs_embeds=torch.zeros_like(states), use_cache=False)
+        except (TypeError, ValueError, IndexError, AttributeError) as error:
+            if returns_tuple:  # whatever a class raises for a result that is not its layers'
+                raise CannotRun(f"{_not_in_turn(decoder)} ({error})") from error
+            continue
+        if made.last_hidden_state.shape == states.shape:
+            return made.last_hidden_state
     raise CannotRun(_not_in_turn(decoder))
 
 

@@ -39,6 +39,7 @@ def _mutations() -> Iterator[Mutation]:
     }  # fmt: skip
     rest = {
         "inspect": (), "plan": (), "diff": ("{src}",), "validate": (),
+        "eval": ("--against", "{good}", "--data", "{root}/x.jsonl"),
         "upload": ("me/made", "--dry-run"),
         "dequant": ("{out}",), "amx": ("{out}", "--method", "int4", "--numa", "1"),
         "join": ("{out}",), "text": ("{out}",), "mtp graft": ("{good}", "{out}"),
@@ -174,6 +175,11 @@ def _mutations() -> Iterator[Mutation]:
         "/proc/self/x.html", "{root}/" + LONG + ".html",
                    "", "/proc/x.json", "{src}"):  # fmt: skip
         yield one("validate", f"--report {brief(report)}", "{src}", "--report", report)
+        yield one("eval", f"--report {brief(report)}", "{src}", "--against", "{good}", "--data",
+                  "x.jsonl", "--report", report)  # fmt: skip
+    for layers in ("0", "-1", "9" * 400, "x", _N):
+        yield one("eval", f"--first-layers {brief(layers)}", "{src}", "--against", "{good}", "--data",
+                  "x.jsonl", "--first-layers", layers)  # fmt: skip
     for folder in (
         "{src}",
         "{root}/victim.txt",

@@ -1,0 +1,115 @@
+"""What an evaluation found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import exp, sqrt
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from qconvert.evaluate.head import Scores
+
+# What weights alone were changed says nothing of what a runtime rounds beside them.
+WEIGHTS_ONLY = (
+    "weights alone: both models compute in BF16, as transformers does; a runtime that quantizes "
+    "activations or the KV cache loses more"
+)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How far predictions are apart, over `predicted` tokens. `perplexity` is the folder's,
+    `source_perplexity` the source's; `kl` the mean of KL(SRC || REPO) in nats a token, `kl_error` its
+    standard error over samples (None: there is one sample alone); `agreement` the part of tokens after
+    which both prefer the same one."""
+
+    predicted: int
+    perplexity: float
+    source_perplexity: float
+    kl: float
+    kl_error: float | None
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a conversion cost in quality. `folder` and `against` are the places of both models, as they
+    were named, `model` says what they are. `data` is the data's name without its folder, `digest` a hash
+    of its content, tokenizer and choice; `samples` of at most `length` tokens were drawn by `seed`,
+    `tokens` in all.
+
+    `hidden` are relative errors of the hidden states after each layer that was run: the norm of the
+    difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
+    layers were run."""
+
+    folder: str
+    against: str
+    model: str
+    data: str
+    digest: str
+    samples: int
+    length: int
+    seed: int
+    tokens: int
+    of_layers: int
+    hidden: tuple[float, ...]
+    logits: Logits | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many layers were run."""
+        return len(self.hidden)
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        found = {**asdict(self), "layers": self.layers}
+        return {**found, "hidden": list(self.hidden), "notes": list(self.notes)}
+
+    def fact(self) -> dict[str, Any]:
+        """What a manifest keeps: no place on a disk."""
+        left = ("folder", "against", "model", "notes")
+        return {key: value for key, value in self.as_object().items() if key not in left}
+
+
+def logits_of(scores: Scores, lengths: Sequence[int]) -> Logits:
+    """Of the scores of samples that predict so many tokens each, in order."""
+    sums, at = [], 0
+    for length in lengths:
+        sums.append(float(scores.kl[at : at + length].sum()))
+        at += length
+    return Logits(
+        int(scores.kl.shape[0]),
+        _perplexity(scores.repo),
+        _perplexity(scores.source),
+        float(scores.kl.mean()),
+        _standard_error(sums, lengths),
+        float(scores.agree.double().mean()),
+    )
+
+
+def _perplexity(losses: torch.Tensor) -> float:
+    """Of a broken model at most e^700: what is more is no float64."""
+    return exp(min(700.0, float(losses.mean())))
+
+
+def _standard_error(sums: Sequence[float], lengths: Sequence[int]) -> float | None:
+    """Of the mean over tokens, given sums over samples of so many: tokens of a sample are not
+    independent, samples are (a ratio estimate: Cochran, Sampling Techniques, 6.4)."""
+    count, tokens = len(sums), sum(lengths)
+    if count < 2:
+        return None
+    mean = sum(sums) / tokens
+    spread = sum((total - mean * length) ** 2 for total, length in zip(sums, lengths, strict=True))
+    return sqrt(spread * count / (count - 1)) / tokens
+
+
+def distance(source: torch.Tensor, repo: torch.Tensor) -> float:
+    """The sum over tokens of the relative error of hidden states [T, H]; not finite where one is not."""
+    a, b = source.double(), repo.double()
+    off, size = (b - a).norm(dim=1), a.norm(dim=1)
+    # A token of zeros in both is no error.
+    return float((off / size).where(off != 0, off).sum())
