@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -58,7 +59,12 @@ def digest(data: bytes) -> str:
 def is_own_name(name: object) -> bool:
     """Whether a name read from a file is a plain relative path inside its folder, as we write them, and
     outside the work folder."""
-    if not isinstance(name, str) or not is_inside(name):
+    return isinstance(name, str) and _is_own(name)
+
+
+@lru_cache(maxsize=512)  # a receipt names each shard for each of its tensors: 15 us a line
+def _is_own(name: str) -> bool:
+    if not is_inside(name):
         return False
     path = PurePosixPath(name)
     return path.as_posix() == name and path.parts[0] not in (".", ".qconvert")

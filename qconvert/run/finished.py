@@ -23,7 +23,7 @@ from qconvert.run.staging import (
     manifest_of,
     planned_places,
 )
-from qconvert.run.verify import Hashing, header_of, planned_record
+from qconvert.run.verify import differing, header_of, planned_record
 
 if TYPE_CHECKING:
     from qconvert.run.prepare import Prepared
@@ -162,13 +162,15 @@ def _other_bytes(
 ) -> list[str]:
     """Tensors whose bytes have another hash than their line, of those that are not lost."""
     places = planned_places(ready.layout.files)
-    with Hashing() as hashing:
-        return [
-            name
-            for name, text in sorted(records.items(), key=lambda item: places[item[0]])
-            if name not in lost
-            and hashing.of(
-                out / places[name][0], places[name][1], ready.plan.tensors[name].type.nbytes
+    paths = {file.name: out / file.name for file in ready.layout.files}
+    return sorted(
+        differing(
+            (
+                name,
+                (paths[places[name][0]], places[name][1], ready.plan.tensors[name].type.nbytes),
+                json.loads(records[name])["xxh3"],
             )
-            != json.loads(text)["xxh3"]
-        ]
+            for name in sorted(records.keys() - lost, key=places.__getitem__)
+        ),
+        key=places.__getitem__,
+    )

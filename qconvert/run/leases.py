@@ -17,7 +17,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,9 +104,9 @@ def _state_of(pid: int) -> tuple[str, str]:
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 
 
-def journals_in(work: Path) -> list[ShardJournal]:
-    """All journals of shards, by shard and start. Raises OutputError for one that qconvert did not
-    write, and where the folder of them is a link."""
+def journals_in(work: Path, known: Collection[Path] = ()) -> list[ShardJournal]:
+    """All journals of shards but the `known` ones, by shard and start. Raises OutputError for one that
+    qconvert did not write, and where the folder of them is a link."""
     folder = work / SHARDS
     try:
         names = os.listdir(folder)
@@ -119,7 +119,7 @@ def journals_in(work: Path) -> list[ShardJournal]:
     found = []
     for name in names:
         match = _NAME.fullmatch(name)
-        if match is None:
+        if match is None or folder / name in known:
             continue
         index, count, start = map(int, match.groups())
         remembered = read_journal(folder / name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,13 @@ def progress_of(targets: Sequence[Target], told: Events) -> Progress:
     names = {name: place for name, (_, place) in at.items()}
     check_units(kept, units, names, first.space.work / JOURNAL)
 
+    @cache
+    def found(space: Workspace, file: str) -> Path:
+        return space.find(file)
+
     def where(name: str) -> tuple[Path, int]:
         space, (file, offset) = at[name]
-        return space.find(file), offset
+        return found(space, file), offset
 
     verify = first.ready.options.verify
     wrong = wrong_units(kept, units, where, None if verify else LOOK_BACK)

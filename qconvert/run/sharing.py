@@ -151,7 +151,7 @@ def _lease(target: Target, shard: Shard, division: Division, told: Events, files
         if lease is not None:
             break
     known = {journal.path for journal in journals}
-    later = [j for j in journals_in(space.work) if j.path not in known and j.shard != shard]
+    later = [j for j in journals_in(space.work, known) if j.shard != shard]
     try:
         if os.path.lexists(space.work / JOURNAL):
             raise OutputError(f"{space.out}: is being finished; there is nothing to do for a shard")

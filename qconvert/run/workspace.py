@@ -349,7 +349,7 @@ class Workspace:
         self._files.rename(new, path)
         self._files.sync_folder(self.work)
         known = {journal.path for journal in self.journals}
-        others = [journal for journal in journals_in(self.work) if journal.path not in known]
+        others = journals_in(self.work, known)
         if others:
             self._files.remove(path)
             refuse_at_work(self.out, others, "its work cannot be finished")
