@@ -57,6 +57,9 @@ _INTS = {
     "weight": "*i16", "ladder": "*fp32", "codes": "*i8", "scale": "*fp32", "zero": "*i8", "flag": "*i32",
     "count": "i32", "width": "i32", "eps": "fp32", "least_size": "fp32", "most_step": "fp32",
 }  # fmt: skip
+_NVFP4 = {
+    "weight": "*i16", "packed": "*u8", "scales": "*u8", "flag": "*i32", "count": "i32", "own": "fp32",
+}  # fmt: skip
 _SIZES = {"GROUPS": 16, "LANES": 64, "COLUMNS": 64}
 # PTX that does not round.
 _EXACT = {"mov", "neg", "abs", "min", "max", "setp", "selp", "ld", "st", "cvt", "shfl"}
@@ -71,6 +74,9 @@ def compile_all() -> int:
         for dtype in range(3):
             constants = {"LOW": -8, "HIGH": 7, "SYMMETRIC": symmetric, "DTYPE": dtype, **_SIZES}
             found |= _instructions(searches._ints, _INTS, constants)
+    for modelopt in (True, False):
+        constants = {"MODELOPT": modelopt, "BLOCKS": 64}
+        found |= _instructions(searches._nvfp4, _NVFP4, constants)
     print(*sorted(found), sep="\n")
     return 0
 

@@ -70,6 +70,11 @@ class PackNvfp4(Scaled):
     dialect: Dialect
     scales: Scales = "amax"
 
+    @property
+    def search_loop(self) -> str | None:
+        """The loop that its block scales are searched for with."""
+        return "nvfp4_encode" if self.scales == "search" else None
+
     def __repr__(self) -> str:
         """The name in fingerprints and journals that the op had before it searched."""
         searched = "" if self.scales == "amax" else f", scales={self.scales!r}"

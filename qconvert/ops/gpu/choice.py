@@ -18,7 +18,10 @@ from qconvert.core.sizes import format_size
 
 # What one core searches in a second, in bytes of BF16 weights, in compiled loops and in numpy's form:
 # `benchmarks/run.py kernels`.
-CORE_RATES: Mapping[str, tuple[float, float]] = {"ints_search": (0.4e9, 0.01e9)}
+CORE_RATES: Mapping[str, tuple[float, float]] = {
+    "ints_search": (0.4e9, 0.01e9),
+    "nvfp4_encode": (0.3e9, 0.02e9),
+}
 # torch's import, a context on the GPU and Triton's compilation take 10 s of a run's start.
 ENOUGH_SECONDS = 30.0
 # What torch, triton and a context take of a worker's memory beyond what it has on a CPU.

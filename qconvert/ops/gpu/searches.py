@@ -1,5 +1,5 @@
-"""The searches as Triton kernels: what `qconvert.ops.compiled.loops.search` does, a program for some
-groups at once, a candidate a lane.
+"""The searches as Triton kernels: what `qconvert.ops.compiled.loops` does in `search` and `fp4`, a
+program for some groups at once, a candidate a lane.
 
 Each product and sum is rounded by itself (`enable_fp_fusion=False`), quotients are IEEE's, and bf16 and
 fp16 are rounded on integers, so that bytes are numpy's. Errors are added column after column.
@@ -27,6 +27,7 @@ _RUNGS = tl.constexpr(48)
 # Groups that a program works on. In the interpreter a program is expensive, an element cheap.
 _GROUPS = 256 if os.environ.get("TRITON_INTERPRET") == "1" else 16
 _COLUMNS = 64
+_BLOCKS = 4096 if os.environ.get("TRITON_INTERPRET") == "1" else 64
 _OPTIONS = {} if os.environ.get("TRITON_INTERPRET") == "1" else {"enable_fp_fusion": False}
 
 
@@ -189,3 +190,108 @@ def ints_search(
         )  # fmt: skip
 
     return staging.run([weight], [codes, scale, zero], launch)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _e2m1(value: tl.tensor) -> tl.tensor:
+    """The code of a number: `to_codes` of ops/fp4.py."""
+    size = tl.abs(value)
+    code = tl.where(value < 0, 8, 0)
+    code += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    return code + (size > 5.0).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nvfp4(
+    weight: tl.tensor,
+    packed: tl.tensor,
+    scales: tl.tensor,
+    flag: tl.tensor,
+    count: tl.tensor,
+    own: tl.tensor,
+    MODELOPT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    here = block < count
+    lane = tl.arange(0, 16)
+    whole = tl.load(weight + block[:, None] * 16 + lane[None, :], mask=here[:, None], other=0)
+    size = tl.max((whole & 0x7FFF).to(tl.int32), axis=1)
+    tl.store(flag + tl.zeros([BLOCKS], tl.int32), 1, mask=here & (size >= 0x7F80))
+    each = _float(size)
+    ones = tl.full([BLOCKS], 1.0, tl.float32)
+    if MODELOPT:
+        each = tl.div_rn(each, ones * 6.0 * own)
+        each = tl.where(each != 0, each, 1.0)
+        each = tl.where(each > 0.001953125, each, 0.001953125)
+    else:
+        each = _bf16(tl.div_rn(each, ones * 6.0)) * own
+    each = tl.where(each < 448.0, each, 448.0)
+    # `e4m3` of ops/fp4.py.
+    power = tl.maximum(each.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    rounder = (power + (20 << 23)).to(tl.float32, bitcast=True)
+    both = each + rounder
+    code = ((power >> 23) - 121) * 8 + (both.to(tl.int32, bitcast=True) & 0xFF)
+    each = both - rounder
+    if MODELOPT:
+        factor = each * own
+    else:
+        code = tl.where(each == 0, 0x20, code)
+        factor = tl.div_rn(tl.where(each == 0, 0.125, each), ones * own)
+    usual = (factor > 7.52316384526264e-37) & (factor < 1.329227995784916e36)
+    other = tl.where(lane < 9, lane, 8 - lane)[None, :] + code[:, None]
+    usable = usual[:, None] & (other >= 1) & (other <= 0x7E)
+    known = tl.where(usable, other, 0x38)
+    tried = (known << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    all_ones = tl.full([BLOCKS, 16], 1.0, tl.float32)
+    tried = tried * own if MODELOPT else tl.div_rn(tried, all_ones * own)
+    tried = tl.where((lane == 0)[None, :], factor[:, None], tried)
+    inverse = tl.div_rn(all_ones, tried)
+    total = tl.zeros([BLOCKS, 16], tl.float32)
+    for column in tl.static_range(16):
+        one = tl.load(weight + block * 16 + column, mask=here, other=0)
+        quotient = _float(one & 0x7FFF)[:, None] * inverse
+        bits = quotient.to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 127 << 23), 129 << 23)
+        step = (bits + ((22 << 23) + (1 << 22))).to(tl.float32, bitcast=True)
+        nearest = (quotient + step) - step
+        off = quotient - tl.where(nearest < 6.0, nearest, 6.0)
+        total = total + off * off
+    wide = tried.to(tl.float64)
+    error = tl.where(usable, total.to(tl.float64) * (wide * wide), float("inf"))
+    least = tl.min(error, axis=1)
+    chosen = tl.min(tl.where(error == least[:, None], lane[None, :], 16), axis=1)
+    mine = (lane[None, :] == chosen[:, None]) & (error < float("inf"))
+    found = tl.max(mine.to(tl.int32), axis=1) > 0
+    code = tl.where(found, tl.sum(tl.where(mine, other, 0), axis=1), code)
+    factor = tl.where(found, tl.sum(tl.where(mine, tried, 0.0), axis=1), factor)
+    tl.store(scales + block, code.to(tl.uint8), mask=here)
+    pair = tl.arange(0, 8)
+    at = block[:, None] * 16 + 2 * pair[None, :]
+    first = _float(tl.load(weight + at, mask=here[:, None], other=0))
+    second = _float(tl.load(weight + at + 1, mask=here[:, None], other=0))
+    divisor = tl.zeros([BLOCKS, 8], tl.float32) + factor[:, None]
+    low, high = _e2m1(tl.div_rn(first, divisor)), _e2m1(tl.div_rn(second, divisor))
+    bytes_ = (low | (high << 4)).to(tl.uint8)
+    tl.store(packed + block[:, None] * 8 + pair[None, :], bytes_, mask=here[:, None])
+
+
+def nvfp4_encode(
+    staging: Staging, weight: Array, own: float, modelopt: bool, search: bool, packed: Array,
+    scales: Array,
+) -> bool:  # fmt: skip
+    """`nvfp4_encode` of `qconvert.ops.compiled.loops.fp4`, with its arguments; declines where nothing is
+    searched for."""
+    if not search:
+        return False
+
+    def launch(
+        ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], flag: torch.Tensor
+    ) -> None:
+        count = ins[0].shape[0]
+        _nvfp4[(triton.cdiv(count, _BLOCKS),)](
+            ins[0], *outs, flag, count, own, modelopt, _BLOCKS, **_OPTIONS
+        )
+
+    return staging.run([weight], [packed, scales], launch)
