@@ -77,6 +77,8 @@ def _ops() -> Iterator[tuple[str, Op, list[Buffer]]]:
     yield "fp8 rows", EncodeFp8("compressed-tensors", None), bf16
     yield "amx int4", Amx("int4", 2), bf16
     yield "amx int8", Amx("int8", 2), bf16
+    yield "amx int4, steps searched", Amx("int4", 2, "search"), bf16
+    yield "amx int8, steps searched", Amx("int8", 2, "search"), bf16
     for group in (128, 32):
         scheme = IntScheme(bits=4, group=group)
         yield f"w4a16 g{group}", encoder(scheme, PackQuantized(scheme)), bf16

@@ -680,6 +680,10 @@ MUTANTS = (
         "ints_search", "zero[group] = tried[chosen],", "zero[group] = tried[chosen - 1],",
     ),
     Mutant(
+        "loops: AMX searched scales twice as large", "amx search", "ops.compiled.loops.amx",
+        "amx_search", "np.float32(step * np.float32(1 / 16))", "np.float32(step * np.float32(1 / 8))",
+    ),
+    Mutant(
         "loops: NVFP4 block scales of other factors", "nvfp4 searched", "ops.compiled.loops.fp4",
         "_nvfp4_best", "return best, found", "return best, factor",
     ),

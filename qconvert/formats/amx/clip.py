@@ -34,6 +34,7 @@ _RUNG = 0.97
 _RUNGS = {7: 100, 127: 64}
 _TURNS = 2
 _ROUNDER = 12582912.0  # see formats/amx/encode.py
+_LANES = 64  # every shard's columns are a multiple
 # Squared errors of a row this small may underflow: it keeps the plain step.
 _TINY = 2.0**-50
 
@@ -44,7 +45,7 @@ def clip_scratch(rows: int, columns: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _ladder(qmax: int) -> tuple[Doubles, Doubles]:
+def ladder(qmax: int) -> tuple[Doubles, Doubles]:
     """Steps relative to twice the largest power of two in a row (so that amax is 0.5 to 1), and the
     mean squared error of each bin's four values under each of them, [bins, steps], in whole units
     of 2^-40: counts times these add up exactly in float64, in whatever order."""
@@ -86,9 +87,9 @@ def best_steps(
         best, least = np.where(better, step, best), np.where(better, error, least)
         if turn < _TURNS:
             np.multiply(values, codes, out=products)
-            along = np.add.reduce(products, axis=2, dtype=np.float64)
+            along = _total(products)
             np.multiply(codes, codes, out=products)
-            across = np.add.reduce(products, axis=2, dtype=np.float64)
+            across = _total(products)
             ratio = np.divide(along, across, out=np.zeros_like(along), where=across > 0)
             step = np.where(across > 0, ratio, step).astype(np.float32)
     return best
@@ -98,7 +99,7 @@ def _from_histogram(sizes: Halves, amax: Floats, qmax: int, scratch: memoryview)
     import numpy as np
 
     rows, shards, _ = sizes.shape
-    steps, errors = _ladder(qmax)
+    steps, errors = ladder(qmax)
     exponent = (amax.view(np.uint32) >> 23).astype(np.int64)
     # Bin 0 also takes all that is smaller.
     low = ((exponent + 1 - _BINADES) * 128)[:, :, None]
@@ -137,5 +138,21 @@ def _errors(values: Floats, step: Floats, codes: Floats, products: Floats) -> Do
     np.multiply(codes, step[:, :, None], out=products)
     np.subtract(values, products, out=products)
     np.multiply(products, products, out=products)
-    result: Doubles = np.add.reduce(products, axis=2, dtype=np.float64)
+    return _total(products)
+
+
+def _total(products: Floats) -> Doubles:
+    """Sums [r, s] over all columns, in float64: those a multiple of 64 apart first, one after another,
+    then the upper half of the 64 sums to the lower half until one is left."""
+    import numpy as np
+
+    rows, shards, columns = products.shape
+    found = np.zeros((rows, shards, _LANES))
+    for start in range(0, columns, _LANES):
+        found += products[:, :, start : start + _LANES]
+    width = _LANES
+    while width > 1:
+        width //= 2
+        found = found[:, :, :width] + found[:, :, width:]
+    result: Doubles = found[:, :, 0]
     return result

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
-from qconvert.formats.amx.clip import best_steps, clip_scratch
+from qconvert.formats.amx.clip import best_steps, clip_scratch, ladder
 from qconvert.formats.amx.limits import BITS, RUNTIME_NAME, STEP, Method
 from qconvert.formats.amx.tiles import pair_up, place, tile
 from qconvert.ops.buffers import array
@@ -126,11 +126,9 @@ class Amx:
         searching = scratch[at + tall * columns :]
         weights = [array(out.data, np.uint8, (out.type.nbytes,)) for out in outs[::2]]
         scales = [array(out.data, np.float32, (rows,)) for out in outs[1::2]]
-        if self.rounding == "peer" and all(
-            done(f"amx_{self.method}", bits, shard * width, (shard + 1) * width, words, scale)
-            for shard, (words, scale) in enumerate(
-                zip((weight.view(np.uint32) for weight in weights), scales, strict=True)
-            )
+        if all(
+            self._compiled(bits, shard * width, (shard + 1) * width, *made)
+            for shard, made in enumerate(zip(weights, scales, strict=True))
         ):
             return {}
         with np.errstate(all="ignore"):
@@ -151,6 +149,16 @@ class Amx:
                 for shard, target in enumerate(weights):
                     place(self.method, lines[:, shard], target, top, rows, width)
         return {}
+
+    def _compiled(self, bits: Bits, first: int, last: int, weight: Bytes, scale: Floats) -> bool:
+        """Columns [first, last) as one shard, in a compiled loop; False if there is none for them."""
+        import numpy as np
+
+        words = weight.view(np.uint32)
+        if self.rounding == "peer":
+            return done(f"amx_{self.method}", bits, first, last, words, scale)
+        largest = _LARGEST[self.method]
+        return done("amx_search", bits, first, last, largest, *ladder(largest), words, scale)
 
     def _quantize(
         self,

@@ -1,6 +1,6 @@
 """The loops by their names. This package needs numba whole, and is imported where loops run."""
 
-from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8
+from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8, amx_search
 from qconvert.ops.compiled.loops.fp4 import fp4_decode, mxfp4_encode, mxfp8_encode, nvfp4_encode
 from qconvert.ops.compiled.loops.fp8 import fp8_codes, fp8_decode, fp8_encode
 from qconvert.ops.compiled.loops.ints import (
@@ -15,6 +15,7 @@ from qconvert.ops.compiled.loops.search import ints_search
 __all__ = [
     "amx_int4",
     "amx_int8",
+    "amx_search",
     "fp4_decode",
     "fp8_codes",
     "fp8_decode",

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ITEMS = {
     "i1": numba.int8, "u1": numba.uint8, "u2": numba.uint16, "i4": numba.int32, "u4": numba.uint32,
-    "f4": numba.float32,
+    "f4": numba.float32, "f8": numba.float64,
 }  # fmt: skip
 _ALL: list[_Lazy] = []
 _SCALARS = {"int": numba.int64, "float": numba.float32, "bool": numba.boolean}
