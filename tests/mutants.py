@@ -35,7 +35,7 @@ from encoded_models import nvfp4 as one_nvfp4
 from models import numbers_only, nvfp4_moe
 
 import qconvert
-from qconvert.validation import judgement
+from qconvert.validation import judgement, workers
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Request, validate_folder
 from qconvert.validators.headers import receipt
@@ -483,7 +483,8 @@ class Bench:
         return out if out.is_dir() else self.converted(case, out)
 
     def findings(self, case: str, out: Path) -> list[Finding]:
-        """What validation finds. kt-kernel, where it is installed, is not asked: it takes seconds."""
+        """What validation finds, in numpy's form and in validators' own compiled loops: the same.
+        kt-kernel, where it is installed, is not asked: it takes seconds."""
         source, find = self.source(CASES[case].source), importlib.util.find_spec
 
         def found(name: str, package: str | None = None) -> Any:
@@ -491,7 +492,13 @@ class Bench:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", found)
-            return validate_folder(out, str(source), request=Request("full", jobs=1)).findings
+            forms = []
+            for loops in (False, True):
+                patch.setattr(workers, "worth", lambda nbytes, jobs, loops=loops: loops)
+                asked = Request("full", jobs=1)
+                forms.append(validate_folder(out, str(source), request=asked).findings)
+        assert forms[0] == forms[1]
+        return forms[0]
 
 
 def found_wrong(findings: list[Finding]) -> list[Finding]:

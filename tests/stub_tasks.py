@@ -1,4 +1,4 @@
-"""Tasks of no validator: one that counts, one that takes its time."""
+"""Tasks of no validator: one that counts, one that says what it computes in, one that takes its time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.graph import Source
+from qconvert.validation.compiled import LOOPS
 from qconvert.validation.findings import Finding
 from qconvert.validation.workers import CHUNK, Folders, Result
 
@@ -36,6 +37,17 @@ class Count:
             folders.output.read(self.tensor, start, data)
             total += sum(data)
         yield Finding("QC000", "warning", self.where, f"{self.nbytes} bytes, sum {total}")
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Count):
+    """Says whether its process computes in compiled loops."""
+
+    computes: bool = True
+
+    def run(self, folders: Folders) -> Iterator[Result]:
+        form = "loops" if LOOPS.in_use() is not None else "numpy"
+        yield Finding("QC000", "warning", self.where, form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,10 @@ _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors
           "numba", "ray"}  # fmt: skip
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
-_KERNELS = ("validators/kernels/triton", "ops/compiled/loops/")
+_KERNELS = (
+    "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/", "compiled/jit.py",
+    "ops/gpu/searches.py", "ops/gpu/staging.py",
+)  # fmt: skip
 
 
 def tiers() -> dict[str, int]:
@@ -129,6 +132,8 @@ _FOR_VALIDATORS = {
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",
     "qconvert.core.yaml_lines",
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
+    # How numba compiles a loop: no arithmetic.
+    "qconvert.compiled.jit",
     # Names that a manifest and config.json have: facts, no code that makes a folder.
     "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.

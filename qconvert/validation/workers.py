@@ -32,6 +32,7 @@ from qconvert.run.forkserver import undisturbed
 from qconvert.run.metered import MeteredReader, Meters
 from qconvert.run.reader import Reader
 from qconvert.run.worker import die_with
+from qconvert.validation.compiled import LOOP_BYTES, LOOPS, worth
 from qconvert.validation.findings import Finding, Measure, OnlyRead
 
 CHUNK = 1 << 20
@@ -154,7 +155,7 @@ class Work(Protocol):
 
 class Task(Work, Protocol):
     """Work that reads for itself; preferably a tensor's bytes once, in order, so that looks can
-    follow."""
+    follow. One with a true `computes` has compiled loops to compute in."""
 
     def run(self, folders: Folders) -> Iterator[Result]: ...
 
@@ -256,6 +257,8 @@ def run_tasks(
     groups = grouped(tasks)
     total = sum(task.nbytes for _, task in tasks)
     workers = _workers(groups, total, jobs, memory)
+    computed = sum(task.nbytes for _, task in tasks if getattr(task, "computes", False))
+    loops = worth(computed, workers) and _loops_fit(groups, workers, memory)
     record = recording()
     if record is not None:
         record.runs.append(
@@ -267,6 +270,7 @@ def run_tasks(
     if workers == 1:
         meters = None if record is None else Meters()
         folders = Folders(shards, None if meters is None else meters.own)
+        LOOPS.use(loops)
         try:
             for batch in batches:
                 yield from _do(batch, folders)
@@ -275,9 +279,10 @@ def run_tasks(
                 if meters is not None:
                     heard(meters.word())
         finally:
+            LOOPS.use(False)
             folders.close()
         return
-    given = (shards, os.getpid(), record is not None)
+    given = (shards, os.getpid(), record is not None, loops)
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, given)
     running: deque[tuple[_Batch, Future[_Found]]] = deque()
     try:
@@ -329,6 +334,14 @@ def _workers(
         )
     # One worker is this process itself.
     return int(max(1, min(count, (memory - own) // (_INTERPRETER + work))))
+
+
+def _loops_fit(groups: Sequence[Sequence[Numbered]], workers: int, memory: int | None) -> bool:
+    """Whether compiled loops fit into the memory granted, in each process that works."""
+    if memory is None:
+        return True
+    each = max(map(_scratch, groups)) + LOOP_BYTES
+    return _resident() + (each if workers == 1 else workers * (_INTERPRETER + each)) <= memory
 
 
 def _resident() -> int:
@@ -407,13 +420,14 @@ _folders: Folders | None = None
 _meters: Meters | None = None
 
 
-def _enter(shards: Shards, parent: int, metered: bool) -> None:
+def _enter(shards: Shards, parent: int, metered: bool, loops: bool) -> None:
     """Set a worker up. It ends with the process that started it, however that ends."""
     global _folders, _meters
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     _meters = Meters() if metered else None
     _folders = Folders(shards, None if _meters is None else _meters.own)
+    LOOPS.use(loops)
 
 
 def _work(batch: _Batch) -> _Found:

@@ -11,7 +11,7 @@ for which no such reference exists, only the scale is rounded and the rest is fl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
@@ -20,7 +20,7 @@ from qconvert.core.graph import Buffer, Part, aligned, whole
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.formats.int_packed.scales import EPS, held, round_any
-from qconvert.formats.int_packed.search import search_rows
+from qconvert.formats.int_packed.search import search_rows, searched
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
@@ -44,6 +44,8 @@ _ROUNDER = 1.5 * 2.0**23
 # Elements worked on at a time. Of 2^16 to 2^18 this measured best, by a quarter: in smaller tiles the
 # cost of numpy's calls shows more than what larger ones lose to the caches.
 _TILE_ELEMENTS = 1 << 18
+# A search takes more at once: a GPU that several processes share turns from one to the next slowly.
+_SEARCH_ELEMENTS = 1 << 22
 # Of the two ways to find a group's largest value, the one by shifts is quicker for groups below this.
 _SHORT_GROUP = 128
 
@@ -143,7 +145,8 @@ class RoundToNearest:
     def _tall(self, rows: int, columns: int) -> int:
         """Rows packed at a time: as many as fill a tile, in whole steps of the packer."""
         step = self.packer.row_step
-        return min(rows, max(1, _TILE_ELEMENTS // (step * columns)) * step) if step else rows
+        tile = _TILE_ELEMENTS if self.scales == "amax" else _SEARCH_ELEMENTS
+        return min(rows, max(1, tile // (step * columns)) * step) if step else rows
 
     def loss(self, *args: TensorType) -> str | None:
         how = "error about half a step at most" if self.scales == "amax" else "scales searched for"
@@ -177,25 +180,40 @@ class RoundToNearest:
         source = array(ins[0].data, np.uint16, (rows, columns))
         for top in range(0, rows, max(1, tall)):
             bottom = min(top + tall, rows)
-            for start in range(top, bottom, height):
-                stop = min(start + height, bottom)
-                here, count = slice(start - top, stop - top), stop - start
-                made = codes[here], scale[here], zero[here]
-                try:
-                    if self.scales == "amax":
-                        _round(source[start:stop], values[:count], spare[:count], scheme, *made)
-                    else:
-                        search_rows(
-                            source[start:stop], values[:count], spare[:count], third[:count], scheme,
-                            *made,
-                        )  # fmt: skip
-                except RowError as error:
-                    raise RowError(start + error.row, error.what) from error
             some = slice(bottom - top)
-            zeros = None if scheme.symmetric else zero[some]
-            packed = Codes(codes[some], scale[some], zeros)
-            self.packer.pack(packed, self._cut(outs, top, bottom, rows))
+            made = Codes(codes[some], scale[some], zero[some])
+            if self.scales == "amax" or not searched(source[top:bottom], scheme, made):
+                self._in_tiles(source[top:bottom], top, made, (values, spare, third))
+            self.packer.pack(
+                replace(made, zero=None if scheme.symmetric else made.zero),
+                self._cut(outs, top, bottom, rows),
+            )
         return {}
+
+    def _in_tiles(
+        self, source: UInt16s, first: int, made: Codes, work: tuple[Float32s, Int32s, Float32s]
+    ) -> None:
+        """Rows [n, K], of which the first is `first` of its matrix, in tiles that `work` holds."""
+        values, spare, third = work
+        assert made.zero is not None
+        for start in range(0, source.shape[0], max(1, values.shape[0])):
+            stop = min(start + values.shape[0], source.shape[0])
+            here, count = slice(start, stop), stop - start
+            tile = made.codes[here], made.scale[here], made.zero[here]
+            try:
+                if self.scales == "amax":
+                    _round(source[here], values[:count], spare[:count], self.scheme, *tile)
+                else:
+                    search_rows(
+                        source[here],
+                        values[:count],
+                        spare[:count],
+                        third[:count],
+                        self.scheme,
+                        *tile,
+                    )
+            except RowError as error:
+                raise RowError(first + start + error.row, error.what) from error
 
     def _cut(self, outs: Sequence[Buffer], start: int, stop: int, rows: int) -> list[Buffer]:
         """The results of rows [start, stop) of all."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.formats.int_packed.scales import round_any, scale_and_zero
 from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
@@ -62,6 +62,18 @@ def ladder(bits: int, width: int) -> Float32s:
     return np.array(_rungs(bits, width <= _SHORT), np.float32)
 
 
+def searched(weight: UInt16s, scheme: IntScheme, made: Codes) -> bool:
+    """Whether a loop searched rows [n, K] of BF16 bits, into `made` with zero points; else `search_rows`
+    is to."""
+    assert made.zero is not None
+    shape = made.scale.size, -1
+    lines, dtype = made.codes.reshape(shape), ("BF16", "F16", "F32").index(scheme.scale_dtype)
+    return done(
+        "ints_search", weight.reshape(shape), ladder(scheme.bits, lines.shape[1]), scheme.low,
+        scheme.high, scheme.symmetric, dtype, lines, made.scale.reshape(-1), made.zero.reshape(-1),
+    )  # fmt: skip
+
+
 def search_rows(
     weight: UInt16s,
     values: Float32s,
@@ -78,13 +90,7 @@ def search_rows(
     import numpy as np
 
     shape = scale.size, -1
-    lines, dtype = codes.reshape(shape), ("BF16", "F16", "F32").index(scheme.scale_dtype)
-    rungs = ladder(scheme.bits, lines.shape[1])
-    if done(
-        "ints_search", weight.reshape(shape), rungs, scheme.low, scheme.high, scheme.symmetric, dtype,
-        lines, scale.reshape(-1), zero.reshape(-1),
-    ):  # fmt: skip
-        return
+    lines = codes.reshape(shape)
     decode(weight.data, "BF16", values, spare)
     with np.errstate(all="ignore"):
         round_any(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 # Of all arrays of a chunk: the bus is at its full rate from 1 MiB on.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 6 << 20
 
 Launch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor], None]
 
@@ -59,6 +59,8 @@ class _Slot:
         self._stream = _stream(device)
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._there = torch.empty(0, dtype=torch.uint8, device=device)
+        # Waited for asleep: eight processes that spin take the cores from the others' work.
+        self._done = _event(device)
         self._waiting: list[tuple[torch.Tensor, Array]] = []
 
     def send(self, ins: Sequence[Array], outs: Sequence[Array], launch: Launch) -> None:
@@ -77,6 +79,8 @@ class _Slot:
         else:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._work(here, there, len(ins), launch)
+                assert self._done is not None
+                self._done.record(self._stream)
         results = [*outs, flag]
         self._waiting = list(zip(here[len(ins) :], results, strict=True))
 
@@ -99,8 +103,8 @@ class _Slot:
         """Wait for what was sent, and hand it out. Whether it was declined."""
         if not self._waiting:
             return False
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         for tensor, array in self._waiting:
             _plain(array)[...] = tensor.numpy()
         flag = self._waiting[-1][1]
@@ -117,6 +121,12 @@ class _Slot:
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     made: Any = torch.cuda.Stream
     found: torch.cuda.Stream | None = made(device) if device.type == "cuda" else None
+    return found
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    made: Any = torch.cuda.Event
+    found: torch.cuda.Event | None = made(blocking=True) if device.type == "cuda" else None
     return found
 
 

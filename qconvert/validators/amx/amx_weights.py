@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.graph import Source
+from qconvert.validation.compiled import LOOPS, done
 from qconvert.validation.findings import Finding, Measure, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders, Task
@@ -118,7 +119,14 @@ class MatrixTask:
         whole = form.transposed and form.codes is None
         return self.source.rows if whole else STEP[self.block.method]
 
+    @property
+    def computes(self) -> bool:
+        """It computes in loops where there are some."""
+        return True
+
     def run(self, folders: Folders) -> Iterator[Finding | Measure]:
+        import numpy as np
+
         sums = Sums()
         for top in range(0, self.source.rows, self._height):
             expected = bf16_rows(folders.source, self.source, top, top + self._height)
@@ -127,9 +135,10 @@ class MatrixTask:
                     self.block, self.tensors, folders.output, base, self.kind, start,
                     start + rows.stop - rows.start,
                 )  # fmt: skip
-                wanted = expected[rows, columns]
+                wanted = np.ascontiguousarray(expected[rows, columns])
                 sums.add(wanted, found)
-                at = _misfit(self.block, wanted, found, step)
+                largest = _if_near(self.block, wanted, found, step)
+                at = None if largest is not None else _misfit(self.block, wanted, found, step)
                 if at is not None:
                     row, column = top + rows.start + at[0], columns.start + at[1]
                     yield self._finding(
@@ -142,14 +151,14 @@ class MatrixTask:
                 if lost is not None:
                     yield self._finding(base, f"row {top + rows.start + lost[0]}: {lost[1]}")
                     return
-                odd = _odd_step(self.block, wanted, found, step)
+                odd = _odd_step(self.block, wanted, found, step, largest)
                 if odd is not None:
-                    largest = float(abs(wanted[odd]).max())
+                    most = float(abs(wanted[odd]).max())
                     yield self._finding(
                         base,
                         f"row {top + rows.start + odd}: a step of {step[odd]:g} does not match its "
-                        f"largest weight, {largest:g}: expected about "
-                        f"{largest / LARGEST[self.block.method]:g}",
+                        f"largest weight, {most:g}: expected about "
+                        f"{most / LARGEST[self.block.method]:g}",
                     )
                     return
         yield sums.measure(
@@ -174,6 +183,25 @@ class MatrixTask:
                 yield base, slice(first - top, last - top), slice(0, columns), first - shard * rows
 
 
+def _if_near(block: Block, expected: Floats, found: Floats, step: Floats) -> Floats | None:
+    """If a compiled loop found that no weight is too far off: the largest of each row; else None."""
+    import numpy as np
+
+    if LOOPS.in_use() is None or block.rounding in ("gptq", "search"):
+        return None
+    largest = np.empty(step.size, np.float32)
+    with np.errstate(all="ignore"):
+        allowed = _allowed(block, step)
+    return largest if done("row_fits", expected, found, allowed, largest) else None
+
+
+def _allowed(block: Block, step: Floats) -> Floats:
+    """How far a weight may be off under each step."""
+    bound = _BOUND.get((block.method, block.rounding), 0.5)
+    allowed: Floats = (bound + _SLACK) * step + _FLUSHED
+    return allowed
+
+
 def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tuple[int, int] | None:
     """Row and column of the first weight that is too far off. If steps were searched for, the
     largest code stands for everything beyond it too."""
@@ -181,10 +209,9 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
 
     if block.rounding == "gptq":  # one weight's error is compensated by others: see _lost_row
         return None
-    bound = _BOUND.get((block.method, block.rounding), 0.5)
     with np.errstate(all="ignore"):
         size = step[:, None]
-        fits = np.abs(expected - found) <= (bound + _SLACK) * size + _FLUSHED
+        fits = np.abs(expected - found) <= _allowed(block, step)[:, None]
         if block.rounding == "search":
             beyond = (LARGEST[block.method] - 0.5) * size
             outward = expected * np.sign(found) >= beyond - _SLACK * size
@@ -210,15 +237,19 @@ def _lost_row(
     return lost_row(expected, found, np.where(np.isfinite(best), best, np.float32(0)))
 
 
-def _odd_step(block: Block, expected: Floats, found: Floats, step: Floats) -> int | None:
+def _odd_step(
+    block: Block, expected: Floats, found: Floats, step: Floats, largest: Floats | None
+) -> int | None:
     """The first row whose step is not the one of its largest weight; or, if steps were searched
     for, is so large that the largest code is unused, or leaves a larger error than that one could;
-    or, if calibration chose it, is none of the fractions of that one which it tries."""
+    or, if calibration chose it, is none of the fractions of that one which it tries. `largest` are the
+    rows' largest weights, where they are known."""
     import numpy as np
 
     top = LARGEST[block.method]
     with np.errstate(all="ignore"):
-        largest = np.abs(expected).max(axis=1)
+        if largest is None:
+            largest = np.abs(expected).max(axis=1)
         plain = largest / np.float32(top)
         if block.rounding == "search":
             # A search minimizes a row's error, so it is below that of the plain step: half

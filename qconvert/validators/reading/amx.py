@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.errors import PlanError
+from qconvert.validation.compiled import LOOPS, done
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,11 +54,8 @@ def tile_codes(method: Method, packed: Bytes, rows: int, columns: int) -> Codes:
     the sizes do not fit."""
     import numpy as np
 
+    _check_size(method, packed, rows, columns)
     step = STEP[method]
-    if rows % step or columns % step or packed.size * 8 != rows * columns * BITS[method]:
-        raise PlanError(
-            f"{packed.size} bytes are not an {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
-        )
     count = columns // step
     words = np.empty((rows // step, step // _TILE, 2, 16, count, 16), "<u4")
     blocks = packed.view("<u4").reshape(rows // step, -1)
@@ -76,13 +74,27 @@ def tile_codes(method: Method, packed: Bytes, rows: int, columns: int) -> Codes:
     return codes
 
 
+def _check_size(method: Method, packed: Bytes, rows: int, columns: int) -> None:
+    step = STEP[method]
+    if rows % step or columns % step or packed.size * 8 != rows * columns * BITS[method]:
+        raise PlanError(
+            f"{packed.size} bytes are not an {RUNTIME_NAME[method]} matrix of {rows} x {columns}"
+        )
+
+
 def tile_floats(method: Method, packed: Bytes, scales: Floats, columns: int) -> Floats:
     """The weights float32 [N, columns] that the consumer computes with, of codes and scales [N]."""
     import numpy as np
 
-    values = tile_codes(method, packed, scales.size, columns).astype(np.float32)
     with np.errstate(all="ignore"):  # QC041 judges the scales
-        np.multiply(values, steps(method, scales)[:, None], out=values)
+        step = steps(method, scales)
+        if LOOPS.in_use() is not None:
+            _check_size(method, packed, scales.size, columns)
+            made = np.empty((scales.size, columns), np.float32)
+            if done("amx_tiles", packed.view("<u4"), step, STEP[method], _K_BLOCK, made):
+                return made
+        values = tile_codes(method, packed, scales.size, columns).astype(np.float32)
+        np.multiply(values, step[:, None], out=values)
     return values
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
+from qconvert.validation.compiled import LOOPS, done
 from qconvert.validation.workers import Reads
 
 if TYPE_CHECKING:
@@ -263,16 +264,31 @@ def _steps(
     return step, size, half, np.abs(expected.astype(np.float64) - found)
 
 
+def _near(
+    expected: Floats, found: Floats, factor: Floats, *bounds: float
+) -> tuple[Bools | None, Floats]:
+    """Whether a compiled loop found all weights within bounds (None: it declined, or some are not), and
+    the largest of each block."""
+    import numpy as np
+
+    largest = np.empty(factor.shape, np.float32)
+    if LOOPS.in_use() is None or not done("fp4_fits", expected, found, factor, *bounds, largest):
+        return None, largest
+    return np.ones((1, 1), np.bool_), largest
+
+
 def mx_fits(expected: Floats, found: Floats, factor: Floats) -> tuple[Bools, str]:
     """The same of MXFP4, `factor` [n, K / 32] being powers of two. The largest weight of a block is 8 of
     them at most (OCP's rule), and more than 3 (that of rounding up)."""
     import numpy as np
 
+    fits, largest = _near(expected, found, factor, 0.0, _MX_REACH, _MX_REACH, 1.0)
     with np.errstate(all="ignore"):
-        step, size, half, error = _steps(expected, found, factor)
-        fits = (error <= half * step) & (size <= _MX_REACH)
-        fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
-        largest = np.abs(expected).reshape(*factor.shape, MX_BLOCK).max(axis=-1)
+        if fits is None:
+            step, size, half, error = _steps(expected, found, factor)
+            fits = (error <= half * step) & (size <= _MX_REACH)
+            fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
+            largest = np.abs(expected).reshape(*factor.shape, MX_BLOCK).max(axis=-1)
         coarse = (factor > _LEAST_EXPONENT) & (largest > 0) & (largest / factor <= _MX_LEAST)
     if not coarse.any():
         return fits, ""
@@ -291,12 +307,15 @@ def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tup
     import numpy as np
 
     with np.errstate(all="ignore"):
-        step, size, half, error = _steps(expected, found, factor)
-        normal = step >= _LEAST_NORMAL * unit / _SLACK
-        fits = (error <= half * step * _SLACK) & (size <= np.where(normal, _REACH, _REACH_DENORMAL))
-        fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
-        largest = np.abs(expected).reshape(*factor.shape, BLOCK).max(axis=-1).astype(np.float64)
-        needed = largest / 6 / unit
+        least = float(np.float64(_LEAST_NORMAL) * unit / _SLACK)
+        fits, largest = _near(expected, found, factor, least, _REACH, _REACH_DENORMAL, _SLACK)
+        if fits is None:
+            step, size, half, error = _steps(expected, found, factor)
+            reach = np.where(step >= least, _REACH, _REACH_DENORMAL)
+            fits = (error <= half * step * _SLACK) & (size <= reach)
+            fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
+            largest = np.abs(expected).reshape(*factor.shape, BLOCK).max(axis=-1)
+        needed = largest.astype(np.float64) / 6 / unit
         coarse = (needed >= _LEAST_NORMAL) & (np.abs(factor) > _COARSE * needed * unit)
     if not coarse.any():
         return fits, ""

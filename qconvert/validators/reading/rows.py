@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
+from qconvert.validation.compiled import LOOPS, done
 from qconvert.validation.workers import Reads
 from qconvert.validators.reading.decode import (
     as_bf16,
@@ -115,12 +116,61 @@ def _awq_codes(words: Numbers) -> Numbers:
     return found.reshape(words.shape[0], -1)
 
 
-def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
-    """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, not rounded."""
+def rows(reader: Reads, matrix: Matrix, start: int, stop: int, *, bf16: bool = False) -> Floats:
+    """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, rounded once more
+    where `bf16` are asked for."""
+    data = row_bytes(reader, matrix, start, stop)
+    loop = _loop_of(matrix.form)
+    if loop:
+        made = _in_loop(loop, reader, matrix, data, (start, stop), bf16)
+        if made is not None:
+            return made
+    found = _rows(reader, matrix, data, start, stop)
+    return as_bf16(found) if bf16 else found
+
+
+def _loop_of(form: Form) -> str:
+    """The compiled loop that decodes a form, "" for none."""
+    if LOOPS.in_use() is None or form.grid is None:
+        return ""
+    if form.format == "fp8" and form.weight.type.dtype == "F8_E4M3":
+        return "fp8_rows"
+    even = form.grid.block[1] % 2 == 0 or form.grid.columns == 1
+    codes = form.codes
+    if codes is not None:
+        plain = codes.bits == 4 and codes.zeros is None and codes.order is None and not codes.signed
+        return "int4_rows" if plain and even else ""
+    return "fp4_rows" if form.format in FP4 and even else ""
+
+
+def _in_loop(
+    loop: str, reader: Reads, matrix: Matrix, data: Bytes, tile: tuple[int, int], bf16: bool
+) -> Floats | None:
+    """Rows as a compiled loop makes them; None where it declines."""
     import numpy as np
 
     form = matrix.form
-    data = row_bytes(reader, matrix, start, stop)
+    grid = form.grid
+    assert grid is not None
+    high, wide = grid.block
+    codes = data.view(np.int8 if loop == "fp8_rows" else np.uint8).reshape(-1, form.row_nbytes)
+    found = np.empty((codes.shape[0], form.columns), np.float32)
+    at = 0
+    for first, last in matrix.spans(*tile):
+        lines = grid_lines(reader, grid, first // high, -(-last // high))
+        part = slice(at, at + last - first)
+        width = min(wide, form.columns)
+        if not done(loop, codes[part], lines, first % high, high, width, bf16, found[part]):
+            return None
+        at = part.stop
+    return found
+
+
+def _rows(reader: Reads, matrix: Matrix, data: Bytes, start: int, stop: int) -> Floats:
+    """Rows as numpy makes them of their bytes."""
+    import numpy as np
+
+    form = matrix.form
     dtype = form.weight.type.dtype
     if form.codes is not None:
         values = code_floats(data, form.codes.bits, signed=form.codes.signed)
@@ -154,8 +204,8 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
 
 def bf16_rows(reader: Reads, matrix: Matrix, start: int = 0, stop: int | None = None) -> Floats:
     """Rows [start, stop) (all) rounded once to bf16, as consumers compute with them, as float32."""
-    found = rows(reader, matrix, start, matrix.rows if stop is None else stop)
-    return found if matrix.format == "bf16" else as_bf16(found)
+    last = matrix.rows if stop is None else stop
+    return rows(reader, matrix, start, last, bf16=matrix.format != "bf16")
 
 
 def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:

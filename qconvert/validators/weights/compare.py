@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from qconvert.validation.compiled import done
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.workers import Folders
-from qconvert.validators.reading.decode import as_bf16, equal_bytes, is_rounded, rounded
+from qconvert.validators.reading.decode import equal_bytes, is_rounded, rounded
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.nvfp4 import FP4, MXFP4, halfway, mx_fits
@@ -24,7 +25,7 @@ from qconvert.validators.reading.rows import (
     tile_rows,
     zero_points,
 )
-from qconvert.validators.weights.int_bounds import Kept, Tile, coarse, nearest_fits
+from qconvert.validators.weights.int_bounds import Kept, Tile, coarse, nearest_fits, span_if_near
 from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class Compare:
     def scratch(self) -> int:
         return max(scratch(self.mine), scratch(self.yours))
 
+    @property
+    def computes(self) -> bool:
+        """Whether it computes with numbers, in loops where there are some."""
+        return self.mine.format != RAW and not self._is_exact
+
     def run(self, folders: Folders) -> Iterator[Finding | Measure]:
         tiles = list(self._tiles())
         zero = self._is_zero(folders, tiles) if self._is_exact else None
@@ -86,11 +92,11 @@ class Compare:
         sums, kept, misfit = Sums(), Kept(), ""
         for start, stop in tiles:
             found = rows(folders.output, self.mine, start, stop)
-            source = rows(folders.source, self.yours, start, stop)
-            expected = as_bf16(source) if self._from_codes else source
+            expected = rows(folders.source, self.yours, start, stop, bf16=self._from_codes)
             if not misfit:
                 misfit = self._misfit(folders, (start, stop), expected, found, kept)
-            sums.add(*_finite(expected, found))
+            if not sums.added(expected, found):
+                sums.add(*_finite(expected, found))
         measure = self._measure(sums)
         yield measure
         misfit = misfit or kept.end()
@@ -229,6 +235,9 @@ class Compare:
         packed = Tile(self.mine.form, expected, found, step, zero, groups)
         if self.how == "calibrated":
             return kept.add(packed, tile[0])
+        span = span_if_near(packed)
+        if span is not None:
+            return coarse(packed, tile[0], span)
         near = nearest_fits(packed)
         if not near.all():
             near |= np.isnan(expected) & np.isnan(found)
@@ -252,16 +261,18 @@ class Compare:
             elif self.how != "nearest":
                 fits = expected.view(np.uint32) == found.view(np.uint32)
             else:
-                step = spread(
-                    folders.output, np.abs(scales(folders.output, self.mine, *tile)), self.mine.form
-                )
+                grid = self.mine.form.grid
+                assert grid is not None
+                size = np.abs(scales(folders.output, self.mine, *tile))
                 half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
+                more = _BF16_HALF if grid.scale.type.dtype == "BF16" else 0.0
+                wide = grid.block[1]
+                if done("fp8_fits", expected, found, size, wide, half, least, _FP8_SLACK, more):
+                    return None
+                step = spread(folders.output, size, self.mine.form)
                 allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
-                if (
-                    self.mine.form.grid is not None
-                    and self.mine.form.grid.scale.type.dtype == "BF16"
-                ):
-                    allowed += _BF16_HALF * np.abs(expected)
+                if more:
+                    allowed += more * np.abs(expected)
                 fits = np.abs(expected - found) <= allowed
             if fits.all():
                 return None

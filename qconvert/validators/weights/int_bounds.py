@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qconvert.validation.compiled import LOOPS, done
 from qconvert.validators.reading.decode import as_bf16, rounded
 from qconvert.validators.reading.forms import Form
 
@@ -75,11 +76,9 @@ def code_range(form: Form) -> tuple[int, bool, str]:
     return (1 << codes.bits) - 1, codes.symmetric, form.grid.scale.type.dtype
 
 
-def nearest_fits(tile: Tile) -> Bools:
-    """Which weights are within rounding to nearest of the source's."""
-    import numpy as np
-
-    steps, symmetric, dtype = code_range(tile.form)
+def _bounds(form: Form) -> tuple[float, float, float]:
+    """How far rounding to nearest may take a weight: steps, an absolute part, and a part of its size."""
+    steps, symmetric, dtype = code_range(form)
     half, part = 0.5, 0.0
     if symmetric and steps == 15:
         # The largest weight of a group is 7.5 steps before its scale is rounded to bf16, which takes
@@ -96,28 +95,51 @@ def nearest_fits(tile: Tile) -> Bools:
         half += steps * 2.0**-8 + steps * 2.0**-9 + (steps + 1) * 2.0**-9
     else:
         half += steps * 2.0**-10  # only the scale is rounded
+    return half, _TINY[dtype] * (steps + 1), part
+
+
+def span_if_near(tile: Tile) -> Floats | None:
+    """If a compiled loop found all weights within rounding to nearest: the range that each group's codes
+    must cover, [n, groups]; else None."""
+    import numpy as np
+
+    if LOOPS.in_use() is None or tile.groups is not None:
+        return None
+    span = np.empty(tile.step.shape, np.float32)
+    own = tile.expected, tile.found, tile.step
+    near = done("int_fits", *own, *_bounds(tile.form), code_range(tile.form)[1], span)
+    return span if near else None
+
+
+def nearest_fits(tile: Tile) -> Bools:
+    """Which weights are within rounding to nearest of the source's."""
+    import numpy as np
+
+    half, least, part = _bounds(tile.form)
     largest = np.finfo(np.float32).max
     step = tile.over(tile.step)
     with np.errstate(all="ignore"):
         off = np.abs(tile.expected - np.clip(tile.found, -largest, largest))
-        allowed = np.float32(half) * step + np.float32(_TINY[dtype] * (steps + 1))
+        allowed = np.float32(half) * step + np.float32(least)
         if part:
             allowed += np.float32(part) * np.abs(tile.expected)
         fits: Bools = (off <= allowed) & (step <= largest)
     return fits
 
 
-def coarse(tile: Tile, first: int) -> str:
+def coarse(tile: Tile, first: int, span: Floats | None = None) -> str:
     """What is wrong with a group's step: weights within half a step prove little if the step is larger
-    than the group's weights need. `first` is the tile's first row."""
+    than the group's weights need. `first` is the tile's first row; `span` the groups' ranges, where they
+    are known."""
     import numpy as np
 
     steps, symmetric, dtype = code_range(tile.form)
-    cut = tile.cut(tile.expected)
-    if cut is None:
+    cut = tile.cut(tile.expected) if span is None else None
+    if span is None and cut is None:
         return "its groups of columns differ in size"
     with np.errstate(all="ignore"):
-        size = _span(cut, symmetric=symmetric)
+        size = _span(cut, symmetric=symmetric) if cut is not None else span
+        assert size is not None
         # Symmetric ones of other tools may have their largest weight at the largest code.
         most = size * np.float32(_COARSER / (steps // 2 if symmetric else steps))
         most += np.float32(_TINY[dtype] * (steps + 1))

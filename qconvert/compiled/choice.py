@@ -1,0 +1,151 @@
+"""Whether a run computes in compiled loops: the one place that decides, for ops and for validators.
+
+QCONVERT_KERNELS says it outright (`numpy`, `numba`); `auto`, the default, takes numba where it is
+installed and the run is long enough to pay for its import and for loading what it compiled before.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from qconvert.core.errors import RunError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VARIABLE = "QCONVERT_KERNELS"
+_CHOICES = ("auto", "numpy", "numba")
+
+# What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes numba.
+# Importing numba and loading loops cost .5 s of CPU, once, in the process that forks workers, while the
+# plan is made; a GB saves .45 s (FP8 to BF16) to 1 s (BF16 to FP8 blocks). Measured on two cores of an
+# AMD EPYC: .6 GB to INT4 takes 2.2 CPU s either way, .9 GB 2.8 and 2.4, 1.9 GB of FP8 5.2 and 3.6.
+ENOUGH_BYTES = 768 << 20
+# What numba and LLVM add to a process's memory: 53 MiB to load every loop, 122 MiB to compile them all
+# (tests/test_compiled.py).
+LOOP_BYTES = 128 << 20
+
+# Where loops stand, and what compiles them: with other lines they are compiled anew.
+_SOURCES = ("compiled/jit.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
+
+
+def wanted(nbytes: int, enough: int | None = None) -> bool:
+    """Whether a run over this many bytes should compute in compiled loops; `enough` (ENOUGH_BYTES) pay
+    for them. Raises RunError for a choice
+    that is none, or that this environment cannot follow."""
+    asked = os.environ.get(VARIABLE) or "auto"
+    if asked not in _CHOICES:
+        raise RunError(f"{VARIABLE} is {asked!r}; expected one of {', '.join(_CHOICES)}")
+    if asked == "numpy" or (
+        asked == "auto" and nbytes < (ENOUGH_BYTES if enough is None else enough)
+    ):
+        return False
+    if _installed():
+        return True
+    if asked == "numba":
+        raise RunError(
+            f"{VARIABLE} asks for numba, which is not installed: "
+            "pip install 'qconvert[fast]', or unset it"
+        )
+    return False
+
+
+def _installed() -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec("numba") is not None
+    except (ImportError, ValueError):  # ValueError: a module of that name that no file made
+        return False
+
+
+class Loops:
+    """A package of compiled loops, and whether this process computes in them."""
+
+    def __init__(self, package: str) -> None:
+        self._package, self._on = package, False
+
+    def use(self, on: bool) -> None:
+        """What this process computes in from now on."""
+        self._on = on
+
+    def in_use(self) -> ModuleType | None:
+        """The compiled loops, if this process is to use them."""
+        return self._loops if self._on else None
+
+    def load(self) -> None:
+        """Load every loop that an earlier process left on disk: .35 s for the first, 5 ms for each
+        other. Raises RunError as `in_use` does."""
+        if self._loops is not None:
+            from qconvert.compiled.jit import load_kept
+
+            load_kept()
+
+    @cached_property
+    def _loops(self) -> ModuleType | None:
+        """None where numba is there and cannot be imported (it refuses versions of numpy that it does
+        not know) and nobody asked for it. Raises RunError where QCONVERT_KERNELS does."""
+        try:
+            import numba
+        except ImportError as error:
+            if os.environ.get(VARIABLE) == "numba":
+                raise RunError(
+                    f"{VARIABLE} asks for numba, which cannot be imported: {error}; install the "
+                    "version that it names, or unset it"
+                ) from error
+            return None
+        folder = cache_folder()
+        if folder is not None:
+            vars(numba.config)["CACHE_DIR"] = str(folder)
+        return import_module(self._package)
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where compiled loops are kept from run to run, one folder for each state of their sources: in
+    the user's cache, else among temporary files, in a folder that nobody else can write to (what lies
+    there is loaded as code). None: neither can be written, and each process compiles for itself."""
+    import tempfile
+    from pathlib import Path
+
+    name = f"loops-{_state()}"
+    places = [Path(tempfile.gettempdir()) / f"qconvert-{os.getuid()}" / name]
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        places.insert(0, Path(root) / "qconvert" / name)
+    except RuntimeError:  # nobody knows this user's home
+        pass
+    return next((place for place in places if _usable(place)), None)
+
+
+def _state() -> str:
+    """numba looks at the file of an outer function alone to see whether what it kept is current."""
+    from pathlib import Path
+
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    root = Path(__file__).parent.parent
+    for file in sorted(file for pattern in _SOURCES for file in root.glob(pattern)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _usable(folder: Path) -> bool:
+    import tempfile
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+            seen = made.lstat()
+            if seen.st_uid != os.getuid() or seen.st_mode & 0o022 or made.is_symlink():
+                return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
