@@ -123,7 +123,7 @@ def _code(value: np.float32, inverse: np.float32, most: np.float32) -> np.float3
 
 
 @inner
-def _error(row: Any, step: np.float32, most: np.float32, lanes: Any) -> float:
+def _error(row: Any, step: np.float32, most: np.float32, lanes: Any) -> Any:
     """The sum of squared errors of a row under a step."""
     inverse = np.float32(np.float32(1) / step) if step > np.float32(0) else np.float32(0)
     lanes[:] = 0.0
@@ -152,7 +152,7 @@ def _better_step(row: Any, step: np.float32, most: np.float32, lanes: Any, more:
 
 
 @inner
-def _folded(lanes: Any) -> float:
+def _folded(lanes: Any) -> Any:
     width = _LANES // 2
     while width > 0:
         for lane in range(width):
@@ -170,14 +170,14 @@ def _from_histogram(
     counts[:] = 0
     for column in range(row.size):
         place = np.int32(np.int32(np.int32(row[column] & np.uint16(0x7FFF)) - low) >> np.int32(2))
-        counts[place if place > 0 else 0] += 1
+        counts[max(place, np.int32(0))] += 1
     totals[:] = 0.0
-    for place in range(1, _BINS):  # the first holds all that hardly has a say
-        if counts[place]:
-            count = np.float64(counts[place])
+    for filled in range(1, _BINS):  # the first holds all that hardly has a say
+        if counts[filled]:
+            count = np.float64(counts[filled])
             for rung in range(steps.size):
-                totals[rung] += count * errors[place, rung]
-    unit = ldexp(1.0, np.int32(exponent - np.int32(126)))
+                totals[rung] += count * errors[filled, rung]
+    unit = ldexp(1.0, int(exponent - np.int32(126)))
     largest = np.float64(np.float64(amax) / unit) / np.float64(most) * (1 + 1e-6)
     least, best = np.inf, 0
     for rung in range(steps.size):
