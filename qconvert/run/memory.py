@@ -16,6 +16,7 @@ from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
 from qconvert.ops.gpu.choice import Decision
+from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.units import PART_BYTES, Compute, Step, Unit, compute_bytes, gathered_bytes
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
@@ -31,6 +32,8 @@ PROCESS_BYTES = 24 << 20
 RAY_PROCESS_BYTES = 88 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
+# A search for scales runs at .01 to .02 GB/s of a core in numpy, other ops at about 1.
+_SEARCH_WEIGHT = 50
 # Below this much output a process's start costs more than it saves.
 BYTES_PER_JOB = 64 << 20
 
@@ -139,8 +142,22 @@ def share_on_cluster(
 
 
 def _computed(units: Sequence[Unit]) -> int:
-    """Bytes that are read or written of units that are not all copies, whichever are more."""
-    return sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
+    """Bytes that are read or written of units that are not all copies, whichever are more, with a search
+    for scales as what else takes as long in numpy."""
+    moved = sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
+    return moved + _SEARCH_WEIGHT * sum(searched(units).values())
+
+
+def searched(units: Sequence[Unit]) -> dict[str, int]:
+    """The loops that search for scales, and the bytes of BF16 weights that each is given."""
+    found: dict[str, int] = {}
+    for unit in units:
+        for step in unit.steps:
+            for node in step.nodes if isinstance(step, Compute) else ():
+                for loop in search_loops(node.op):
+                    matrix = encoded(node.op, [arg.type for arg in node.args])
+                    found[loop] = found.get(loop, 0) + 2 * matrix.numel
+    return found
 
 
 def _computes(step: Step) -> bool:

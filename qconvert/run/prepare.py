@@ -14,16 +14,15 @@ from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.ops.gpu.choice import DEVICE_BYTES, MOST_JOBS, Decision, decide
-from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.plan import Plan
-from qconvert.plan.units import Compute, Unit, units
+from qconvert.plan.units import Unit, units
 from qconvert.run.backend import calibrated_in
 from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import Share, share_on_cluster, share_out
+from qconvert.run.memory import Share, searched, share_on_cluster, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 
 # Journal, receipt and index lines of one tensor, generously.
@@ -131,18 +130,6 @@ def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options)
         )
     why = f"{decision.why}; {decision.device} would take --memory {need}"
     return replace(share, device=Decision(None, why))
-
-
-def searched(units: Sequence[Unit]) -> dict[str, int]:
-    """The loops that search for scales, and the bytes of BF16 weights that each is given."""
-    found: dict[str, int] = {}
-    for unit in units:
-        for step in unit.steps:
-            for node in step.nodes if isinstance(step, Compute) else ():
-                for loop in search_loops(node.op):
-                    matrix = encoded(node.op, [arg.type for arg in node.args])
-                    found[loop] = found.get(loop, 0) + 2 * matrix.numel
-    return found
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:
