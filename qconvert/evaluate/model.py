@@ -85,7 +85,8 @@ class Whole(Model):
             found: torch.Tensor = finished(self._decoder, states)
         except (CannotRun, RuntimeError) as error:
             raise PlanError(
-                f"{error}, so its logits cannot be computed; evaluate hidden states alone (--first-layers N)"
+                f"{error}, so its logits cannot be computed; evaluate hidden states alone "
+                "(--first-layers N)"
             ) from error
         return found
 
