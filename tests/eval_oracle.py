@@ -3,7 +3,7 @@ layers nor logits are taken apart here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,23 +46,27 @@ def whole(folder: Path) -> Any:
     return model.eval()
 
 
-def run(model: Any, samples: Sequence[Ids], shaped: Callable[[Any], Any] = lambda x: x) -> Run:
-    """`shaped` is what the class does to logits; the head's products are summed in float64."""
+def run(model: Any, samples: Sequence[Ids]) -> Run:
+    """The class's own forward; but the head's products are summed in float64."""
     found = Run([], [])
+    head = model.get_output_embeddings()
+    weight = head.weight.detach().double()
+    head.forward = lambda states: states.double() @ weight.T
+    decoder = model.get_decoder()
     for sample in samples:
         kept: list[torch.Tensor] = []
 
         def keep(_module: Any, _given: Any, made: Any, kept: list[torch.Tensor] = kept) -> None:
             kept.append((made[0] if isinstance(made, tuple) else made)[0].double())
 
-        handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
+        handles = [layer.register_forward_hook(keep) for layer in decoder.layers]
         with torch.no_grad():
             ids = torch.from_numpy(sample)[None]
-            states = model.model(ids, use_cache=False).last_hidden_state[0]
+            logits = model(input_ids=ids, use_cache=False).logits[0]
         for handle in handles:
             handle.remove()
-        head = model.get_output_embeddings().weight.detach()
-        found.logits.append(shaped(states.double() @ head.double().T))
+        assert logits.dtype == torch.float64
+        found.logits.append(logits)
         found.hidden.append(kept)
     return found
 
@@ -93,9 +97,8 @@ def compared(source: Run, repo: Run, samples: Sequence[Ids]) -> Expected:
     )  # fmt: skip
 
 
-def nudged(folder: Path, out: Path) -> Path:
+def nudged(model: Any, out: Path) -> Path:
     """The same model, each matrix 3 % off: saved by transformers as it saves any."""
-    model = whole(folder)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -164,11 +164,11 @@ class Model:
         try:
             self._class: Class = read_class(whole.eval())
         except CannotBuild as error:
-            raise PlanError(f"{error}, so it cannot be calibrated") from error
+            raise PlanError(f"{error}, so it cannot be run a layer at a time") from error
         self._full = getattr(whole, "_keep_in_fp32_modules_strict", None) or ()
         self.config = whole.config.get_text_config()
         if why := why_not_run(whole):
-            raise PlanError(f"{type(whole).__name__} cannot be calibrated a layer at a time: {why}")
+            raise PlanError(f"{type(whole).__name__} cannot be run a layer at a time: {why}")
         self._decoder: Decoder = decoder_of(whole)
         self.layers = len(self._decoder.layers)
         self._meta = list(self._decoder.layers)
@@ -197,6 +197,9 @@ class Model:
             "weight": torch.nn.Parameter(torch.cat(rows).to(torch.bfloat16), False)
         }
         inputs.padding_idx = None
+        # Gemma's multiply by a number that is kept as a buffer.
+        inputs._buffers = dict(inputs._buffers)
+        settled(self._decoder, [inputs])
         self._settle("cpu", weights)
         with torch.no_grad():
             made = inputs(torch.from_numpy(places.reshape(1, -1)))
@@ -222,7 +225,7 @@ class Model:
         try:
             return calls(self._decoder, states, first=first)
         except (CannotRun, RuntimeError) as error:
-            raise PlanError(f"{error}, so it cannot be calibrated") from error
+            raise PlanError(f"{error}, so it cannot be run a layer at a time") from error
 
     def _name_of(self, inputs: Any) -> str:
         """The name of the embedding's weight in the decoder."""
@@ -257,7 +260,9 @@ class Model:
         try:
             experts = experts_in(module)
         except CannotRun as error:
-            raise PlanError(f"layer {number}: {error}, so it cannot be calibrated") from error
+            raise PlanError(
+                f"layer {number}: {error}, so it cannot be run a layer at a time"
+            ) from error
         if experts is not None:
             _check_form(experts, number)
             experts._parameters.clear()

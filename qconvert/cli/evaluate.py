@@ -101,7 +101,7 @@ def evaluate(
       qconvert eval GLM-4.5-w4a16 --against GLM-4.5 --data wiki.txt
       qconvert eval V3-cpu --against DeepSeek-V3 --pair V3-gpu --data wiki.txt --device cuda:0
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data chats.jsonl --samples 16 --memory 48GiB
-      qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report file.html --write
+      qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report page.html --write
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data wiki.txt --first-layers 8 --samples 4
     """
     if write and first_layers is not None:

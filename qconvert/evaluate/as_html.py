@@ -32,7 +32,7 @@ def _top(found: Evaluation) -> Iterator[str]:
         f"{count(found.length, 'token')}, {count(found.tokens, 'token')} in all, seed {found.seed}",
         "digest of data and tokenizer": found.digest,
     }
-    yield '<header class="passed">\n<h1>Evaluation</h1>\n<dl>'
+    yield '<header class="told">\n<h1>Evaluation</h1>\n<dl>'
     yield from (f"<dt>{markup.text(k)}</dt><dd>{markup.text(v)}</dd>" for k, v in about.items())
     yield "</dl>\n</header>"
 

@@ -84,7 +84,10 @@ class Whole(Model):
         try:
             found: torch.Tensor = finished(self._decoder, states)
         except (CannotRun, RuntimeError) as error:
-            raise PlanError(f"{error}, so it cannot be evaluated") from error
+            raise PlanError(
+                f"{error}, so its logits cannot be computed; evaluate hidden states alone "
+                "(--first-layers N)"
+            ) from error
         return found
 
     @cached_property
