@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from checkpoints import (
 from sampled import sampled
 
 from qconvert import __version__
+from qconvert.cli.convert import uncollected
 from qconvert.cli.main import cli
 from qconvert.cli.progress import Bar
 
@@ -569,3 +571,23 @@ def test_a_plan_of_a_checkpoint_with_everything_odd(tmp_path: Path) -> None:
     assert len(lines) <= 40
     for text in ("100 tensors of unknown role", "and 97 more", "total_size 1"):
         assert text in result.out
+
+
+def test_cycles_are_looked_for_again_after_planning() -> None:
+    def failing() -> None:
+        with uncollected():
+            raise KeyError(gc.isenabled())
+
+    with pytest.raises(KeyError, match="False"):
+        failing()
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable()

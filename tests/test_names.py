@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from qconvert.core.names import (
     Parsed,
+    is_scale,
     natural_key,
     parse,
     scale_candidates,
@@ -75,8 +76,10 @@ def test_any_names_can_be_sorted(names: list[str]) -> None:
 def test_scales_and_weights_find_each_other(weight: str) -> None:
     for scale in scale_candidates(weight):
         assert weight in weight_candidates(scale)
+        assert is_scale(scale)
 
 
 def test_other_names_are_nobodys_scale() -> None:
     for name in ("a.k_proj.k_scale", "a.input_scale", "a.weight", "a.logit_scale"):
         assert weight_candidates(name) == ()
+        assert not is_scale(name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -264,11 +265,26 @@ def convert(
     if isinstance(source, str):
         source = api.open_checkpoint(source, follow_links=options["follow_links"])
     with workers_ahead(source, options):
-        planned = api.plan(recipe, source, out, **plan_options(options))
-        show_plan(planned, options)
+        with uncollected():
+            planned = api.plan(recipe, source, out, **plan_options(options))
+            show_plan(planned, options)
         if not options["dry_run"]:
             carry_out(planned, options, source)
     return planned
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within this no cycles are looked for, and afterwards none in what was made. A plan has none, and
+    looking for them among Kimi-K2's 6 million objects took 3 of 21 CPU s."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was:
+            gc.enable()
 
 
 def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextManager[None]:

@@ -112,6 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     # A plan is millions of small objects and hardly a cycle. Looking for cycles at every 700 new
     # ones took 40 % of the time of planning 150,000 tensors.
     gc.set_threshold(200_000)
+    gc.unfreeze()  # what an earlier command in this process planned
     # Threads for numpy's small matrix products would compete with one another and with our workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:

@@ -10,7 +10,7 @@ from qconvert.calibrate.backend import work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import Formats, own_role
 from qconvert.core.graph import Output, Source
-from qconvert.core.names import parse, split_parameter, weight_candidates
+from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.plan.plan import Plan
@@ -194,7 +194,7 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
             role = own_role(name) or split_parameter(parse(name).template)[0]
         if place is not None:  # attn.q_proj and attn.k_proj are one row, attn
             role = role.rpartition(".")[0] or role
-        if weight_candidates(name):
+        if is_scale(name):
             role += " scales"
         row = rows.setdefault((role, becomes(name, output)), _Row())
         row.tensors += 1

@@ -168,9 +168,14 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
     return (f"{weight}_scale_inv", f"{weight}_scale")
 
 
+def is_scale(name: str) -> bool:
+    """Whether a name is that of a weight's scale: whether it has `weight_candidates`."""
+    return name.endswith(_SCALES)
+
+
 def weight_candidates(scale: str) -> tuple[str, ...]:
     """Names of the weights that a scale may belong to, () if the name is not a weight's scale."""
-    if not scale.endswith(_SCALES):
+    if not is_scale(scale):
         return ()
     for suffix, weights in _WEIGHT_OF_SCALE:
         if scale.endswith(suffix):

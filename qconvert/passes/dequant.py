@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
-from qconvert.core.names import weight_candidates
+from qconvert.core.names import is_scale
 from qconvert.formats.floats.decode import Decoder, DequantTo
 from qconvert.matrices.encodings.fp8 import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.matrices.encodings.mxfp4 import stacks
@@ -141,7 +141,7 @@ class Dequant:
 
 
 def _is_fp8_weight(name: str, output: Output) -> bool:
-    return output.type.dtype in WEIGHT_DTYPES and not weight_candidates(name)
+    return output.type.dtype in WEIGHT_DTYPES and not is_scale(name)
 
 
 def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output:

@@ -148,7 +148,9 @@ def units(tensors: Mapping[str, Output]) -> list[Unit]:
     owner: dict[int, int] = {}
     for i, output in enumerate(tensors.values()):
         for node in _all_nodes(output):
-            joined.join(owner.setdefault(id(node), i), i)
+            first = owner.setdefault(id(node), i)
+            if first != i:
+                joined.join(first, i)
     groups: dict[int, list[tuple[str, Output]]] = {}
     for i, item in enumerate(tensors.items()):
         groups.setdefault(joined.find(i), []).append(item)

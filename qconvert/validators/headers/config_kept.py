@@ -18,7 +18,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
 from qconvert.checkpoint.family import text_config
 from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
-from qconvert.core.names import scale_candidates, weight_candidates
+from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.model import FP8
@@ -289,7 +289,7 @@ def _fp8_types(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
             *(checkpoint[s].type.dtype for s in scale_candidates(name) if s in checkpoint),
         )
         for name, tensor in checkpoint.items()
-        if tensor.type.dtype in FP8 and not weight_candidates(name)
+        if tensor.type.dtype in FP8 and not is_scale(name)
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.errors import PlanError
-from qconvert.core.names import weight_candidates
+from qconvert.core.names import is_scale
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.conversions import quantizing_claims
@@ -170,7 +170,7 @@ def _other_claims(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[
         yield Finding("QC053", "error", "config.json", message)
     if any(step.get("name") == "dequant" for step in manifest["passes"]):
         for name, source in checkpoint.items():
-            if source.type.dtype in FP8 and not weight_candidates(name):
+            if source.type.dtype in FP8 and not is_scale(name):
                 message = f"is {source.type}, but {MANIFEST} says it was dequantized"
                 yield Finding("QC053", "error", name, message)
     yield from _draft_count(checkpoint, manifest)

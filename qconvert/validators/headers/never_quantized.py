@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.names import parse, split_parameter, weight_candidates
+from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
@@ -87,7 +87,7 @@ def _quantized_module(checkpoint: Checkpoint, name: str) -> str | None:
     module, parameter = split_parameter(name)
     if parameter in _PACKED:
         return module
-    if weight_candidates(name) or checkpoint[name].type.dtype not in _CODES:
+    if is_scale(name) or checkpoint[name].type.dtype not in _CODES:
         return None
     return module if parameter == "weight" else None
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.core.names import weight_candidates
+from qconvert.core.names import is_scale
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
@@ -149,7 +149,7 @@ def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
             or int8_scale(checkpoint, name) is not None
         ):
             found[name.rpartition(".")[0]] = name
-        elif source.type.dtype in FP8 and not weight_candidates(name):
+        elif source.type.dtype in FP8 and not is_scale(name):
             found[name.removesuffix(".weight")] = name
         elif name.endswith(".weight_scale_2") and f"{name.removesuffix('_scale_2')}" in checkpoint:
             found[name.removesuffix(".weight_scale_2")] = name.removesuffix("_scale_2")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.core.names import scale_candidates, weight_candidates
+from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.headers.int_parts import int_parts
@@ -262,7 +262,7 @@ def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
     exponents = states_ue8m0(configs) or states_mxfp8(configs)
     for name, source in checkpoint.items():
         kind = source.type
-        if kind.dtype not in FP8 or weight_candidates(name):
+        if kind.dtype not in FP8 or is_scale(name):
             continue
         if len(kind.shape) not in (2, 3):
             message = f"expected an FP8 matrix or a stack of matrices, found {kind}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
-from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
+from qconvert.core.names import is_scale, scale_candidates, split_parameter, weight_candidates
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
@@ -227,7 +227,7 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
     configs = checkpoint.quantization_configs
     known = any(config.method in KNOWN_METHODS for config in configs)
     for name, source in checkpoint.items():
-        if source.type.dtype not in FP8 or len(source.type.shape) < 2 or weight_candidates(name):
+        if source.type.dtype not in FP8 or len(source.type.shape) < 2 or is_scale(name):
             continue
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
@@ -285,7 +285,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
         (
             name
             for name, source in checkpoint.items()
-            if (source.type.dtype in (*FP8, "F4") and not weight_candidates(name))
+            if (source.type.dtype in (*FP8, "F4") and not is_scale(name))
             or name.endswith(_PACKED)
             or int8_scale(checkpoint, name) is not None
         ),
