@@ -43,7 +43,7 @@ _BAD: dict[str, list[str]] = {
     "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
-    "dampening": ["", "0", "1", "-0.1", "nan", "x"],
+    "solver": _CHOICES, "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
@@ -81,7 +81,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder"}  # fmt: skip
+            "save_stats", "devices", "actorder", "solver"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:

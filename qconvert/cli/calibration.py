@@ -30,6 +30,7 @@ class CalibrationOptions(TypedDict):
     """Values of the options in `CALIBRATION`; None for an option that was not given."""
 
     gptq: bool
+    solver: Literal["best", "llmcompressor"] | None
     data: str | None
     synthetic: bool
     samples: int | None
@@ -93,6 +94,11 @@ CALIBRATION: Callable[[F], F] = stacked(
     click.option(
         "--gptq", is_flag=True,
         help="Calibrate with GPTQ, one layer in memory at a time, instead of rounding to nearest.",
+    ),
+    click.option(
+        "--solver", type=click.Choice(["best", "llmcompressor"]),
+        help="Of --gptq. `best`: scales searched for and refitted, columns solved by importance, codes "
+        "improved one by one. `llmcompressor`: llm-compressor's codes, faster. [default: best]",
     ),
     DATA,
 )  # fmt: skip
