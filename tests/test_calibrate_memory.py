@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from qconvert.calibrate.memory import Budget, group_sizes
+from qconvert.calibrate.memory import Budget, _solver_bytes, group_sizes, least_bytes
+from qconvert.calibrate.settings import Solver
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.dtypes import TensorType
@@ -37,7 +38,7 @@ from qconvert.plan.plan import Plan
 count = 0
 plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
 tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
-settings = Settings(min_tokens=int(sys.argv[4]), few="rtn")
+settings = Settings(min_tokens=int(sys.argv[4]), few="rtn", solver=sys.argv[5])
 for event in calibrate(plan, tokens, [IntScheme(4, 128)], settings, work_dir=Path(sys.argv[2]),
                        memory=int(sys.argv[3]), key="k"):
     if isinstance(event, Matrix):
@@ -97,10 +98,10 @@ def write_model(folder: Path, layers: int) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
-def child(folder: Path, room: Path, budget: int, min_tokens: int) -> tuple[int, int]:
+def child(folder: Path, room: Path, budget: int, min_tokens: int, solver: str) -> tuple[int, int]:
     """Matrices handed in, and the process's largest resident size in bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens)],
+        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens), solver],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -109,11 +110,12 @@ def child(folder: Path, room: Path, budget: int, min_tokens: int) -> tuple[int, 
 
 
 @pytest.mark.big
-def test_depth_takes_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
+def test_depth_takes_no_memory(solver: str, tmp_path: Path) -> None:
     peaks, sizes = [], []
     for layers in (6, 24):
         sizes.append(write_model(tmp_path / f"{layers}", layers))
-        count, peak = child(tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60)
+        count, peak = child(tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60, solver)
         assert count == layers * EXPERTS * 3
         peaks.append(peak)
     print(
@@ -127,8 +129,7 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
 def sizes(memory: int, **over: Any) -> list[int]:
     given: dict[str, Any] = {
         "hidden": 7168, "middle": 2048, "own_hessians": True, "schemes": 1, "together": 32,
-        "layer_bytes": 1 << 29,
-        "chunk": 2048, **over,
+        "layer_bytes": 1 << 29, "solver": "best", "chunk": 2048, **over,
     }  # fmt: skip
     return group_sizes(Budget(memory, 1 << 30, {"cpu": memory >> 2}, (0,)), ("cpu",), **given)
 
@@ -139,6 +140,17 @@ def test_groups_grow_with_the_budget_and_without_hessians_of_their_own() -> None
     assert 120 < some < 160
     assert sizes(32 << 30)[0] < some < sizes(128 << 30)[0]
     assert sizes(64 << 30, own_hessians=False)[0] > 2 * some
+
+
+def test_either_solver_is_counted() -> None:
+    """Matrices [4096, 7168] and [7168, 2048]: a Hessian's copies take 206 MB each, a thousand rows in
+    float32 29 MB, the whole 117 MB. The best solver keeps more Hessians, and fewer rows."""
+    cases: list[tuple[Solver, int, int]] = [("llmcompressor", 1000, 1300), ("best", 1500, 2500)]
+    for solver, least, most in cases:
+        assert least < _solver_bytes(7168, 2048, 1, solver) >> 20 < most
+        assert least_bytes(7168, 2048, 1, solver) > _solver_bytes(7168, 2048, 1, solver)
+        pair = _solver_bytes(7168, 2048, 1, solver, 2, "cuda:0")
+        assert pair > _solver_bytes(7168, 2048, 1, solver)
 
 
 def test_less_than_one_expert_is_refused() -> None:

@@ -334,6 +334,15 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
     [
         ("w4a16: {calibrate: {synthetic: true, few: rtn, undersampled: all}}", "are one option"),
         ("w4a16: {calibrate: {synthetic: true, undersampled: some}}", "'calibrate.undersampled'"),
+        ("w4a16: {calibrate: {synthetic: true, solver: gptq}}", "'calibrate.solver'"),
+        ("w4a16: {calibrate: {synthetic: true, scales: mse}}", "'calibrate.scales'"),
+        ("w4a16: {calibrate: {synthetic: true, order: natural}}", "'calibrate.order'"),
+        ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 or more, found -1"),
+        ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 or more"),
+        (
+            "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, descent: 4}}",
+            "descent: solver llmcompressor has no such option, found 4",
+        ),
         ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [1]}", "'targets'"),

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
+Solver = Literal["best", "llmcompressor"]
+
 # Parts of amax / (largest code) that are tried as scales where a search is asked for.
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 
@@ -46,7 +48,7 @@ class Settings:
     attention: Literal["sdpa", "eager"] = "sdpa"
     gather: int | None = None
     together: int = 32
-    solver: Literal["best", "llmcompressor"] = "best"
+    solver: Solver = "best"
     scales: Literal["search", "amax"] = "search"
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2

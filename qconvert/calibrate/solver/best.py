@@ -9,7 +9,7 @@ from qconvert.calibrate.solver.descent import descended
 from qconvert.calibrate.solver.gptq import gptq
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, rounding
-from qconvert.calibrate.solver.refit import refitted
+from qconvert.calibrate.solver.refit import normal_room, refitted
 from qconvert.calibrate.solver.scales import nearest, searched
 from qconvert.core.int_scheme import IntScheme
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = 1024  # worked on together: what a CPU needs at a time is then the same for any matrix
+_NARROWEST = 16  # columns of a group, where memory is counted
 _NUMBERS = 1 << 28  # of an accelerator's rows that are worked on together, where that is more
 
 
@@ -59,10 +60,24 @@ def row_parts(weight: torch.Tensor) -> list[tuple[int, int]]:
     """Rows [start, stop) of weights [B, N, K] that are solved together. Rows do not depend on one
     another, so this decides about memory alone."""
     batch, rows, columns = weight.shape
-    step = _ROWS
-    if weight.is_cuda:
-        step = max(step, _NUMBERS // (batch * columns))
+    step = _step(batch, columns, on_cpu=not weight.is_cuda)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _step(batch: int, columns: int, *, on_cpu: bool) -> int:
+    return _ROWS if on_cpu else max(_ROWS, _NUMBERS // (batch * columns))
+
+
+def best_bytes(batch: int, rows: int, columns: int, device: str) -> int:
+    """What `best` takes beside the matrices [B, N, K] and Hessians that it is given: those Hessians'
+    factors, and one of them turned around; some rows in float32, twelve times at the most (refits: the
+    weight, what is left of it, steps before and after, their errors and gradients); normal equations of
+    scales; codes, and what they mean."""
+    on_cpu = device == "cpu"
+    some = batch * min(rows, _step(batch, columns, on_cpu=on_cpu))
+    normal = min(normal_room(on_cpu=on_cpu), some * max(columns, (columns // _NARROWEST) ** 2))
+    hessians = (2 * batch + 5) * columns * columns
+    return 4 * (hessians + 12 * some * columns + 2 * normal) + 13 * batch * rows * columns
 
 
 def _rows(

@@ -22,7 +22,7 @@ def refitted(weight: torch.Tensor, now: Rounding, hessian: torch.Tensor, grid: G
     batch, columns, rows = weight.shape
     groups = columns // grid.width
     goal = torch.bmm(hessian, weight).mul_(now.steps).unflatten(1, (-1, grid.width)).sum(2)
-    room = _AT_ONCE_THERE if weight.is_cuda else _AT_ONCE
+    room = normal_room(on_cpu=not weight.is_cuda)
     step = max(1, room // (batch * max(groups * groups, columns)))
     scale = torch.empty_like(now.scale)
     for start in range(0, rows, step):
@@ -31,6 +31,11 @@ def refitted(weight: torch.Tensor, now: Rounding, hessian: torch.Tensor, grid: G
             now.steps[..., part], now.scale[..., part], goal[..., part], hessian, grid
         )
     return now.better(rounding(weight, now.steps, scale, hessian))
+
+
+def normal_room(*, on_cpu: bool) -> int:
+    """Numbers of normal equations that are in memory at a time."""
+    return _AT_ONCE if on_cpu else _AT_ONCE_THERE
 
 
 def _fit(
