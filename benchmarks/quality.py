@@ -76,7 +76,7 @@ def main() -> None:
         "--model", type=Path, help="folder of a model trained before, or to be kept"
     )
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=512)
+    parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
