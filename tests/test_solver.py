@@ -114,7 +114,7 @@ def test_no_step_makes_a_row_worse(scheme: IntScheme, seed: int) -> None:
     first = rounding(one.weight, nearest(one.weight, one.scale, one.grid), one.scale, hessian)
     steps = gptq(one.weight, one.scale, one.grid, one.found, 32)
     second = first.better(rounding(one.weight, steps, one.scale, hessian))
-    third = refitted(one.weight, second, hessian, one.grid)
+    third = refitted(one.weight, hessian @ one.weight, second, hessian, one.grid)
     fourth = descended(one.weight, third, hessian, one.grid, 1, 32)
     fifth = descended(one.weight, fourth, hessian, one.grid, 2, 32)
     found = [loss(made) for made in (first, second, third, fourth, fifth)]
@@ -225,7 +225,8 @@ def test_refitted_scales_are_least_squares(name: str) -> None:
     one = case(SCHEMES[name], 7, batch=1, columns=128)
     steps = nearest(one.weight, one.scale, one.grid)
     now = rounding(one.weight, steps, one.scale, one.found.hessian)
-    found = refitted(one.weight, now, one.found.hessian, one.grid)
+    pull = one.found.hessian @ one.weight
+    found = refitted(one.weight, pull, now, one.found.hessian, one.grid)
     root = np.linalg.cholesky(one.found.hessian[0].double().numpy()).T
     width = one.grid.width
     for row in range(one.weight.shape[2]):
@@ -330,7 +331,8 @@ def test_groups_that_fit_nothing_keep_their_scale() -> None:
     steps[:, :64, 0] = 0
     steps[:, :, 1] *= -1
     now = rounding(one.weight, steps, one.scale, one.found.hessian)
-    found = refitted(one.weight, now, one.found.hessian, one.grid)
+    pull = one.found.hessian @ one.weight
+    found = refitted(one.weight, pull, now, one.found.hessian, one.grid)
     assert found.scale[0, 0, 0] == one.scale[0, 0, 0]
     assert_valid(found, one.grid)
     assert bool((found.loss <= now.loss).all())

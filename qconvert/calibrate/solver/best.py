@@ -89,6 +89,8 @@ def _rows(
     settings: Settings,
 ) -> Rounding:
     """Some rows [B, K, N] of matrices, with their observer's scales [B, G, N]."""
+    import torch
+
     hessian, block = found.hessian, settings.block_size
 
     def solved(with_scale: torch.Tensor) -> Rounding:
@@ -99,13 +101,14 @@ def _rows(
     if scheme.symmetric and settings.scales == "search":
         scale = searched(weight, scale, found.inverse.reciprocal(), grid)
     now = rounding(weight, nearest(weight, scale, grid), scale, hessian).better(solved(scale))
+    pull = torch.bmm(hessian, weight) if refits else weight
     for _ in range(refits):
-        now = refitted(weight, now, hessian, grid)
+        now = refitted(weight, pull, now, hessian, grid)
         now = now.better(solved(now.scale))
     if settings.descent:
         now = descended(weight, now, hessian, grid, settings.descent, block)
         if refits:
-            now = refitted(weight, now, hessian, grid)
+            now = refitted(weight, pull, now, hessian, grid)
     return now
 
 

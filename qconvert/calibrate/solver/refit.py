@@ -14,14 +14,16 @@ _AT_ONCE_THERE = 1 << 28  # and on an accelerator
 _MOST = 4.0  # times the scale before: a fit that wants more is of codes that say little
 
 
-def refitted(weight: torch.Tensor, now: Rounding, hessian: torch.Tensor, grid: Grid) -> Rounding:
+def refitted(
+    weight: torch.Tensor, pull: torch.Tensor, now: Rounding, hessian: torch.Tensor, grid: Grid
+) -> Rounding:
     """The same codes with scales that minimize each row's loss over all its groups together, rounded to
-    the scale's dtype. Rows that this does not help keep theirs."""
+    the scale's dtype. Rows that this does not help keep theirs. `pull` is the Hessian times weights."""
     import torch
 
     batch, columns, rows = weight.shape
     groups = columns // grid.width
-    goal = torch.bmm(hessian, weight).mul_(now.steps).unflatten(1, (-1, grid.width)).sum(2)
+    goal = (pull * now.steps).unflatten(1, (-1, grid.width)).sum(2)
     room = normal_room(on_cpu=not weight.is_cuda)
     step = max(1, room // (batch * max(groups * groups, columns)))
     scale = torch.empty_like(now.scale)
