@@ -16,7 +16,7 @@ from qconvert.calibrate.solver import best as best_module
 from qconvert.calibrate.solver.descent import descended
 from qconvert.calibrate.solver.gptq import gptq
 from qconvert.calibrate.solver.order import curvature
-from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, meant, rounding
+from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, in_groups, meant, rounding
 from qconvert.calibrate.solver.refit import refitted
 from qconvert.calibrate.solver.scales import CLIPS, nearest, searched
 from qconvert.cli.demo_checkpoint import heavy_tailed
@@ -65,7 +65,7 @@ def case(scheme: IntScheme, seed: int, batch: int = 2, rows: int = 24, columns: 
          *, by_importance: bool = True) -> Case:  # fmt: skip
     weight, hessian = raw(seed, batch, rows, columns)
     turned = weight.float().transpose(1, 2).contiguous()
-    cut = turned.unflatten(1, (-1, scheme.width(columns)))
+    cut = in_groups(turned, scheme.width(columns))
     zero = torch.zeros(batch, cut.shape[1], rows, dtype=torch.int8)
     half = (scheme.high - scheme.low) / 2
     scale = cut.abs().amax(2) / half
@@ -203,15 +203,15 @@ def test_no_scale_among_those_tried_is_better() -> None:
     one = case(scheme, 5)
     share = one.found.inverse.reciprocal()
     found = searched(one.weight, one.scale, share, one.grid)
-    cut = one.weight.double().unflatten(1, (-1, 32)).numpy()
-    weights = share.double().unflatten(1, (-1, 32)).numpy()[..., None]
+    cut = in_groups(one.weight.double(), 32).numpy()
+    weights = share.double().numpy().reshape(2, -1, 32, 1)
 
     def error(scale: Any) -> Doubles:
         wide = scale.double().numpy()[:, :, None]
         made: Doubles = ((np.clip(np.rint(cut / wide), -8, 7) * wide - cut) ** 2 * weights).sum(2)
         return made
 
-    largest = one.weight.unflatten(1, (-1, 32)).abs().amax(2) / 7.5
+    largest = in_groups(one.weight, 32).abs().amax(2) / 7.5
     tried = [one.scale, *((largest * clip).to(torch.bfloat16).float() for clip in CLIPS)]
     least = np.min([error(scale) for scale in tried], axis=0)
     assert np.allclose(error(found), least, rtol=1e-4)

@@ -48,7 +48,7 @@ def _factorize(hessian: torch.Tensor, order: torch.Tensor, factor: torch.Tensor)
     del lower
     alone = torch.eye(upper.shape[0], device=upper.device)
     torch.linalg.solve_triangular(upper, alone, upper=True, out=factor)
-    failed = (info != 0) | ~factor.isfinite().all() | ~(factor.diagonal() > 0).all()
+    failed: torch.Tensor = (info != 0) | ~factor.isfinite().all() | ~(factor.diagonal() > 0).all()
     if failed:
         factor.copy_(alone)
         hessian.copy_(alone)

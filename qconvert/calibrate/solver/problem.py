@@ -83,10 +83,16 @@ def spread(values: torch.Tensor, width: int) -> torch.Tensor:
     return values.unsqueeze(2).expand(-1, -1, width, -1)
 
 
+def in_groups(values: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, K, N] -> [B, K / width, width, N]."""
+    batch, _, rows = values.shape
+    return values.reshape(batch, -1, width, rows)
+
+
 def meant(steps: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What steps [B, K, N] mean."""
     width = steps.shape[1] // scale.shape[1]
-    return (steps.unflatten(1, (-1, width)) * scale.unsqueeze(2)).flatten(1, 2)
+    return (in_groups(steps, width) * scale.unsqueeze(2)).flatten(1, 2)
 
 
 def rounding(

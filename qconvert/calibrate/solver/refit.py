@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.problem import Grid, Rounding, rounding
+from qconvert.calibrate.solver.problem import Grid, Rounding, in_groups, rounding
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def refitted(
 
     batch, columns, rows = weight.shape
     groups = columns // grid.width
-    goal = (pull * now.steps).unflatten(1, (-1, grid.width)).sum(2)
+    goal = in_groups(pull * now.steps, grid.width).sum(2)
     room = normal_room(on_cpu=not weight.is_cuda)
     step = max(1, room // (batch * max(groups * groups, columns)))
     scale = torch.empty_like(now.scale)
@@ -52,7 +52,7 @@ def _fit(
     for group in range(groups):
         own = slice(group * grid.width, (group + 1) * grid.width)
         seen = torch.bmm(hessian[:, :, own], steps[:, own]).mul_(steps)
-        normal[..., group] = seen.unflatten(1, (-1, grid.width)).sum(2).transpose(1, 2)
+        normal[..., group] = in_groups(seen, grid.width).sum(2).transpose(1, 2)
     diagonal = normal.diagonal(dim1=2, dim2=3)
     diagonal.add_(1e-6 * diagonal.mean(-1, keepdim=True) + 1e-12)
     lower, info = torch.linalg.cholesky_ex(normal)

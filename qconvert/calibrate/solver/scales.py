@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.problem import Grid, spread
+from qconvert.calibrate.solver.problem import Grid, in_groups, spread
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ def _searched(
 ) -> torch.Tensor:
     import torch
 
-    cut = weight.unflatten(1, (-1, grid.width)).contiguous()
-    share = weights.unflatten(1, (-1, grid.width)).unsqueeze(-1)
+    cut = in_groups(weight, grid.width).contiguous()
+    share = weights.reshape(weights.shape[0], -1, grid.width, 1)
     low, high = grid.low.unsqueeze(2), grid.high.unsqueeze(2)
     half = (grid.high - grid.low) / 2  # 7.5, and 7 for -7 to 7
     largest = cut.abs().amax(2) / half
@@ -61,6 +61,6 @@ def _searched(
 
 def nearest(weight: torch.Tensor, scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Steps [B, K, N] of a weight rounded to nearest."""
-    cut = weight.unflatten(1, (-1, grid.width))
+    cut = in_groups(weight, grid.width)
     low, high = grid.low.unsqueeze(2), grid.high.unsqueeze(2)
     return (cut / spread(scale, grid.width)).round_().clamp_(low, high).flatten(1, 2)
