@@ -143,7 +143,8 @@ def _compare(
 @torch.no_grad()
 def _answers(model: Any, tokens: torch.Tensor) -> Answers:
     device = next(model.parameters()).device
-    logs = [model(part.to(device)).logits.log_softmax(-1).cpu() for part in tokens.split(8)]
+    parts = [tokens[start : start + 8] for start in range(0, len(tokens), 8)]
+    logs = [model(part.to(device)).logits.log_softmax(-1).cpu() for part in parts]
     return Answers(tokens, torch.cat(logs))
 
 
