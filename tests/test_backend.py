@@ -7,6 +7,7 @@ import json
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,16 @@ def test_another_calibration_is_another_plan(source: Path, tmp_path: Path) -> No
         execute(amx_plan(source), tmp_path / "out", backend=backend(stop=2))
     other = amx_plan(source, Calibration(synthetic=True, samples=2, length=8, dampening_frac=0.02))
     with pytest.raises(OutputError, match=r"dampening_frac=0\.01"):
+        execute(other, tmp_path / "out", backend=backend())
+
+
+@pytest.mark.parametrize("over", [{"solver": "llmcompressor"}, {"scales": "amax"},
+                                  {"order": "stored"}, {"refit": 1}, {"descent": 0}])  # fmt: skip
+def test_another_solver_is_another_plan(over: Any, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        execute(amx_plan(source), tmp_path / "out", backend=backend(stop=2))
+    other = amx_plan(source, Calibration(synthetic=True, samples=2, length=8, **over))
+    with pytest.raises(OutputError, match="solver='best'"):
         execute(other, tmp_path / "out", backend=backend())
 
 

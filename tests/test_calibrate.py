@@ -9,11 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import FAMILIES, HIDDEN, LAYERS, Kept, Make, hf, plan_of, samples, saved
+from calibrate_models import (
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    Kept,
+    Make,
+    hf,
+    plan_of,
+    qwen3_moe,
+    samples,
+    saved,
+)
+from safetensors.torch import load_file, save_file
 from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import LayerStats, Settings
+from qconvert.calibrate.settings import LayerStats, Settings, Solver
+from qconvert.core.int_scheme import IntScheme
 
 every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 
@@ -74,6 +87,29 @@ def test_streaming_is_the_whole_model_bit_for_bit(
     for number in sparse:
         assert torch.equal(ours[number], theirs[number]), number
         assert torch.isfinite(ours[number]).all()
+
+
+@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
+def test_what_goes_on_is_the_whole_model_with_those_codes(solver: Solver, tmp_path: Path) -> None:
+    """Bit for bit: hidden states between layers are those of a model whose experts are what the codes
+    mean, each a product in BF16."""
+    folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
+    tokens = [*samples(4, 40), *samples(1, 23, seed=5)]
+    settings = Settings(min_tokens=1, solver=solver)
+    output = States(tmp_path / "room")
+    output.take(calibrate(
+        plan_of(folder), tokens, [IntScheme(4, 32)], settings, work_dir=tmp_path / "room",
+        memory=None, key="test",
+    ))  # fmt: skip
+    stored = load_file(folder / "model.safetensors")
+    for (layer, expert, kind), (codes,) in output.made.items():
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
+        scale = torch.from_numpy(codes.scale).bfloat16().repeat_interleave(32, 1)
+        assert stored[name].shape == codes.codes.shape
+        stored[name] = torch.from_numpy(codes.codes).bfloat16() * scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    for number, states in enumerate(whole(folder, tokens, "sdpa")):
+        assert torch.equal(output.after[number], states), number
 
 
 @every_family

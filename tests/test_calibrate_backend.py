@@ -12,14 +12,14 @@ from calibrated_plans import SYNTHETIC, MadeUp, amx_plan
 from checkpoints import run_cli
 from models import qwen3_moe
 
-from qconvert.calibrate.backend import GptqBackend, backend_for
+from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
 from qconvert.calibrate.devices import check_devices, kind_of
 from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
 from qconvert.samples.data import load_tokens
-from qconvert.samples.request import Calibration
+from qconvert.samples.request import Calibration, fact
 
 HIDDEN, INTERMEDIATE = 128, 256
 
@@ -29,6 +29,30 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = qwen3_moe("bf16", hidden=HIDDEN, intermediate=INTERMEDIATE)
     model.config["vocab_size"] = 8
     return model.write(tmp_path_factory.mktemp("backend") / "source")
+
+
+def test_a_request_of_the_first_solver_is_named_as_it_was() -> None:
+    """Work folders and manifests of before there was another are its own."""
+    of_before = Calibration(synthetic=True, solver="llmcompressor")
+    found = fact(of_before, "d")
+    assert found.keys() == {
+        "data", "length", "seed", "samples", "synthetic", "column", "dampening_frac", "block_size",
+        "experts", "min_tokens", "few",
+    }  # fmt: skip
+    best = fact(Calibration(synthetic=True), "d")
+    assert {key: best[key] for key in best.keys() - found.keys()} == {
+        "solver": "best", "scales": "search", "order": "importance", "refit": 2, "descent": 2,
+    }  # fmt: skip
+
+
+def test_every_setting_reaches_the_solver() -> None:
+    asked = Calibration(
+        synthetic=True, solver="best", scales="amax", order="stored", refit=1, descent=3
+    )
+    found = _settings(asked)
+    assert (found.solver, found.scales, found.order) == ("best", "amax", "stored")
+    assert (found.refit, found.descent) == (1, 3)
+    assert _settings(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
 
 
 def made(plan: Plan) -> GptqBackend:

@@ -40,6 +40,7 @@ from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 
 ROUTED = Settings(min_tokens=1)
+THEIRS = Settings(min_tokens=1, solver="llmcompressor")
 G32 = IntScheme(4, 32)
 TOKENS = samples(6, 40)
 
@@ -94,9 +95,16 @@ class Stopping(Kept):
             raise Stopped
 
 
+@pytest.fixture(scope="module", params=[ROUTED, THEIRS], ids=["best", "llmcompressor"])
+def settings(request: pytest.FixtureRequest) -> Settings:
+    """Of either solver."""
+    asked: Settings = request.param
+    return asked
+
+
 @pytest.fixture(scope="module")
-def undisturbed(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    return run(small, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(small: Path, settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return run(small, tmp_path_factory.mktemp("undisturbed"), settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +116,12 @@ def undisturbed(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_codes(
-    at: Any, small: Path, undisturbed: Kept, tmp_path: Path
+    at: Any, small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
 ) -> None:
     first = Stopping(at)
     with pytest.raises(Stopped):
-        run(small, tmp_path / "work", first)
-    second = run(small, tmp_path / "work")
+        run(small, tmp_path / "work", first, settings=settings)
+    second = run(small, tmp_path / "work", settings=settings)
     # The layer that was under way is done again, the one before it is not.
     begun = 1 if at in ((1, 3, "down_proj"), 1) else 0
     assert {layer for layer, _, _ in second.made} == set(range(begun, 2))
@@ -130,9 +138,9 @@ def test_a_finished_run_does_nothing_again(small: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_the_last_layer_wanted(
-    small: Path, undisturbed: Kept, tmp_path: Path
+    small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
 ) -> None:
-    first = run(small, tmp_path / "first", last=0)
+    first = run(small, tmp_path / "first", last=0, settings=settings)
     assert {layer for layer, _, _ in first.made} == {0}
     for key, codes in first.made.items():
         assert same(codes[0], undisturbed.made[key][0]), key
@@ -156,8 +164,8 @@ def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
 @pytest.mark.big
 @pytest.mark.parametrize(
     ("settings", "devices"),
-    [(ROUTED, ("cpu", "cpu")), (Settings(experts="all"), ("cpu",))],
-    ids=["routed-two", "all-one"],
+    [(ROUTED, ("cpu", "cpu")), (THEIRS, ("cpu", "cpu")), (Settings(experts="all"), ("cpu",))],
+    ids=["routed-two", "theirs-two", "all-one"],
 )
 def test_groups_and_devices_change_no_code(
     settings: Settings, devices: tuple[str, ...], small: Path, tmp_path: Path,
@@ -301,17 +309,22 @@ def test_an_expert_without_a_token_is_never_zeroed(few: Any, tmp_path: Path) -> 
             assert np.count_nonzero(kept.made[0, expert, kind][0].codes) > 1000
 
 
-def test_dead_columns_are_counted(tmp_path: Path) -> None:
-    """A norm with two zero weights makes two input columns zero, in gate and up of all eight experts."""
+def test_dead_columns_are_counted(settings: Settings, tmp_path: Path) -> None:
+    """A norm with two zero weights makes two input columns zero, in gate and up of all eight experts.
+    llm-compressor's solver makes their weights zero; ours rounds them."""
     folder = saved(qwen3_moe(num_hidden_layers=1), tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.0.post_attention_layernorm.weight"][[3, 40]] = 0
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     kept = Kept()
-    run(folder, tmp_path / "work", kept)
+    run(folder, tmp_path / "work", kept, settings=settings)
     assert kept.stats[0].dead_columns == {"gate_proj": 16, "up_proj": 16, "down_proj": 0}
-    assert any("zero throughout" in remark for remark in kept.remarks)
-    assert not kept.made[0, 0, "gate_proj"][0].codes[:, [3, 40]].any()
+    what = (
+        "rounded their weights to nearest" if settings.solver == "best" else "zeroed their weights"
+    )
+    assert any(f"zero throughout; {what}" in remark for remark in kept.remarks)
+    codes = kept.made[0, 0, "gate_proj"][0].codes[:, [3, 40]]
+    assert codes.any() == (settings.solver == "best")
 
 
 @pytest.mark.big

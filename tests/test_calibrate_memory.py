@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from deep_models import EXPERTS, write_model
 
-from qconvert.calibrate.memory import Budget, group_sizes
+from qconvert.calibrate.memory import Budget, _solver_bytes, group_sizes, least_bytes
+from qconvert.calibrate.settings import Solver
 from qconvert.core.errors import RunError
 
 BUDGET = 840 << 20
@@ -32,7 +33,7 @@ from qconvert.plan.plan import Plan
 count = 0
 plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
 tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
-settings = Settings(min_tokens=int(sys.argv[4]), few="rtn")
+settings = Settings(min_tokens=int(sys.argv[4]), few="rtn", solver=sys.argv[5])
 for event in calibrate(plan, tokens, [IntScheme(4, 128)], settings, work_dir=Path(sys.argv[2]),
                        memory=int(sys.argv[3]), key="k"):
     if isinstance(event, Matrix):
@@ -45,10 +46,10 @@ print(count, int(peak.split()[1]) * 1024)
 """
 
 
-def child(folder: Path, room: Path, budget: int, min_tokens: int) -> tuple[int, int]:
+def child(folder: Path, room: Path, budget: int, min_tokens: int, solver: str) -> tuple[int, int]:
     """Matrices handed in, and the process's largest resident size in bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens)],
+        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens), solver],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -61,7 +62,9 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
     peaks, sizes = [], []
     for layers in (6, 24):
         sizes.append(write_model(tmp_path / f"{layers}", layers))
-        count, peak = child(tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60)
+        count, peak = child(
+            tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60, "llmcompressor"
+        )
         assert count == layers * EXPERTS * 3
         peaks.append(peak)
     print(
@@ -72,11 +75,21 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
     assert peaks[1] <= BUDGET
 
 
+@pytest.mark.big
+def test_the_best_solver_keeps_to_its_budget(tmp_path: Path) -> None:
+    """A layer in which some experts are solved: all would take minutes. Copies take 100 MB more."""
+    write_model(tmp_path / "model", 1)
+    budget = BUDGET + (100 << 20)
+    count, peak = child(tmp_path / "model", tmp_path / "room", budget, 20, "best")
+    print(f"peak {peak >> 20} MiB of {budget >> 20}")
+    assert count == EXPERTS * 3
+    assert peak <= budget
+
+
 def sizes(memory: int, **over: Any) -> list[int]:
     given: dict[str, Any] = {
         "hidden": 7168, "middle": 2048, "own_hessians": True, "schemes": 1, "together": 32,
-        "layer_bytes": 1 << 29,
-        "chunk": 2048, **over,
+        "layer_bytes": 1 << 29, "solver": "best", "chunk": 2048, **over,
     }  # fmt: skip
     return group_sizes(Budget(memory, 1 << 30, {"cpu": memory >> 2}, (0,)), ("cpu",), **given)
 
@@ -87,6 +100,17 @@ def test_groups_grow_with_the_budget_and_without_hessians_of_their_own() -> None
     assert 120 < some < 160
     assert sizes(32 << 30)[0] < some < sizes(128 << 30)[0]
     assert sizes(64 << 30, own_hessians=False)[0] > 2 * some
+
+
+def test_either_solver_is_counted() -> None:
+    """Matrices [4096, 7168] and [7168, 2048]: a Hessian's copies take 206 MB each, a thousand rows in
+    float32 29 MB, the whole 117 MB. The best solver keeps more Hessians, and fewer rows."""
+    cases: list[tuple[Solver, int, int]] = [("llmcompressor", 1000, 1300), ("best", 1500, 2500)]
+    for solver, least, most in cases:
+        assert least < _solver_bytes(7168, 2048, 1, solver) >> 20 < most
+        assert least_bytes(7168, 2048, 1, solver) > _solver_bytes(7168, 2048, 1, solver)
+        pair = _solver_bytes(7168, 2048, 1, solver, 2, "cuda:0")
+        assert pair > _solver_bytes(7168, 2048, 1, solver)
 
 
 def test_less_than_one_expert_is_refused() -> None:

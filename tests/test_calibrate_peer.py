@@ -99,7 +99,7 @@ def differing(kept: Kept, theirs: dict[str, torch.Tensor]) -> tuple[int, int]:
 
 def ours(folder: Path, tokens: list[Any], scheme: IntScheme, room: Path, *, every: bool) -> Kept:
     mode: Literal["all", "routed"] = "all" if every else "routed"
-    settings = Settings(attention="eager", min_tokens=1, experts=mode)
+    settings = Settings(attention="eager", min_tokens=1, experts=mode, solver="llmcompressor")
     kept = Kept()
     kept.take(
         calibrate(

@@ -13,7 +13,7 @@ import torch
 from calibrate_models import FAMILIES, HIDDEN, Kept, Make, hf, plan_of, qwen3_moe, samples, saved
 
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import ExpertSchemes, Settings
+from qconvert.calibrate.settings import ExpertSchemes, Settings, Solver
 from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
@@ -22,6 +22,7 @@ from qconvert.formats.amx.encode import Amx
 from qconvert.validators.reading.amx import tile_floats
 
 SETTINGS = Settings(min_tokens=1)
+SOLVERS: tuple[Solver, ...] = ("best", "llmcompressor")
 Key = tuple[int, int, str]
 
 
@@ -77,7 +78,7 @@ def error(folder: Path, matrices: Mapping[Key, torch.Tensor], tokens: list[Any])
 
 def to_nearest(folder: Path, keys: list[Key], scheme: IntScheme) -> dict[Key, torch.Tensor]:
     model = loaded(folder)
-    plain = Settings(search="none")
+    plain = Settings(solver="llmcompressor", search="none")
     return {
         key: meant(rounded(experts(model, key).bfloat16(), scheme, plain).numpy(), scheme.group)
         for key in keys
@@ -128,6 +129,30 @@ def amx_searched(weight: torch.Tensor, shards: int) -> torch.Tensor:
 
 
 @pytest.mark.big
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    [(IntScheme(4, 128), 0.93), (IntScheme(4, 32), 0.93),
+     (IntScheme(4, None, scale_dtype="F32", narrow=True), 0.99)],
+    ids=["g128", "g32", "narrow rows"],
+)  # fmt: skip
+def test_the_best_solver_beats_llm_compressors_on_unseen_tokens(
+    scheme: IntScheme, most: float, tmp_path: Path
+) -> None:
+    folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
+    errors = []
+    for solver in SOLVERS:
+        kept = Kept()
+        kept.take(calibrate(
+            plan_of(folder), samples(24, 64), [scheme], Settings(min_tokens=1, solver=solver),
+            work_dir=tmp_path / solver, memory=None, key="k",
+        ))  # fmt: skip
+        ours = {key: meant(made[0], scheme.group) for key, made in kept.made.items()}
+        errors.append(error(folder, ours, samples(7, 64, seed=99)))
+    print(f"relative error {errors[0]:.4f}, llm-compressor's solver {errors[1]:.4f}")
+    assert errors[0] < most * errors[1]
+
+
+@pytest.mark.big
 def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     """Per-row four-bit codes, down's columns in two NUMA shards with a step each."""
     folder = saved(qwen3_moe(moe_intermediate_size=256), tmp_path / "model")
@@ -162,7 +187,8 @@ def test_a_search_for_scales_pays_for_rows(tmp_path: Path) -> None:
     for search in ("narrow", "none"):
         kept = Kept()
         kept.take(calibrate(
-            plan_of(folder), samples(24, 64), [row], Settings(min_tokens=1, search=search),
+            plan_of(folder), samples(24, 64), [row],
+            Settings(min_tokens=1, search=search, solver="llmcompressor"),
             work_dir=tmp_path / search, memory=None, key="k",
         ))  # fmt: skip
         ours = {key: meant(made[0], None) for key, made in kept.made.items()}

@@ -14,7 +14,8 @@ from qconvert.calibrate.solve import rounded, solved
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Codes, IntScheme
 
-PLAIN = Settings(search="none")
+PLAIN = Settings(solver="llmcompressor", search="none")
+SOLVERS = {"llmcompressor": Settings(solver="llmcompressor"), "best": Settings()}
 NARROW = IntScheme(4, None, scale_dtype="F32", narrow=True)
 SCHEMES = {
     "g32": IntScheme(4, 32),
@@ -28,6 +29,7 @@ SCHEMES = {
     "narrow group": replace(NARROW, group=64, actorder="group"),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+every_solver = pytest.mark.parametrize("settings", SOLVERS.values(), ids=SOLVERS)
 
 
 def case(seed: int, rows: int = 48, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,31 +85,34 @@ def test_what_narrow_codes_cut_off_is_made_up_for() -> None:
     assert found.codes.tolist() == [[-6, -7, -1]]
 
 
+@every_solver
 @every_scheme
-def test_a_batch_is_as_each_alone(scheme: IntScheme) -> None:
+def test_a_batch_is_as_each_alone(scheme: IntScheme, settings: Settings) -> None:
     cases = [case(seed) for seed in range(3)]
     stacked = torch.stack([hessian for _, hessian in cases])
-    together, _ = solved([weight for weight, _ in cases], stacked, scheme, Settings())
+    together, _ = solved([weight for weight, _ in cases], stacked, scheme, settings)
     for (weight, hessian), batched in zip(cases, together, strict=True):
-        (alone,), _ = solved([weight], hessian[None].clone(), scheme, Settings())
+        (alone,), _ = solved([weight], hessian[None].clone(), scheme, settings)
         assert torch.equal(alone.codes, batched.codes)
         assert torch.equal(alone.scale, batched.scale)
 
 
+@every_solver
 @every_scheme
-def test_it_loses_less_than_rounding(scheme: IntScheme) -> None:
+def test_it_loses_less_than_rounding(scheme: IntScheme, settings: Settings) -> None:
     for seed in range(3):
         weight, hessian = case(seed)
-        (found,), _ = solved([weight], hessian[None].clone(), scheme, PLAIN)
+        (found,), _ = solved([weight], hessian[None].clone(), scheme, settings)
         ours = loss(weight, found.numpy(), scheme, hessian)
         plain = replace(scheme, actorder=None)
         assert ours < 0.7 * loss(weight, rounded(weight, plain, PLAIN).numpy(), plain, hessian)
 
 
+@every_solver
 @every_scheme
-def test_what_goes_on_is_what_codes_mean(scheme: IntScheme) -> None:
+def test_what_goes_on_is_what_codes_mean(scheme: IntScheme, settings: Settings) -> None:
     weight, hessian = case(5)
-    (found,), _ = solved([weight], hessian[None].clone(), scheme, Settings())
+    (found,), _ = solved([weight], hessian[None].clone(), scheme, settings)
     made = found.numpy()
     columns = weight.shape[1]
     groups = made.g_idx if made.g_idx is not None else np.arange(columns) // scheme.width(columns)
@@ -127,7 +132,8 @@ def test_searched_scales_lose_less_in_every_row() -> None:
     weight, hessian = case(7, rows=64)
     alone = torch.diag(torch.diagonal(hessian))
     plain = solved([weight], alone[None].clone(), NARROW, PLAIN)[0][0].numpy()
-    found = solved([weight], alone[None].clone(), NARROW, Settings(search="narrow"))[0][0].numpy()
+    asked = Settings(solver="llmcompressor", search="narrow")
+    found = solved([weight], alone[None].clone(), NARROW, asked)[0][0].numpy()
     rows = range(weight.shape[0])
 
     def by_row(codes: Codes) -> list[float]:
@@ -141,24 +147,26 @@ def test_searched_scales_lose_less_in_every_row() -> None:
     assert sum(after) < 0.9 * sum(before)
 
 
+@every_solver
 @every_scheme
-def test_a_row_of_zeros_stays_zero(scheme: IntScheme) -> None:
+def test_a_row_of_zeros_stays_zero(scheme: IntScheme, settings: Settings) -> None:
     weight, hessian = case(3)
     weight[4] = 0
-    (found,), _ = solved([weight], hessian[None].clone(), scheme, Settings())
-    for made in (found.numpy(), rounded(weight, scheme, Settings()).numpy()):
+    (found,), _ = solved([weight], hessian[None].clone(), scheme, settings)
+    for made in (found.numpy(), rounded(weight, scheme, settings).numpy()):
         assert (made.scale[4] > 0).all()
         zero = 0 if made.zero is None else made.zero[4].repeat(32)
         assert (made.codes[4] == zero).all()
 
 
-def test_a_hessian_that_cannot_be_factorized_is_told() -> None:
+@every_solver
+def test_a_hessian_that_cannot_be_factorized_is_told(settings: Settings) -> None:
     weight, hessian = case(2)
     good = hessian.clone()
     hessian[0, 0] = -1e6
     for scheme in (SCHEMES["g32"], NARROW):
         stacked = torch.stack([hessian, good])
-        _, failed = solved([weight, weight], stacked, scheme, PLAIN)
+        _, failed = solved([weight, weight], stacked, scheme, settings)
         assert failed == [True, False]
 
 

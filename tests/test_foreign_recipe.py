@@ -446,7 +446,14 @@ def test_rounding_becomes_the_pass() -> None:
 def test_gptq_becomes_a_calibrated_pass() -> None:
     options = f"targets: ['{_EXPERTS}']\nscheme: W4A16\ndampening_frac: 0.02\nblock_size: 64"
     given = {"data": "x.txt", "samples": 3, "experts": "all"}
-    asked = Calibration("x.txt", samples=3, experts="all", dampening_frac=0.02, block_size=64)
+    asked = Calibration(
+        "x.txt",
+        samples=3,
+        experts="all",
+        dampening_frac=0.02,
+        block_size=64,
+        solver="llmcompressor",
+    )
     step = ExpertsToW4A16(
         bits=4,
         group=128,

@@ -43,7 +43,7 @@ _BAD: dict[str, list[str]] = {
     "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
-    "dampening": ["", "0", "1", "-0.1", "nan", "x"],
+    "solver": _CHOICES, "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
@@ -84,7 +84,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder"}  # fmt: skip
+            "save_stats", "devices", "actorder", "solver"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -338,6 +338,15 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
     [
         ("w4a16: {calibrate: {synthetic: true, few: rtn, undersampled: all}}", "are one option"),
         ("w4a16: {calibrate: {synthetic: true, undersampled: some}}", "'calibrate.undersampled'"),
+        ("w4a16: {calibrate: {synthetic: true, solver: gptq}}", "'calibrate.solver'"),
+        ("w4a16: {calibrate: {synthetic: true, scales: mse}}", "'calibrate.scales'"),
+        ("w4a16: {calibrate: {synthetic: true, order: natural}}", "'calibrate.order'"),
+        ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 or more, found -1"),
+        ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 or more"),
+        (
+            "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, descent: 4}}",
+            "descent: solver llmcompressor has no such option, found 4",
+        ),
         ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [1]}", "'targets'"),

@@ -68,7 +68,8 @@ class GptqBackend:
         # What there is where no device was named, only torch knows: too slow to import for this.
         if self.packers and "cpu" in self.calibration.request.devices:
             schemes = len(self.packers["gate_proj"])
-            memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes)
+            solver = self.calibration.request.solver
+            memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes, solver)
         return Needs(memory, work_dir_bytes(self.calibration))
 
     def check(self, folders: Sequence[Path]) -> None:
@@ -223,6 +224,8 @@ def _settings(request: Calibration) -> Settings:
     return Settings(
         dampening_frac=request.dampening_frac, block_size=request.block_size,
         experts=request.experts, min_tokens=request.min_tokens, few=request.few,
+        solver=request.solver, scales=request.scales, order=request.order, refit=request.refit,
+        descent=request.descent,
     )  # fmt: skip
 
 

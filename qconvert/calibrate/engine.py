@@ -5,8 +5,9 @@ their tokens, are solved and yielded; what they then answer goes on to the next 
 the result is served. Between layers the hidden states lie in a file of the work folder, from which an
 interrupted calibration goes on.
 
-Result and order of sums are those of llm-compressor 0.14's `oneshot` with GPTQModifier: on a CPU, sample
-by sample and with eager attention, its very codes. What it cannot do is keep to a memory budget.
+Inputs and the order of sums are those of llm-compressor 0.14's `oneshot` with GPTQModifier: on a CPU,
+sample by sample and with eager attention, the solver "llmcompressor" finds its very codes. What it
+cannot do is keep to a memory budget.
 """
 
 from __future__ import annotations
@@ -173,7 +174,12 @@ def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]
         yield f"layer {layer}: inputs of experts {silent} were all zero; rounded these to nearest"
     dead = {kind: number for kind, number in stats.dead_columns.items() if number}
     if dead:
-        yield f"layer {layer}: input columns that were zero throughout; zeroed their weights: {dead}"
+        what = (
+            "rounded their weights to nearest"
+            if settings.solver == "best"
+            else "zeroed their weights"
+        )
+        yield f"layer {layer}: input columns that were zero throughout; {what}: {dead}"
     if stats.fallbacks:
         shown = ", ".join(f"{expert} {kind}" for expert, kind in stats.fallbacks[:16])
         yield (

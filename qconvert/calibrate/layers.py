@@ -228,6 +228,7 @@ class Layers:
         sizes = group_sizes(
             self.budget, self.devices, hidden=down.rows, middle=down.columns,
             own_hessians=len(every) < self.experts, schemes=len(self.targets),
+            solver=self.settings.solver,
             together=self.settings.together,
             layer_bytes=sum(p.nbytes for p in layer.module.parameters()),
             chunk=max(stop - start for start, stop in chunks),

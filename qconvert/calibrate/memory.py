@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from qconvert.calibrate.settings import Solver
+from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
 
 _MACHINE = 0.75  # of the machine's memory, where the user gives no number
@@ -87,16 +89,23 @@ def _expert_bytes(hidden: int, middle: int, own_hessians: bool) -> int:
     return 3 * hidden * middle * 2 + hessians
 
 
-def _solver_bytes(hidden: int, middle: int, schemes: int) -> int:
-    """One matrix being solved: a Hessian and its copies, and the matrix in float32 with its error."""
+def _solver_bytes(
+    hidden: int, middle: int, schemes: int, solver: Solver, batch: int = 1, device: str = "cpu"
+) -> int:
+    """Some matrices being solved: Hessians and their copies, and the matrices in float32 with their
+    errors."""
     widest, tallest = max(hidden, middle), 2 * middle * hidden
-    return 4 * (3 * widest * widest + 4 * tallest) + schemes * 2 * tallest
+    kept = schemes * 2 * tallest * batch
+    if solver == "best":
+        shapes = ((2 * middle, hidden), (hidden, middle))
+        return kept + max(best_bytes(batch, *shape, device) for shape in shapes)
+    return kept + batch * 4 * (3 * widest * widest + 4 * tallest)
 
 
-def least_bytes(hidden: int, middle: int, schemes: int) -> int:
+def least_bytes(hidden: int, middle: int, schemes: int, solver: Solver) -> int:
     """Memory without which no expert can be solved on a CPU, known from shapes alone: libraries, a
     layer's other weights and its tokens come on top."""
-    return _expert_bytes(hidden, middle, True) + _solver_bytes(hidden, middle, schemes)
+    return _expert_bytes(hidden, middle, True) + _solver_bytes(hidden, middle, schemes, solver)
 
 
 def group_sizes(
@@ -107,23 +116,22 @@ def group_sizes(
     middle: int,
     own_hessians: bool,
     schemes: int,
+    solver: Solver,
     together: int,
     layer_bytes: int,
     chunk: int,
 ) -> list[int]:
     """Experts that each device works on together. Raises RunError where not one fits, with the smallest
     budget that is enough."""
-    one, solving = (
-        _expert_bytes(hidden, middle, own_hessians),
-        _solver_bytes(hidden, middle, schemes),
-    )
+    one = _expert_bytes(hidden, middle, own_hessians)
     widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
     passing = chunk * (hidden + middle) * 12 + chunk * 4 * middle
     rest = passing + layer_bytes + (0 if own_hessians else 4 * hidden * hidden)
     sizes = []
     for device, share in zip(devices, budget.devices, strict=True):
-        fixed = rest + solving * (1 if device == "cpu" else solved_together(together, widest))
+        batch = 1 if device == "cpu" else solved_together(together, widest)
+        fixed = rest + _solver_bytes(hidden, middle, schemes, solver, batch, device)
         free = (
             share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
         )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
+Solver = Literal["best", "llmcompressor"]
+
 # Parts of amax / (largest code) that are tried as scales where a search is asked for.
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 
@@ -27,9 +29,14 @@ class Settings:
     An expert with fewer than `min_tokens` routed ones gets every token, or is rounded to nearest, as
     `few` says. `search` says which schemes get the scale with the least error weighted by the inputs'
     mean squares among `CLIPS`, instead of the largest weight's: none, narrow ones, or all symmetric
-    ones. `attention` is transformers' name of an implementation. `gather` is how many tokens' expert
-    inputs are worked on together: None takes one sample on a CPU and 65536 tokens elsewhere; `together`
-    how many matrices an accelerator solves at a time.
+    ones; it is of the solver "llmcompressor". `attention` is transformers' name of an implementation.
+    `gather` is how many tokens' expert inputs are worked on together: None takes one sample on a CPU
+    and 65536 tokens elsewhere; `together` how many matrices an accelerator solves at a time.
+
+    `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
+    best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
+    largest weight's; `order` solves columns by "importance" or as "stored"; `refit` is how often scales
+    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow.
     """
 
     dampening_frac: float = 0.01
@@ -41,6 +48,11 @@ class Settings:
     attention: Literal["sdpa", "eager"] = "sdpa"
     gather: int | None = None
     together: int = 32
+    solver: Solver = "best"
+    scales: Literal["search", "amax"] = "search"
+    order: Literal["importance", "stored"] = "importance"
+    refit: int = 2
+    descent: int = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.dampening_frac < 1:
@@ -56,10 +68,13 @@ class Settings:
             raise PlanError(f"gather must be at least 1 token, found {self.gather}")
         if self.together < 1:
             raise PlanError(f"together must be at least 1 matrix, found {self.together}")
+        for name in ("refit", "descent"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     def searches(self, scheme: IntScheme) -> bool:
-        """Whether a scheme's scales are searched for."""
-        if not scheme.symmetric or self.search == "none":
+        """Whether llm-compressor's solver searches a scheme's scales."""
+        if self.solver == "best" or not scheme.symmetric or self.search == "none":
             return False
         return self.search == "all" or scheme.narrow
 
@@ -84,8 +99,8 @@ class LayerStats:
     tokens that an expert was calibrated with: gate_up_* float32 [E, H], down_* float32 [E, I].
     `few` are experts with fewer routed tokens than asked for, `rounded` those that were rounded to
     nearest for it (or because all their inputs were zero). `dead_columns` counts input columns that
-    were zero throughout (the solver zeroes their weights), by kind; `fallbacks` are matrices whose
-    Hessian could not be factorized, which llm-compressor then rounds to nearest: (expert, kind).
+    were zero throughout (llm-compressor's solver zeroes their weights), by kind; `fallbacks` are
+    matrices that were rounded to nearest because their Hessian could not be factorized: (expert, kind).
     """
 
     counts: Counts

@@ -175,7 +175,11 @@ def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
                 f"{name}:{asked.line}: GPTQModifier calibrates, which needs data: add --data FILE, or "
                 "--synthetic for a trial"
             )
-        own = {"dampening_frac": asked.dampening_frac, "block_size": asked.block_size}
+        own = {
+            "dampening_frac": asked.dampening_frac,
+            "block_size": asked.block_size,
+            "solver": "llmcompressor",  # the recipe means the codes that llm-compressor finds
+        }
         values["calibrate"] = {**own, **data}
     elif data:
         raise RecipeError(

@@ -17,6 +17,7 @@ from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices")
+_OF_BEST = ("scales", "order", "refit", "descent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,13 @@ class Calibration(DataSpec):
     `experts` says which tokens an expert is calibrated on: `routed`, its own, or `all`. One with fewer
     than `min_tokens` of its own gets all (`few: all`) or is rounded to nearest (`few: rtn`).
     `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
-    are solved before their error goes on to the rest. `save_stats` is a folder for expert counts and
-    moments of activations. `devices` are torch's names of what to compute on: none for all GPUs there
-    are, or else the CPU. Raises DataError as DataSpec does, PlanError for settings out of range.
+    are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
+    llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
+    (`amax`), `order` is that in which columns are solved, by importance or as stored, `refit` how often
+    scales are fitted to codes, `descent` how many sweeps of coordinate descent end it. `save_stats` is
+    a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
+    on: none for all GPUs there are, or else the CPU. Raises DataError as DataSpec does, PlanError for
+    settings out of range.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -38,6 +43,11 @@ class Calibration(DataSpec):
     experts: Literal["routed", "all"] = "routed"
     min_tokens: int = 128
     few: Literal["all", "rtn"] = "all"
+    solver: Literal["best", "llmcompressor"] = "best"
+    scales: Literal["search", "amax"] = "search"
+    order: Literal["importance", "stored"] = "importance"
+    refit: int = 2
+    descent: int = 2
     save_stats: str | None = None
     devices: tuple[str, ...] = ()
 
@@ -57,6 +67,19 @@ class Calibration(DataSpec):
                 f"min_tokens: expected 1 token or more, found {self.min_tokens}; nothing can be learnt "
                 "of an expert from no token"
             )
+        for name in ("refit", "descent"):
+            if getattr(self, name) < 0:
+                raise PlanError(
+                    f"{name}: expected 0 or more, found {getattr(self, name)}; 2 is usual"
+                )
+        if self.solver == "llmcompressor":
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in _OF_BEST and value != field.default:
+                    raise PlanError(
+                        f"{field.name}: solver llmcompressor has no such option, found {value!r}; leave "
+                        "it out, or take solver best"
+                    )
 
 
 def digest_of(request: Calibration, folder: Path) -> str:
@@ -67,11 +90,13 @@ def digest_of(request: Calibration, folder: Path) -> str:
 
 
 def fact(request: Calibration, digest: str) -> dict[str, Any]:
-    """The request as plans and manifests keep it: the data by its digest, and no place on a disk."""
+    """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
+    request without `solver` is llmcompressor's: that was the only one once."""
+    hidden = (*_PLACES, "solver", *_OF_BEST) if request.solver == "llmcompressor" else _PLACES
     settings = {
         field.name: getattr(request, field.name)
         for field in fields(request)
-        if field.name not in _PLACES
+        if field.name not in hidden
     }
     return {"data": digest, **settings}
 

@@ -84,7 +84,7 @@ def _jsonl() -> Iterator[Mutation]:
                     ("--length", "9" * 400), ("--seed", "-1"), ("--seed", "9" * 5000),
                     ("--dampening", "nan"),
                     ("--dampening", "-1"), ("--dampening", "1e999"), ("--min-tokens", "0"),
-                    ("--device", "gpu"),
+                    ("--device", "gpu"), ("--solver", "gptq"), ("--solver", ""),
                     ("--device", "a\x1b[2J"), ("--device", "cuda:99"),
                     ("--column", STEERING["newline command"]),
                     ("--data", "hf-dataset:"), ("--data", "hf-dataset:a:b:c:d"),

@@ -1,0 +1,203 @@
+"""What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
+
+    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--variants "as trained" heavy]
+
+Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
+calibrates it as `qconvert w4a16 --gptq` and `amx --gptq` do, and compares what it then answers with what
+it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor` with the
+paired standard error over samples, perplexity a byte, and the calibration's seconds. Three forms of the
+model compute the same function, two of them with outlier channels. `--steps` adds the refinements of
+`--solver best` one by one. Other projects' solvers are not run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import quality_model
+import torch
+import transformers
+
+from qconvert.calibrate.backend import _hush
+from qconvert.calibrate.engine import calibrate
+from qconvert.calibrate.settings import Matrix, Settings
+from qconvert.calibrate.solve import rounded
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.plan.plan import Plan
+
+hf: Any = transformers
+SCHEMES = {
+    "W4A16 g128": IntScheme(4, 128),
+    "W4A16 g32": IntScheme(4, 32),
+    "W4A16 g32 asymmetric": IntScheme(4, 32, symmetric=False),
+    "AMXINT4": IntScheme(4, None, scale_dtype="F32", narrow=True),
+}
+THEIRS = Settings(solver="llmcompressor")
+SOLVERS: dict[str, Settings | None] = {  # the first is what others are compared with
+    "--solver llmcompressor": THEIRS,
+    "round to nearest": None,
+    "--solver best": Settings(),
+}
+STEPS: dict[str, Settings | None] = {
+    "scales searched": Settings(order="stored", refit=0, descent=0),
+    "+ order": Settings(refit=0, descent=0),
+    "+ refit": Settings(descent=0),
+    "no refit": Settings(refit=0),
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's log probabilities [S, T, V] of held-out samples int64 [S, T]."""
+
+    tokens: torch.Tensor
+    logs: torch.Tensor
+
+    def perplexity(self) -> float:
+        """A byte."""
+        picked = self.logs[:, :-1].gather(2, self.tokens[:, 1:, None])
+        return float(torch.exp(-picked.mean()))
+
+    def divergence(self, other: Answers) -> torch.Tensor:
+        """KL of the other from this, by sample."""
+        return (self.logs.exp() * (self.logs - other.logs)).sum(-1).mean(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=280.0, help="of training")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model trained before, or to be kept"
+    )
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--held-out", type=int, default=1024)
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
+    parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
+    asked = parser.parse_args()
+    _hush()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = quality_model.LARGE if device == "cuda" else quality_model.SMALL
+    train, held = quality_model.corpus(size.corpus)
+    tokens = quality_model.samples_of(train, asked.samples, size.length, 1)
+    test = quality_model.samples_of(held, asked.held_out, size.length, 3)
+    with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
+        folder = asked.model or Path(where) / "model"
+        if not (folder / "config.json").exists():
+            steps, loss = quality_model.trained(size, asked.seconds, device, folder)
+            print(
+                f"trained {steps} steps on {device}: held-out cross entropy {loss:.3f} nats a byte"
+            )
+        for kind in asked.variants:
+            changed = _loaded(folder, torch.bfloat16)
+            kurtosis = quality_model.variant(changed, kind)
+            own = Path(where) / kind.replace(" ", "-")
+            changed.save_pretrained(own)
+            print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
+            _compare(own, tokens, test, device, asked.schemes, asked.steps)
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def _compare(
+    folder: Path, tokens: torch.Tensor, test: torch.Tensor, device: str, schemes: list[str],
+    steps: bool,
+) -> None:  # fmt: skip
+    model = _loaded(folder, torch.float32).to(device)
+    before = _answers(model, test)
+    print(f"  BF16: perplexity {before.perplexity():.4f}", flush=True)
+    weights = {
+        name: p.detach().clone() for name, p in model.named_parameters() if "experts" in name
+    }
+    for name in schemes:
+        base: torch.Tensor | None = None
+        for label, settings in {**SOLVERS, **(STEPS if steps else {})}.items():
+            start = time.monotonic()
+            if settings is None:
+                _round(model, SCHEMES[name])
+            else:
+                _calibrated(model, folder, tokens, SCHEMES[name], settings, device)
+            seconds = time.monotonic() - start
+            after = _answers(model, test)
+            lost = before.divergence(after)
+            base = lost if base is None else base
+            ratio = float(lost.mean() / base.mean())
+            error = float((lost - ratio * base).std() / base.mean() / len(base) ** 0.5)
+            print(
+                f"  {name:20} {label:24} KL {float(lost.mean()):.5f}  ratio {ratio:.3f} +- {error:.3f}"
+                f"  perplexity {after.perplexity():.4f}  {seconds:6.1f} s",
+                flush=True,
+            )
+            for key, value in weights.items():
+                model.get_parameter(key).data.copy_(value)
+
+
+@torch.no_grad()
+def _answers(model: Any, tokens: torch.Tensor) -> Answers:
+    device = next(model.parameters()).device
+    parts = [tokens[start : start + 8] for start in range(0, len(tokens), 8)]
+    logs = [model(part.to(device)).logits.log_softmax(-1).cpu() for part in parts]
+    return Answers(tokens, torch.cat(logs))
+
+
+def _calibrated(
+    model: Any,
+    folder: Path,
+    tokens: torch.Tensor,
+    scheme: IntScheme,
+    settings: Settings,
+    device: str,
+) -> None:
+    """Replace a model's experts by what a calibration's codes mean."""
+    plan = Plan.identity(Checkpoint.open(folder))
+    samples = [sample.numpy() for sample in tokens]
+    with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
+        for event in calibrate(
+            plan, samples, [scheme], settings, work_dir=Path(where) / "work", memory=None,
+            devices=("cuda:0" if device == "cuda" else "cpu",), key="quality",
+        ):  # fmt: skip
+            if isinstance(event, Matrix):
+                meaning = _meaning(event.codes[0])
+                _expert(model, event.layer, event.expert, event.kind).copy_(meaning)
+
+
+def _round(model: Any, scheme: IntScheme) -> None:
+    settings = replace(THEIRS, search="none")
+    for layer, block in enumerate(model.model.layers):
+        for expert in range(block.mlp.experts.gate_up_proj.shape[0]):
+            for kind in ("gate_proj", "up_proj", "down_proj"):
+                weight = _expert(model, layer, expert, kind)
+                weight.copy_(rounded(weight.bfloat16().cpu(), scheme, settings).weight.float())
+
+
+def _expert(model: Any, layer: int, expert: int, kind: str) -> torch.Tensor:
+    """A view of one expert's matrix [N, K]."""
+    experts = model.model.layers[layer].mlp.experts
+    if kind == "down_proj":
+        found: torch.Tensor = experts.down_proj.data[expert]
+        return found
+    half = experts.gate_up_proj.shape[1] // 2
+    both: torch.Tensor = experts.gate_up_proj.data[expert]
+    return both[:half] if kind == "gate_proj" else both[half:]
+
+
+def _meaning(codes: Codes) -> torch.Tensor:
+    """What codes mean, as runtimes compute it: BF16 [N, K]."""
+    width = codes.codes.shape[1] // codes.scale.shape[1]
+    steps = torch.from_numpy(codes.codes).float()
+    if codes.zero is not None:
+        steps -= torch.from_numpy(codes.zero).float().repeat_interleave(width, 1)
+    wide = steps * torch.from_numpy(codes.scale).repeat_interleave(width, 1)
+    return wide.bfloat16().float()
+
+
+if __name__ == "__main__":
+    main()
