@@ -32,6 +32,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("w4a16", "--group-size", "32", "--actorder", "group", "--format", "gptq"),
     "amx": ("amx", "--method", "int4", "--numa", "2"),
 }
+BEST = "best "
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +43,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     save_file({"input_ids": torch.from_numpy(np.stack(samples(COUNT, LENGTH)))}, data)
     config = qwen3_moe(num_hidden_layers=2, moe_intermediate_size=256)
     found = {"model": saved(config, folder / "model")}
-    # QC060 expects the largest weight's scales, which the best solver does not keep.
-    options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH),
-               "--solver", "llmcompressor")  # fmt: skip
-    for name, (command, *more) in WAYS.items():
-        found[name] = folder / name
-        done = run_cli(command, found["model"], found[name], *more, *options)
-        assert done.code == 0, done.err
+    options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH))
+    for solver, before in (("llmcompressor", ""), ("best", BEST)):
+        for name, (command, *more) in WAYS.items():
+            out = found[before + name] = folder / (before + name)
+            done = run_cli(command, found["model"], out, *more, *options, "--solver", solver)
+            assert done.code == 0, done.err
     return found
 
 
@@ -64,7 +64,7 @@ def exchanged(folder: Path, one: str, other: str, parts: tuple[str, ...]) -> Non
             store(folder, f"{here}.{part}", np.frombuffer(held[f"{there}.{part}"].data, np.uint8))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *(BEST + way for way in WAYS)])
 def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) -> None:
     for level in ("sample", "full"):
         assert findings(made[way], made, level) == []
@@ -96,7 +96,38 @@ def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Pa
     assert seen == 4
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "amx"])
+def searched_breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
+    """The same under scales that were searched for: codes of other places, scales of another size."""
+    for what, name, data in breakings(folder):
+        if what != "a scale rounded up":
+            yield what, name, data
+    name = f"{UP}.weight_scale"
+    raw = np.frombuffer(home(folder, name)[1].data, "<u2").reshape(256, -1)
+    for what, where, factor in (
+        ("a scale halved", (9, 1), 0.5), ("a scale of 8", (9, 1), 8), ("a row doubled", 9, 2),
+        ("a scale of zero", (9, 1), 0), ("a scale of minus", (9, 1), -1),
+    ):  # fmt: skip
+        wide = (raw.astype(np.uint32) << 16).view(np.float32)
+        wide[where] *= factor
+        yield what, name, (wide.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+
+
+def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
+    made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    seen = 0
+    for what, name, data in searched_breakings(made[BEST + "packed"]):
+        out = copied(made[BEST + "packed"], tmp_path / str(seen))
+        store(out, name, np.ascontiguousarray(data).reshape(-1))
+        found = [f for f in findings(out, made) if f.rule == "QC060"]
+        assert [f.where for f in found] == [f"{UP}.weight_packed"], what
+        seen += 1
+    assert seen == 8
+
+
+@pytest.mark.parametrize(
+    "way", [before + way for before in ("", BEST) for way in WAYS if way != "amx"]
+)
 @pytest.mark.parametrize("scales", [True, False])
 def test_another_experts_codes(
     way: str, scales: bool, made: Mapping[str, Path], tmp_path: Path
@@ -109,27 +140,35 @@ def test_another_experts_codes(
     exchanged(out, UP, other, parts if scales else parts[:1])
     found = [f for f in findings(out, made) if f.rule == "QC060"]
     assert {f.where for f in found} == {f"{UP}.{parts[0]}", f"{other}.{parts[0]}"}
-    says = "expected a scale of" if scales else "with a cosine of at least"
+    if way.startswith(BEST):  # whose scales may be those of other weights of the same size
+        says = "expected "
+    else:
+        says = "expected a scale of" if scales else "with a cosine of at least"
     assert all(says in f.message for f in found)
 
 
+@pytest.mark.parametrize("way", ["amx", BEST + "amx"])
 @pytest.mark.parametrize("parts", [("weight", "scale"), ("weight",)])
 def test_another_experts_amx_codes(
-    parts: tuple[str, ...], made: Mapping[str, Path], tmp_path: Path
+    parts: tuple[str, ...], way: str, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    out = copied(made["amx"], tmp_path / "broken")
+    out = copied(made[way], tmp_path / "broken")
     other = CPU.replace("exps.1", "exps.5")
     exchanged(out, CPU, other, parts)
     found = [f for f in findings(out, made) if f.rule == "QC042"]
     assert {f.where for f in found} == {f"{CPU}.weight", f"{other}.weight"}
-    assert all("with a cosine of at least" in f.message for f in found)
+    assert all("expected " in f.message for f in found)
 
 
-def test_an_amx_step_that_no_search_tries(made: Mapping[str, Path], tmp_path: Path) -> None:
-    out = copied(made["amx"], tmp_path / "broken")
+@pytest.mark.parametrize("factor", [8, 2, 0.5])
+@pytest.mark.parametrize("way", ["amx", BEST + "amx"])
+def test_amx_steps_of_another_size(
+    way: str, factor: float, made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    out = copied(made[way], tmp_path / "broken")
     name = f"{CPU}.scale"
     scales = np.frombuffer(home(out, name)[1].data, "<f4").copy()
-    scales *= 8  # codes keep their direction
+    scales *= factor  # codes keep their direction
     store(out, name, scales.view(np.uint8))
     found = [f for f in findings(out, made) if f.rule == "QC042"]
     assert [f.where for f in found] == [f"{CPU}.weight"]

@@ -27,7 +27,7 @@ from qconvert.validators.reading.amx import LARGEST, STEP
 from qconvert.validators.reading.experts import KINDS, Kind
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.rows import bf16_rows
-from qconvert.validators.weights.int_bounds import lost_row
+from qconvert.validators.weights.int_bounds import LENGTHS, lengths_off, lost_row
 from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ RULES = (
 )
 
 _SAMPLE = 4
-# The smallest part of the step from a row's largest weight that calibration tries.
-_LEAST_CLIP = 0.25
+# Parts of the step from a row's largest weight that calibration takes: it searches from .1 to 1.05 of
+# it, and fits what it found to the codes.
+_LEAST_CLIP, _MOST_CLIP = 0.05, 2.0
 # Half a step if codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
 # a half that this produced is rounded up.
 _BOUND = {("int4", "peer"): 8.5 / 16}
@@ -225,8 +226,8 @@ def _misfit(block: Block, expected: Floats, found: Floats, step: Floats) -> tupl
 def _lost_row(
     block: Block, expected: Floats, found: Floats, step: Floats
 ) -> tuple[int, str] | None:
-    """For codes that calibration found: the first row that is hardly correlated with the
-    source's weights, and its correlation."""
+    """For codes that calibration found: the first row that is hardly correlated with the source's
+    weights, and its correlation; or that rows are much larger or smaller than the source's."""
     import numpy as np
 
     if block.rounding != "gptq":
@@ -234,6 +235,11 @@ def _lost_row(
     with np.errstate(all="ignore"):
         size, top = step[:, None], LARGEST[block.method]
         best = np.clip(np.rint(expected / size), -top, top) * size
+        # Together: of single rows of few tokens .3 to 2.2 was seen.
+        along = (expected * found).sum(dtype=np.float64, keepdims=True)[0]
+        far = lengths_off(along, np.square(found).sum(dtype=np.float64, keepdims=True)[0])
+    if far is not None:
+        return 0, LENGTHS
     return lost_row(expected, found, np.where(np.isfinite(best), best, np.float32(0)))
 
 
@@ -242,7 +248,7 @@ def _odd_step(
 ) -> int | None:
     """The first row whose step is not the one of its largest weight; or, if steps were searched
     for, is so large that the largest code is unused, or leaves a larger error than that one could;
-    or, if calibration chose it, is none of the fractions of that one which it tries. `largest` are the
+    or, if calibration chose it, is far from that one. `largest` are the
     rows' largest weights, where they are known."""
     import numpy as np
 
@@ -260,8 +266,7 @@ def _odd_step(
                 (off**2).mean(axis=1) > half**2
             )
         elif block.rounding == "gptq":
-            wrong = step > plain * (1 + _STEP_SLACK)
-            wrong |= step < plain * (_LEAST_CLIP * (1 - _STEP_SLACK))
+            wrong = (step > plain * _MOST_CLIP) | (step < plain * _LEAST_CLIP)
         else:
             wrong = np.abs(step - plain) > plain * _STEP_SLACK
         wrong &= largest > _FLUSHED

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 # How a matrix must match the source's: the same numbers; rounded to its own floats once; the nearest
-# code of its scales; or codes that calibration found.
-How = Literal["equal", "rounded", "nearest", "calibrated"]
+# code of its scales; codes that calibration found; or codes and scales that it found.
+How = Literal["equal", "rounded", "nearest", "calibrated", "solved"]
 
 _STRETCHES = 8  # of a long matrix, at level sample
 _FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
@@ -89,7 +89,7 @@ class Compare:
         if self.mine.format == RAW:
             yield self._first_byte(folders, tiles)
             return
-        sums, kept, misfit = Sums(), Kept(), ""
+        sums, kept, misfit = Sums(), Kept(searched=self.how == "solved"), ""
         for start, stop in tiles:
             found = rows(folders.output, self.mine, start, stop)
             expected = rows(folders.source, self.yours, start, stop, bf16=self._from_codes)
@@ -233,7 +233,7 @@ class Compare:
         zero = zero_points(folders.output, self.mine, *tile)
         groups = group_of(folders.output, self.mine.form)
         packed = Tile(self.mine.form, expected, found, step, zero, groups)
-        if self.how == "calibrated":
+        if self.how in ("calibrated", "solved"):
             return kept.add(packed, tile[0])
         span = span_if_near(packed)
         if span is not None:
@@ -285,7 +285,7 @@ class Compare:
             return ""
         what = {
             "rounded": "rounded once", "nearest": "within half a step of its scale",
-            "calibrated": "by calibration",
+            "calibrated": "by calibration", "solved": "by calibration, with its scales",
         }[self.how]  # fmt: skip
         return f" ({self.yours.format} of the source as {self.mine.format}, {what})"
 

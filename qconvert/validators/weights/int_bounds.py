@@ -175,24 +175,34 @@ def _columns(tile: Tile, group: int) -> str:
 # For codes found by calibration: what a column loses by rounding is compensated by those after it, so
 # a single weight may be a dozen steps off. The direction is kept. Cosines with the source of rows,
 # and of groups of columns over all rows, were 0.69 or more (0.82 without AMX's searched steps) of what
-# rounding to nearest under the same scales gives, on heavy-tailed models; for another
-# expert's, another row's or another group's codes they are near 0 for nearly all.
-_KEPT = 0.5
+# rounding to nearest under the same scales gives, on heavy-tailed models, 0.47 of one row of
+# AMX's where scales were fitted to codes; for another expert's, another row's or another group's codes
+# they are near 0 for nearly all.
+_KEPT = 0.3
+
+# Of scales that calibration searched for and fitted to codes: parts of the one of a group's largest
+# weight (.49 to 1.9 on heavy-tailed models of few tokens, refits being held to 4 times what a search up
+# to 1.05 found), and what a row's or a group's weights need to be multiplied with to come nearest to the
+# source's (.68 to 1.08 of rows; up to 1.44 of groups that keep their direction, with a tail downwards).
+_LEAST_PART, _MOST_PART = 1 / 64, 4.25
+_ROW_LENGTHS = 0.58, 1.5
+_GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.3
 
 
 class Kept:
     """How much of the source's weights calibrated codes keep, one tile after another. Scales must be
-    exactly those of the source's groups; columns that are 0 in all rows of a tile had no input in the
-    calibration, and are not judged."""
+    exactly those of the source's groups, or, where they were `searched` for, of a size that fits them;
+    columns that are 0 in all rows of a tile had no input in the calibration, and are not judged."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, searched: bool = False) -> None:
+        self._searched = searched
         self._sums: Floats64 | None = None  # [5, columns]: see _products
         self._groups: Numbers | None = None
         self._count = 0
 
     def add(self, tile: Tile, first: int) -> str:
         """What is wrong with a tile's scales or rows, "" if nothing. `first` is its first row."""
-        wrong = _other_scale(tile, first)
+        wrong = _far_scale(tile, first) if self._searched else _other_scale(tile, first)
         if wrong:
             return wrong
         found = tile.found
@@ -300,3 +310,44 @@ def _other_scale(tile: Tile, first: int) -> str:
         f"row {first + row}, {_columns(tile, group)}: expected a scale of {high[row, group]:.6g} for "
         f"the source's weights there, found {tile.step[row, group]:.6g}"
     )
+
+
+def _far_scale(tile: Tile, first: int) -> str:
+    """A scale that no search and no fit gives for its group's weights."""
+    import numpy as np
+
+    steps, symmetric, _ = code_range(tile.form)
+    weights, found = tile.cut(as_bf16(np.ascontiguousarray(tile.expected))), tile.cut(tile.found)
+    if weights is None or found is None:
+        return "its groups of columns differ in size"
+    with np.errstate(all="ignore"):
+        plain = _span(weights, symmetric=symmetric) / np.float32(steps / 2 if symmetric else steps)
+        part = tile.step / plain
+        along = (weights * found).sum(axis=2, dtype=np.float64)
+        across, own = (np.square(each).sum(axis=2, dtype=np.float64) for each in (found, weights))
+        far = ~((part >= _LEAST_PART) & (part <= _MOST_PART)) & (plain > 0)
+        both = np.sqrt(across * own)
+        far |= (along > _GROUP_LENGTH * across) & (along > _SAME_DIRECTION * both)
+        far |= along < -_OTHER_DIRECTION * both  # .005 was the least cosine of sound groups
+    if far.any():
+        row, group = divmod(int(np.argmax(far)), far.shape[1])
+        return (
+            f"row {first + row}, {_columns(tile, group)}: expected a scale near {plain[row, group]:.6g}, "
+            f"for the source's weights there, found {tile.step[row, group]:.6g}"
+        )
+    row = lengths_off(along.sum(axis=1), across.sum(axis=1))
+    return "" if row is None else f"row {first + row}: {LENGTHS}"
+
+
+LENGTHS = "expected scales under which its weights are about as large as the source's"
+
+
+def lengths_off(along: Floats64, across: Floats64) -> int | None:
+    """The first row whose weights must be multiplied by much more or less than 1 to come nearest to the
+    source's: products of both [n], and squares of the weights [n]. Rows of zeros are not
+    judged."""
+    import numpy as np
+
+    low, high = _ROW_LENGTHS
+    wrong = ~((along >= low * across) & (along <= high * across)) & (across > 0)
+    return int(np.argmax(wrong)) if wrong.any() else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qconvert.checkpoint.text_class import text_model_type
 from qconvert.core.names import KV_SCALES, parse, split_parameter
@@ -215,7 +216,8 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     another format."""
     if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
         return "rounded"
-    packed = mine.form.codes is not None
+    codes = mine.form.codes
+    packed = codes is not None
     if mine.format not in ("fp8", *FP4) and not packed:
         return "equal"
     manifest = folder.checkpoint.manifest or {}
@@ -227,9 +229,19 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
         return "nearest" if made or yours.format != mine.format else "equal"
     requantized = not steps.isdisjoint(("w4a16", "int8") if packed else ("fp8", "mx"))
     if packed and requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
-        return "calibrated"
+        return (
+            "solved"
+            if codes is not None and codes.symmetric and _has_own_scales(manifest)
+            else "calibrated"
+        )
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
     return "equal" if mine.format == yours.format and same else "nearest"
+
+
+def _has_own_scales(manifest: Mapping[str, Any]) -> bool:
+    """Whether a calibration searched for scales, or fitted them to its codes."""
+    said = manifest.get(CALIBRATION)
+    return isinstance(said, dict) and (said.get("scales") == "search" or bool(said.get("refit")))
 
 
 VALIDATOR = Weights()
