@@ -332,8 +332,8 @@ def _far_scale(tile: Tile, first: int) -> str:
     if far.any():
         row, group = divmod(int(np.argmax(far)), far.shape[1])
         return (
-            f"row {first + row}, {_columns(tile, group)}: expected a scale near {plain[row, group]:.6g}, "
-            f"for the source's weights there, found {tile.step[row, group]:.6g}"
+            f"row {first + row}, {_columns(tile, group)}: expected a scale near "
+            f"{plain[row, group]:.6g} for the source's weights there, found {tile.step[row, group]:.6g}"
         )
     row = lengths_off(along.sum(axis=1), across.sum(axis=1))
     return "" if row is None else f"row {first + row}: {LENGTHS}"
