@@ -21,10 +21,12 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+_UNASKED = ("kernels", "plugin", "qconvert.ops.gpu.")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _POLL_SECONDS = 0.02
 # Beyond what the process has mapped: what the poll below misses must not take the machine down.
@@ -41,7 +43,7 @@ def _import_all(heavy: bool) -> None:
         importlib.import_module(name)
     for module in pkgutil.walk_packages(qconvert.__path__, "qconvert."):
         # Kernels import triton, plug-ins sglang: no command does unasked.
-        if "kernels" in module.name or "plugin" in module.name or module.name.endswith("__main__"):
+        if module.name.endswith("__main__") or any(part in module.name for part in _UNASKED):
             continue
         importlib.import_module(module.name)
     if heavy:
@@ -104,6 +106,7 @@ def _child(order: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(HOME=order["home"], TMPDIR=order["tmp"])
+    tempfile.tempdir = None  # what was imported may have looked it up before
     _no_network()
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
