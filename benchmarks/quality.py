@@ -1,13 +1,15 @@
 """What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
 
-    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--variants "as trained" heavy]
+    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers]
+        [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
 calibrates it as `qconvert w4a16 --gptq` and `amx --gptq` do, and compares what it then answers with what
 it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor` with the
 paired standard error over samples, perplexity a byte, and the calibration's seconds. Three forms of the
 model compute the same function, two of them with outlier channels. `--steps` adds the refinements of
-`--solver best` one by one. Other projects' solvers are not run here.
+`--solver best` one by one, `--peers` AutoRound and GPTQModel where they are installed
+(quality_peers.py).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import quality_model
+import quality_peers
 import torch
 import transformers
 
@@ -78,6 +82,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
@@ -100,7 +105,7 @@ def main() -> None:
             own = Path(where) / kind.replace(" ", "-")
             changed.save_pretrained(own)
             print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
-            _compare(own, tokens, test, device, asked.schemes, asked.steps)
+            _compare(own, tokens, test, device, asked.schemes, asked.steps, asked.peers)
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
@@ -109,7 +114,7 @@ def _loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 def _compare(
     folder: Path, tokens: torch.Tensor, test: torch.Tensor, device: str, schemes: list[str],
-    steps: bool,
+    steps: bool, peers: bool,
 ) -> None:  # fmt: skip
     model = _loaded(folder, torch.float32).to(device)
     before = _answers(model, test)
@@ -119,13 +124,21 @@ def _compare(
     }
     for name in schemes:
         base: torch.Tensor | None = None
-        for label, settings in {**SOLVERS, **(STEPS if steps else {})}.items():
+        asked = {**SOLVERS, **(STEPS if steps else {}), **(_peers(name) if peers else {})}
+        for label, settings in asked.items():
             start = time.monotonic()
+            seconds: float | None = None
             if settings is None:
                 _round(model, SCHEMES[name])
-            else:
+            elif isinstance(settings, Settings):
                 _calibrated(model, folder, tokens, SCHEMES[name], settings, device)
-            seconds = time.monotonic() - start
+            else:
+                seconds = settings(model, folder, tokens, device)
+                if seconds is None:
+                    print(f"  {name:20} {label:24} not installed", flush=True)
+                    continue
+            if seconds is None:
+                seconds = time.monotonic() - start
             after = _answers(model, test)
             lost = before.divergence(after)
             base = lost if base is None else base
@@ -138,6 +151,39 @@ def _compare(
             )
             for key, value in weights.items():
                 model.get_parameter(key).data.copy_(value)
+
+
+# The seconds of another project's solver, whose weights the model then has; None: not installed.
+Peer = Callable[[Any, Path, torch.Tensor, str], float | None]
+
+
+def _peers(scheme: str) -> dict[str, Peer]:
+    """Those that write a scheme: symmetric INT4 in groups."""
+    found = SCHEMES[scheme]
+    if not found.symmetric or found.group is None:
+        return {}
+    return {name: _peer(name, found.group) for name in quality_peers.PEERS}
+
+
+def _peer(name: str, group_size: int) -> Peer:
+    def replaced(model: Any, folder: Path, tokens: torch.Tensor, device: str) -> float | None:
+        done = quality_peers.run(name, folder, tokens, group_size, device)
+        if done is None:
+            return None
+        wanted = [
+            (layer, expert, kind)
+            for layer, block in enumerate(model.model.layers)
+            for expert in range(block.mlp.experts.gate_up_proj.shape[0])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        ]
+        if len(wanted) != len(done.weights):
+            raise ValueError(f"{name}: {len(wanted)} matrices wanted, found {len(done.weights)}")
+        for layer, expert, kind in wanted:
+            key = f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
+            _expert(model, layer, expert, kind).copy_(done.weights[key])
+        return done.seconds
+
+    return replaced
 
 
 @torch.no_grad()
