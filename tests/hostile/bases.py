@@ -187,6 +187,9 @@ _MAKE: Mapping[str, Make] = {
     "unfinished": _killed("append", 2),
     "publishing": _killed("rename", 3),
     "calibratable": _calibratable,
+    "evaluable": _converted(
+        "calibratable", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"
+    ),
     "stats": _stats,
     "parts": _parts,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
@@ -196,5 +199,5 @@ _NEEDS = {
     "fused": ("gdn",), "bare": ("gdn",),
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
-    "publishing": ("fp8",), "parts": ("made",),
+    "publishing": ("fp8",), "parts": ("made",), "evaluable": ("calibratable",),
 }  # fmt: skip
