@@ -43,6 +43,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "packed": EVERY,
     "asymmetric": (*EVERY, "--asymmetric"),
     "ordered": (*EVERY, "--actorder", "group", "--packing", "gptq"),
+    "rows": ("--group-size", "channel", "--targets", "Linear"),
     "rows of 8 bits": ("--bits", "8", "--group-size", "channel", "--targets", "Linear"),
 }
 
