@@ -84,6 +84,21 @@ def glm4_moe(**over: Any) -> Any:
     })  # fmt: skip
 
 
+def llama(**over: Any) -> Any:
+    """Dense, with fewer heads of keys than of queries and columns of several widths."""
+    return hf.LlamaConfig(**{
+        **COMMON, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 2, **over,
+    })  # fmt: skip
+
+
+def qwen3(**over: Any) -> Any:
+    return hf.Qwen3Config(**{
+        **COMMON, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 2, **over,
+    })  # fmt: skip
+
+
 Make = Callable[..., Any]
 FAMILIES: list[Make] = [qwen3_moe, qwen3_next, qwen3_5_moe, deepseek_v3, glm4_moe]
 
@@ -123,11 +138,16 @@ class Kept:
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, int, str], list[Codes]] = {}
+        self.linears: dict[str, list[Codes]] = {}
         self.sources: dict[tuple[int, int, str], Sequence[Mapping[str, Any]]] = {}
         self.stats: dict[int, LayerStats] = {}
         self.remarks: list[str] = []
 
     def put(self, matrix: Matrix) -> None:
+        if matrix.expert is None:
+            assert matrix.kind not in self.linears
+            self.linears[matrix.kind] = list(matrix.codes)
+            return
         key = matrix.layer, matrix.expert, matrix.kind
         assert key not in self.made
         self.made[key] = list(matrix.codes)
@@ -144,6 +164,7 @@ class Kept:
                     case Matrix():
                         self.put(event)
                     case LayerDone():
-                        self.done(event.layer, event.stats)
+                        if event.stats is not None:
+                            self.done(event.layer, event.stats)
                     case Remark():
                         self.remarks.append(event.text)

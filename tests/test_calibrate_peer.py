@@ -4,6 +4,7 @@ same codes and scales. Installed by `make peers`; run with `pytest -m peer tests
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,10 +34,14 @@ def _tokenizer(folder: Path) -> Any:
     return made
 
 
+EXPERTS = r"re:.*\.mlp\.experts\..*_proj$"
+
+
 def oneshot_weights(
-    folder: Path, tokens: list[Any], scheme: IntScheme, *, every: bool
-) -> dict[str, torch.Tensor]:
-    """Packed experts as llm-compressor's compressor stores them, by name."""
+    folder: Path, tokens: list[Any], scheme: IntScheme, *, every: bool,
+    targets: Sequence[str] = (EXPERTS,), ignore: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Codes of what is targeted as llm-compressor's compressor stores them, by name, and scales."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor.entrypoints.oneshot import oneshot
@@ -51,9 +56,8 @@ def oneshot_weights(
         num_bits=scheme.bits, symmetric=scheme.symmetric, actorder=scheme.actorder, **strategy
     )
     recipe = GPTQModifier(
-        config_groups={
-            "group_0": QuantizationScheme(targets=[r"re:.*\.mlp\.experts\..*_proj$"], weights=args)
-        },
+        config_groups={"group_0": QuantizationScheme(targets=list(targets), weights=args)},
+        ignore=list(ignore),
         actorder=scheme.actorder,
     )
     oneshot(
@@ -63,7 +67,7 @@ def oneshot_weights(
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if ".mlp.experts." not in name or not hasattr(module, "weight_scale"):
+        if not hasattr(module, "weight_scale"):
             continue
         zero = module.weight_zero_point if hasattr(module, "weight_zero_point") else None
         found[name] = _codes(module.weight.data, module.weight_scale.data, zero, args)

@@ -13,9 +13,10 @@ from loaders.published import published
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import PlanError
 from qconvert.hub.card.of_plan import with_card
+from qconvert.matrices.calibrated import calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.plan.plan import Pass, Plan, nodes, run_passes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.shared_experts import NO_FUSION, fuses, kept_apart, loses_shared
 from qconvert.samples.request import Calibration
@@ -166,14 +167,22 @@ def test_a_class_that_does_not_fuse_keeps_them(tmp_path: Path) -> None:
     assert "model.layers.3.mlp.shared_experts.up_proj.weight_packed" in both.tensors
 
 
-def test_calibration_keeps_them(tmp_path: Path) -> None:
-    """It solves routed experts alone: rounding beside it is never done unasked."""
+def test_calibration_keeps_them_unless_asked(tmp_path: Path) -> None:
+    """Asked for, they are solved, but those of the draft layer, whose experts are rounded too."""
     request = Calibration(synthetic=True)
     plan = Plan.identity(open_source(published("glm4_moe").write(tmp_path / "source")))
     chosen = ExpertsToW4A16(calibrate=request).chosen(plan)
     assert chosen.shared == frozenset()
-    with pytest.raises(PlanError, match="calibration solves routed experts alone, and shared"):
-        ExpertsToW4A16(calibrate=request, shared_experts="quantize").chosen(plan)
+    asked = ExpertsToW4A16(calibrate=request, shared_experts="quantize")
+    both = run_passes(Plan.identity(plan.checkpoint), [asked])
+    solved = {op.kind for op in map(calibrated_op, nodes(both.tensors.values()))
+              if op is not None and op.expert is None}  # fmt: skip
+    shared = {name.removesuffix(".weight_packed") for name in both.tensors
+              if ".shared_experts." in name and name.endswith("weight_packed")}  # fmt: skip
+    drafts = {m for m in shared if both.family.is_mtp(f"{m}.x", plan.role_index.dims)}
+    assert drafts
+    assert solved == shared - drafts
+    assert any("MTP experts are not calibrated" in note for note in both.log[-1].notes)
     with pytest.raises(PlanError, match="quantized shared experts would need input scales"):
         ToNvfp4(stats="somewhere", shared_experts="quantize")
 

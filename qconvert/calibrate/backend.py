@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
+from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
@@ -18,6 +19,8 @@ from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Packer
 from qconvert.matrices.calibrated import calibrated_op
+from qconvert.matrices.reading import read_matrix
+from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, Plan, nodes
 from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
 from qconvert.run.files import Files
@@ -42,18 +45,21 @@ def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
                 "folders written by one run share one calibration: give all of them the same one"
             )
     # Of all there are: an interrupted run may want no matrix of some kind any more.
-    ops = [calibrated_op(node) for plan in plans for node in nodes(plan.tensors.values())]
-    packers = {op.kind: op.packers for op in ops if op is not None}
-    return GptqBackend(first, packers)
+    found = [calibrated_op(node) for plan in plans for node in nodes(plan.tensors.values())]
+    ops = [op for op in found if op is not None]
+    packers = {op.kind: op.packers for op in ops if op.expert is not None}
+    linears = {op.kind: op.packers for op in ops if op.expert is None}
+    return GptqBackend(first, packers, linears)
 
 
 @dataclass(frozen=True)
 class GptqBackend:
-    """A `run.backend.Backend`; `packers` are those of each kind of matrix (gate_proj, up_proj,
-    down_proj), the same in all layers."""
+    """A `run.backend.Backend`; `packers` are those of each kind of an expert's matrices (gate_proj,
+    up_proj, down_proj), the same in all layers, `linears` those of each module beside the experts."""
 
     calibration: Calibrating
     packers: Mapping[str, tuple[Packer, ...]]
+    linears: Mapping[str, tuple[Packer, ...]] = field(default_factory=dict)
 
     @cached_property
     def _data(self) -> tuple[list[Ids], list[str]]:
@@ -70,12 +76,19 @@ class GptqBackend:
             schemes = len(self.packers["gate_proj"])
             solver = self.calibration.request.solver
             memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes, solver)
+        if self.linears and "cpu" in self.calibration.request.devices:
+            solver = self.calibration.request.solver
+            shapes = {
+                (one.rows, one.columns, len(self.linears[module]))
+                for module, one in self._stored.items()
+            }
+            memory = max(memory, *(least_linear_bytes(*shape, solver) for shape in shapes))
         return Needs(memory, work_dir_bytes(self.calibration))
 
     def check(self, folders: Sequence[Path]) -> None:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
-        if not self.packers:
-            return  # a pipeline stage without routed experts
+        if not self.packers and not self.linears:
+            return  # a pipeline stage without what is solved
         if request.save_stats is not None:
             stats = Path(request.save_stats)
             check_apart(stats, checkpoint)
@@ -83,7 +96,25 @@ class GptqBackend:
                 check_folders_apart(stats, folder)
             check_claim(stats, self._about())
         check_devices(request.devices)
+        if self.linears:
+            self._check_linears()
         _ = self._data
+
+    @cached_property
+    def _stored(self) -> dict[str, Stored]:
+        """How the checkpoint has each linear."""
+        source = Plan.identity(self.calibration.model.checkpoint)
+        return {module: read_matrix(source, module)[0] for module in self.linears}
+
+    def _check_linears(self) -> None:
+        """Refuse a model whose class cannot be run, or has no linear for a module: what descriptions of
+        classes do not say of dense models."""
+        from qconvert.calibrate.linears import linears_of
+        from qconvert.calibrate.model import Model
+
+        hush_transformers()
+        source = Plan.identity(self.calibration.model.checkpoint)
+        linears_of(source, Model(source, Settings().attention), dict.fromkeys(self.linears, ()))
 
     def unused(self) -> Sequence[str]:
         folder = self.calibration.request.save_stats
@@ -107,7 +138,7 @@ class GptqBackend:
         events = calibrate(
             model,
             samples,
-            _targets(self.packers, model),
+            _targets(self.packers, model) if self.packers else [],
             _settings(request),
             work_dir=job.work_dir,
             memory=job.memory or free_bytes() // 2,
@@ -115,6 +146,11 @@ class GptqBackend:
             key=f"{job.key} {kind_of(devices)}",
             last=max(unit.op.layer for unit in job.units),
             files=job.files,
+            linears={
+                module: [packer.scheme_of(self._stored[module].columns) for packer in packers]
+                for module, packers in self.linears.items()
+            },
+            statistics=request.save_stats is not None,
         )
         units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
         with closing(events):
@@ -126,7 +162,8 @@ class GptqBackend:
                         if unit is not None:
                             yield _packed(unit, event)
                     case LayerDone():
-                        self._save_stats(event.layer, event.stats, job.files)
+                        if event.stats is not None:
+                            self._save_stats(event.layer, event.stats, job.files)
                         yield Barrier()
                     case Phase() | Remark():
                         yield event
@@ -154,6 +191,7 @@ class GptqBackend:
             "source": checkpoint.header_digest,
             "source_sample": checkpoint.sample_digest,
             "packers": {kind: repr(packers) for kind, packers in self.packers.items()},
+            **({"linears": _named(self.linears)} if self.linears else {}),
             **fact(request, digest_of(request, checkpoint.root)),
         }
 
@@ -178,9 +216,17 @@ def work_dir_bytes(calibration: Calibrating) -> int:
     """Bytes that a calibration keeps in the work folder at the most: states of every token."""
     from qconvert.calibrate.engine import disk_bytes
 
-    request = calibration.request
-    hidden = calibration.model.role_index.dims.hidden_size
-    return disk_bytes(request.samples * request.length, hidden)
+    request, dims = calibration.request, calibration.model.role_index.dims
+    twice = calibration.linears and bool(dims.num_experts)
+    return disk_bytes(request.samples * request.length, dims.hidden_size, linears=twice)
+
+
+def _named(linears: Mapping[str, tuple[Packer, ...]]) -> dict[str, list[str]]:
+    """Modules by their packers."""
+    found: dict[str, list[str]] = {}
+    for module, packers in linears.items():
+        found.setdefault(repr(packers), []).append(module)
+    return found
 
 
 def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:

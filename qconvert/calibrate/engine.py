@@ -1,9 +1,9 @@
-"""Calibrated GPTQ of routed experts, a decoder layer in memory at a time.
+"""Calibrated GPTQ, a decoder layer in memory at a time.
 
-For each layer: attention and router run over all samples; the experts are read some at a time, see
-their tokens, are solved and yielded; what they then answer goes on to the next layer, as it will when
-the result is served. Between layers the hidden states lie in a file of the work folder, from which an
-interrupted calibration goes on.
+For each layer: attention and router run over all samples; its linears are solved, if they are asked
+for; the experts are read some at a time, see their tokens, are solved and yielded; what the layer then
+answers goes on to the next one, as it will when the result is served. Between layers the hidden states
+lie in a file of the work folder, from which an interrupted calibration goes on.
 
 Inputs and the order of sums are those of llm-compressor 0.14's `oneshot` with GPTQModifier: on a CPU,
 sample by sample and with eager attention, the solver "llmcompressor" finds its very codes. What it
@@ -12,12 +12,13 @@ cannot do is keep to a memory budget.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.layers import Layers, Matrices
+from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.reading import Weights
@@ -54,10 +55,15 @@ def calibrate(
     last: int | None = None,
     files: Files | None = None,
     clock: Clock | None = None,
+    linears: Mapping[str, Sequence[IntScheme]] | None = None,
+    statistics: bool = True,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
-    the model runs as it is, and only statistics are yielded.
+    experts run as they are, and only statistics of them are yielded, or not even these without
+    `statistics`. `linears` are schemes for modules of the source beside routed experts, such as
+    `model.layers.0.self_attn.q_proj`: each is solved for what the layer gives it before any of its
+    matrices is quantized.
 
     `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
     calibration needs, `memory` is what this process may take (None: three quarters of the machine).
@@ -72,13 +78,14 @@ def calibrate(
     targets = [s if isinstance(s, ExpertSchemes) else ExpertSchemes(s, s) for s in schemes]
     keep_nothing_freed()
     source = Plan.identity(plan.checkpoint)
-    found = routed_experts(source)
+    sparse = bool(source.role_index.dims.num_experts)
+    found = routed_experts(source).projections if sparse else ()
     readers = tuple(Weights(source) for _ in devices)
     model = Model(source, settings.attention)
     lengths = [sample.size for sample in tokens]
     layers = Layers(
         model=model,
-        matrices=_by_layer(found.projections),
+        matrices=_by_layer(found),
         lengths=lengths,
         targets=targets,
         settings=settings,
@@ -89,6 +96,8 @@ def calibrate(
         readers=readers,
         clock=clock or Clock(),
         experts=source.role_index.dims.num_experts,
+        linears=linears_of(source, model, linears or {}),
+        statistics=statistics,
     )
     _check_shapes(layers.matrices, targets)
     kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files)
@@ -99,10 +108,12 @@ def calibrate(
             reader.close()
 
 
-def disk_bytes(tokens: int, hidden: int) -> int:
+def disk_bytes(tokens: int, hidden: int, *, linears: bool = False) -> int:
     """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get and
-    answer, all BF16; routes of up to 16 experts a token."""
-    return tokens * (4 * 2 * hidden + 16 * 8) + (1 << 16)
+    answer, all BF16; routes of up to 16 experts a token. Where `linears` are solved beside experts, what
+    these get is kept twice."""
+    asked = 2 * hidden + 16 * 8
+    return tokens * (3 * 2 * hidden + asked * (2 if linears else 1)) + (1 << 16)
 
 
 def _by_layer(projections: Sequence[Projection]) -> Matrices:
@@ -142,6 +153,7 @@ def _run(
                 states = following
             if stats is not None:
                 yield from map(Remark, _remarks(number, stats, layers.settings))
+            if stats is not None or number in layers.linears:
                 yield LayerDone(number, stats)
             kept.remember(number + 1, states)
     finally:

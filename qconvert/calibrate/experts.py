@@ -146,7 +146,7 @@ class Bench:
                 expert.middle = inputs_of(middle, self.device)
                 expert.inputs = shared if expert.every else inputs_of(hidden, self.device)
             if experts:
-                self._check(experts[0], seen)
+                self.check(experts[0], seen)
             for start, stop in seen.chunks:
                 rows, slots, _ = self._chunk(seen, start, stop)
                 for expert in experts:
@@ -157,7 +157,7 @@ class Bench:
                         expert.inputs.add(mine)
                     expert.middle.add(self._middle(expert, mine))
 
-    def _check(self, expert: Expert, seen: Seen) -> None:
+    def check(self, expert: Expert, seen: Seen) -> None:
         """That the class's own experts answer what `answer` computes."""
         import torch
 

@@ -3,13 +3,15 @@ and what they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.experts import Bench, Expert, Found, Inputs, Seen
+from qconvert.calibrate.linears import Linear, LinearBench, Linears
 from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
@@ -17,9 +19,10 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.core.errors import PlanError
+from qconvert.core.shown import count
 from qconvert.layouts.derived.running import Call
 from qconvert.matrices.experts import Projection
-from qconvert.run.backend import Phase
+from qconvert.run.backend import Phase, Remark
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:
@@ -76,7 +79,9 @@ def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]
 @dataclass(frozen=True)
 class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
-    samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`."""
+    samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`; `linears`
+    are what is solved beside the experts, by layer, on the first device. Experts for which there is no
+    target are looked at for `statistics`, or only answer."""
 
     model: Model
     matrices: Matrices
@@ -90,6 +95,8 @@ class Layers:
     readers: tuple[Weights, ...]
     clock: Clock
     experts: int
+    linears: Linears = field(default_factory=dict)
+    statistics: bool = True
 
     @property
     def total(self) -> int:
@@ -111,12 +118,14 @@ class Layers:
 
     def run(
         self, number: int, states: InFile, following: InFile
-    ) -> Generator[Phase | Matrix, None, LayerStats | None]:
-        """Compute `following`, what goes into the next layer, and yield the matrices of this one's
-        experts. Returns their statistics, None for a dense layer."""
+    ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
+        """Compute `following`, what goes into the next layer, and yield the matrices of this one.
+        Returns statistics of its experts, None for a dense layer and where they only answer."""
         with self.clock("read", self.devices[0]):
             layer = self.model.layer(number, self.readers[0], self.devices[0])
         if not layer.sparse:
+            if linears := self.linears.get(number):
+                yield from self._quantize(layer, linears, states)
             with self.clock("forward", self.devices[0]):
                 for batch, hidden, call in self.through(number, states):
                     following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
@@ -140,19 +149,62 @@ class Layers:
             rows = states.read(batch.start, batch.stop).to(self.devices[0])
             yield batch, rows.reshape(batch.count, length, -1), call
 
+    def _where(self, layer: Layer) -> str:
+        return f"calibrating layer {layer.number} of {self.model.layers}"
+
+    def _quantize(
+        self, layer: Layer, linears: Sequence[Linear], states: InFile,
+        first: Callable[[], None] | None = None,
+    ) -> Iterator[Phase | Matrix | Remark]:  # fmt: skip
+        """Solve a layer's linears, and put what their codes mean into it. `first`, if given, runs it
+        over all samples the first time."""
+        yield Phase(f"{self._where(layer)}: {count(len(linears), 'linear')}")
+        given = [] if first is None else [first]
+
+        def run(most: int | None = None) -> None:
+            for _, hidden, call in islice(self.through(layer.number, states), most):
+                if layer.sparse:
+                    layer.routed(hidden, call)
+                else:
+                    layer.forward(hidden, call)
+
+        longest = max(batch.stop - batch.start for batch in batches(self.lengths, self.attended))
+        bench = LinearBench(
+            layer, self.devices[0], self.budget, self.settings, self.readers[0], self.clock,
+            samples=len(self.lengths), tokens=self.total, chunk=longest,
+        )  # fmt: skip
+        yield from bench.quantize(
+            linears, lambda: run(1), lambda: given.pop()() if given else run()
+        )
+
     def _sparse(
         self, layer: Layer, states: InFile, following: InFile, scratch: Scratch
-    ) -> Generator[Phase | Matrix, None, LayerStats]:
+    ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         import torch
 
-        where = f"calibrating layer {layer.number} of {self.model.layers}"
+        where = self._where(layer)
         yield Phase(f"{where}: attention")
         answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
-        seen = self.attend(layer, states, scratch)
+        looks = bool(self.targets) or self.statistics
+        kept: list[Seen] = []
+
+        def attend() -> None:
+            kept.append(self.attend(layer, states, scratch))
+
+        if linears := self.linears.get(layer.number):
+            # Experts are calibrated on what the layer gave them before it was quantized, and answer to
+            # what it gives them then.
+            yield from self._quantize(layer, linears, states, attend if looks else None)
+            kept.append(self.attend(layer, states, scratch, "after"))
+        else:
+            attend()
+        seen, asked = kept[0], kept[-1]
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()
-        if self.settings.experts == "all":
+        if not looks:
+            few = []
+        elif self.settings.experts == "all":
             every, few = frozenset(range(self.experts)), []
         elif self.settings.few == "all":
             every = frozenset(few)
@@ -171,18 +223,23 @@ class Layers:
         for group in self._groups(layer, matrices, every):
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             taken: list[list[Expert]] = [[] for _ in group]
-            yield from merged(
-                [
-                    _work(bench, mine, matrices, every, seen, common, found, experts)
-                    for bench, mine, common, experts in zip(
-                        benches, group, shared, taken, strict=False
-                    )
-                ]
-            )
+            if looks:
+                yield from merged(
+                    [
+                        _work(bench, mine, matrices, every, seen, common, found, experts)
+                        for bench, mine, common, experts in zip(
+                            benches, group, shared, taken, strict=False
+                        )
+                    ]
+                )
+            else:
+                for bench, mine, experts in zip(benches, group, taken, strict=False):
+                    experts += bench.take(mine, matrices, every)
+                benches[0].check(taken[0][0], seen)
             for start, stop in seen.chunks:
                 rows = answers.read(start, stop)
                 for bench, experts in zip(benches, taken, strict=False):
-                    rows = bench.answer(experts, rows, seen, start, stop)
+                    rows = bench.answer(experts, rows, asked, start, stop)
                 answers.write(start, rows)
             del taken
             trim()
@@ -190,13 +247,13 @@ class Layers:
             for batch, hidden, call in self.through(layer.number, states):
                 answer = answers.read(batch.start, batch.stop).to(self.devices[0])
                 following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
-        return _stats(seen.counts, few, found)
+        return _stats(seen.counts, few, found) if looks else None
 
-    def attend(self, layer: Layer, states: InFile, scratch: Scratch) -> Seen:
-        """Run attention and router over all samples."""
+    def attend(self, layer: Layer, states: InFile, scratch: Scratch, when: str = "") -> Seen:
+        """Run attention and router over all samples; `when` is of the names of what is kept."""
         import torch
 
-        inputs = scratch.rows("inputs", self.total, self.hidden, torch.bfloat16)
+        inputs = scratch.rows(f"inputs{when}", self.total, self.hidden, torch.bfloat16)
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
         with self.clock("forward", self.devices[0]):
@@ -206,8 +263,8 @@ class Layers:
                 experts, weights = routed.experts, routed.weights
                 if routes is None or shares is None:
                     width = experts.shape[-1]
-                    routes = scratch.rows("routes", self.total, width, torch.int32)
-                    shares = scratch.rows("shares", self.total, width, weights.dtype)
+                    routes = scratch.rows(f"routes{when}", self.total, width, torch.int32)
+                    shares = scratch.rows(f"shares{when}", self.total, width, weights.dtype)
                 routes.write(batch.start, experts.to(torch.int32))
                 shares.write(batch.start, weights)
                 counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.reading import Weights
@@ -167,7 +168,7 @@ class Model:
             raise PlanError(f"{error}, so it cannot be run a layer at a time") from error
         self._full = getattr(whole, "_keep_in_fp32_modules_strict", None) or ()
         self.config = whole.config.get_text_config()
-        if why := why_not_run(whole):
+        if why := why_not_run(whole, dense=True):
             raise PlanError(f"{type(whole).__name__} cannot be run a layer at a time: {why}")
         self._decoder: Decoder = decoder_of(whole)
         self.layers = len(self._decoder.layers)
@@ -280,6 +281,31 @@ class Model:
             self._decoder, [m for m in module.modules() if any(b.is_meta for b in m.buffers(False))]
         )
         return Layer(number, module.to(device).eval().requires_grad_(False), experts)
+
+    def inside(self, number: int, module: str) -> str:
+        """The name within a layer of the class's linear that a module of the checkpoint is. Raises
+        PlanError where the class has no such linear."""
+        at = self._decoder.at(number)
+        for target in self._by_module.get(module, ()):
+            inside, parameter = split_parameter(target.removeprefix(at))
+            if target.startswith(at) and parameter == "weight":
+                held = self._meta[number].get_submodule(inside)
+                if _is_linear(held):
+                    return inside
+        raise PlanError(
+            f"{module}: transformers' {type(self._class.model).__name__} has no linear of its own for "
+            f"it in layer {number}, so what goes into it is not seen: ignore it, or round it to nearest"
+        )
+
+    @cached_property
+    def _by_module(self) -> Mapping[str, list[str]]:
+        """Parameters of the class by the published module that alone becomes each."""
+        found: dict[str, list[str]] = {}
+        for target, sources in self._sources.items():
+            for plain, converter, _ in sources:
+                if converter is None:
+                    found.setdefault(split_parameter(self._names[plain])[0], []).append(target)
+        return found
 
     def _read_names(self) -> Mapping[str, list[tuple[str, Any, str]]]:
         """The published tensors that become each parameter of the class: the name without a prefix, the
@@ -449,6 +475,12 @@ def _text_names(plan: Plan, prefixes: Iterable[tuple[str, str]]) -> dict[str, st
                 break
         found[plain] = name
     return found
+
+
+def _is_linear(module: Any) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Linear)
 
 
 def _check_form(experts: Any, number: int) -> None:

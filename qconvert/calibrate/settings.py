@@ -116,11 +116,12 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """One solved matrix: codes for each target in order. `kind` is gate_proj, up_proj or down_proj;
-    `sources` are the ranges it was read from: name, start, stop, xxh3."""
+    """One solved matrix: codes for each target in order. `kind` is gate_proj, up_proj or down_proj, or,
+    where `expert` is None, a linear's module in the checkpoint; `sources` are the ranges it was read
+    from: name, start, stop, xxh3."""
 
     layer: int
-    expert: int
+    expert: int | None
     kind: str
     codes: Sequence[Codes]
     sources: Sequence[Mapping[str, Any]]
@@ -128,8 +129,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerDone:
-    """All matrices of a layer with routed experts have been yielded. The calibration goes on to the next
-    layer, and forgets this one's input, once the item after this one is asked for."""
+    """All matrices of a layer have been yielded; a layer in which none is solved has none of these. The
+    calibration goes on to the next layer, and forgets this one's input, once the item after this one is
+    asked for. `stats` is None where no routed expert was looked at."""
 
     layer: int
-    stats: LayerStats
+    stats: LayerStats | None

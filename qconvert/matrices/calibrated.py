@@ -23,17 +23,25 @@ from qconvert.ops.rowwise import RowOp
 class Calibrated(Uncut):
     """A matrix in any stored form -> the results of each packer in turn, from calibrated codes.
 
-    `layer`, `expert` and `kind` (gate_proj, up_proj, down_proj) say which matrix it is; `request` is a
-    digest of the calibration's data and settings, so that another calibration is another plan. Raises
-    PlanError as the decoder and the packers do.
+    `layer`, `expert` and `kind` (gate_proj, up_proj, down_proj) say which matrix it is; `expert` is None
+    for a linear layer beside the routed experts, whose `kind` is its module in the checkpoint. `request`
+    is a digest of the calibration's data and settings, so that another calibration is another plan.
+    Raises PlanError as the decoder and the packers do.
     """
 
     decoder: RowOp | None
     packers: tuple[Packer, ...]
     layer: int
-    expert: int
+    expert: int | None
     kind: str
     request: str
+
+    @property
+    def what(self) -> str:
+        """The matrix, for messages."""
+        if self.expert is None:
+            return self.kind
+        return f"layer {self.layer}: {self.kind} of expert {self.expert}"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
@@ -61,8 +69,8 @@ class Calibrated(Uncut):
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
         raise RunError(
-            f"{self.kind} of expert {self.expert} in layer {self.layer} needs its layer's calibration; "
-            "give the run a backend (qconvert.calibrate.backend.backend_for)"
+            f"{self.what} needs its layer's calibration; give the run a backend "
+            "(qconvert.calibrate.backend.backend_for)"
         )
 
 

@@ -182,18 +182,29 @@ def calibrated(
     """A matrix whose codes a calibration finds: the results of each packer. Raises PlanError where the
     matrix is of no size that one takes."""
     p = projection
-    if any(isinstance(piece.origin, Value) for arg in p.weight.args for piece in arg.pieces):
+    check_not_computed(p.module, p.weight)
+    op = Calibrated(p.weight.decoder, packers, p.layer, p.expert, p.kind, digest)
+    return solved_by(op, p.module, p.weight)
+
+
+def check_not_computed(module: str, weight: Stored) -> None:
+    """Raise PlanError for a matrix that a calibration cannot read from the checkpoint."""
+    if any(isinstance(piece.origin, Value) for arg in weight.args for piece in arg.pieces):
         raise PlanError(
-            f"{p.module} is computed by an earlier pass, and a calibration reads the checkpoint itself: "
+            f"{module} is computed by an earlier pass, and a calibration reads the checkpoint itself: "
             "make that pass a conversion of its own, or leave it out (FP8 and INT4 are decoded here too)"
         )
-    op = Calibrated(p.weight.decoder, packers, p.layer, p.expert, p.kind, digest)
+
+
+def solved_by(op: Calibrated, module: str, weight: Stored) -> tuple[tuple[Output, ...], ...]:
+    """What each packer of an op makes of a matrix. Raises PlanError where it is of no size that one
+    takes."""
     try:
-        results = iter(apply(op, *p.weight.args))
-        kind = TensorType("BF16", (p.weight.rows, p.weight.columns))
-        return tuple(tuple(next(results) for _ in packer.infer(kind)) for packer in packers)
+        results = iter(apply(op, *weight.args))
+        kind = TensorType("BF16", (weight.rows, weight.columns))
+        return tuple(tuple(next(results) for _ in packer.infer(kind)) for packer in op.packers)
     except PlanError as error:
-        raise PlanError(f"{p.module}: {error}") from error
+        raise PlanError(f"{module}: {error}") from error
 
 
 def _draft_layers(plan: Plan) -> list[int]:

@@ -40,6 +40,11 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
         raise PlanError("the GPU side of a pair is compressed-tensors': its rows are made in parts")
     gpu = replace(gpu, calibrate=cpu.calibrate, shared_experts="keep")
     chosen = gpu.chosen(plan)
+    if cpu.calibrate is not None and chosen.linears:
+        raise PlanError(
+            f"{next(iter(chosen.linears))!r} is a target of the GPU side, and the calibration of a pair "
+            "solves routed experts, which both sides have: target those alone"
+        )
     digest = gpu.digest(plan, chosen)
     shards: dict[str, Output] = {}
     packed: dict[str, Output] = {}

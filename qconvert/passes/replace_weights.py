@@ -191,11 +191,13 @@ def replace_weights(
     facts: Mapping[str, Any] | None = None,
     calibrate: Calibration | None = None,
     digest: str | None = None,
+    linears: bool = False,
 ) -> Plan:
     """The plan with these `tensors` and the quantization `block` that describes them (None: none), less
     every block and side file that described the old weights. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
-    calibration `calibrate`, which runs the model of `plan`."""
+    calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
+    experts."""
     stale = f"{entry.name}: its quantization block no longer holds"
     rules = {**dict.fromkeys(_STALE_FILES, stale), **(dropped_files or {})}
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
@@ -205,7 +207,7 @@ def replace_weights(
     facts = {**plan.facts, **(facts or {})}
     calibration = plan.calibration
     if calibrate is not None and digest is not None:
-        calibration = Calibrating(plan, calibrate)
+        calibration = Calibrating(plan, calibrate, linears)
         facts[CALIBRATION] = calibration_fact(calibrate, digest)
     return plan.logged(
         entry,

@@ -27,6 +27,7 @@ from qconvert.formats.int_packed.config import (
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
 from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
+from qconvert.matrices.calibrated_linears import calibrated_linear
 from qconvert.matrices.causes import check_experts, check_runs
 from qconvert.matrices.experts import (
     Experts,
@@ -76,9 +77,9 @@ class ExpertsToW4A16:
     `Linear`, as in llm-compressor; EXPERTS means the routed experts of every family, whatever their
     names. Layers that no runtime is known to load quantized are never taken. With `leave_bf16` a linear
     whose columns are not whole groups stays as it is (an expert never does). `tp` is a tensor-parallel
-    size that the result must load at. With `calibrate` GPTQ finds the codes of routed experts, but not
-    of draft layers, for which transformers has no class. `shared_experts` says whether shared experts
-    are quantized with the routed ones, or kept whatever targets name; None: quantized only
+    size that the result must load at. With `calibrate` GPTQ finds the codes of all that is targeted,
+    but not of draft layers, for which transformers has no class. `shared_experts` says whether shared
+    experts are quantized with the routed ones, or kept whatever targets name; None: quantized only
     where sglang would otherwise fuse them and not read them, and kept beside calibrated ones. `scales`
     of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
     have the least squared error.
@@ -142,21 +143,24 @@ class ExpertsToW4A16:
             results.update(self.results(projection, digest))
         for module, linear in chosen.linears.items():
             draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
-            results.update(self.rounded(module, linear.stored, draft=draft))
+            if digest is None or draft:
+                results.update(self.rounded(module, linear.stored, draft=draft))
+                continue
+            packers = (self.packer(),)
+            (made,) = calibrated_linear(plan, module, linear.stored, linear.names, packers, digest)
+            results.update(self.named(module, linear.stored, made))
         return self.with_results(plan, chosen, results, digest)
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
-        """The digest of the calibration, None without one. Raises PlanError where it would have to
-        solve linears other than routed experts."""
+        """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
+        run a layer at a time, and for statistics of experts that it has not."""
         if self.calibrate is None:
             return None
-        if chosen.experts is None or chosen.linears:
-            other = next(iter(chosen.linears), "no routed expert")
-            raise PlanError(
-                f"{other!r} is a target, and calibration solves routed experts alone: target those "
-                f"({EXPERTS}), or ignore all others"
-            )
         check_runs(plan)
+        if self.calibrate.save_stats is not None and not plan.role_index.dims.num_experts:
+            raise PlanError(
+                "save_stats: statistics are of routed experts, and this model has none: leave it out"
+            )
         return digest_of(self.calibrate, plan.checkpoint.root)
 
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:
@@ -217,13 +221,9 @@ class ExpertsToW4A16:
             block = self._block(plan, chosen, chosen.others(plan))
             # Targets that name shared experts never take those of draft layers.
             lost = chosen.names_shared and would_fuse(plan.config, block)
-            if self.calibrate is not None or not (lost or loses_shared(plan.config, block)):
+            kept = self.calibrate is not None and not chosen.names_shared
+            if kept or not (lost or loses_shared(plan.config, block)):
                 return chosen
-        elif self.calibrate is not None:
-            raise PlanError(
-                "calibration solves routed experts alone, and shared ones would be rounded to nearest: "
-                "leave shared_experts out, or choose keep"
-            )
         return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
 
     def _routed(self, plan: Plan) -> Experts | None:
@@ -343,6 +343,7 @@ class ExpertsToW4A16:
             facts={"tp_sizes": self._loads_at(chosen)},
             calibrate=self.calibrate,
             digest=digest,
+            linears=bool(chosen.linears),
         )
 
     def _block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:

@@ -42,10 +42,12 @@ class LogEntry:
 @dataclass(frozen=True)
 class Calibrating:
     """The calibration that a plan's codes come from: the model it runs, which is the plan before its
-    weights were replaced, and what was asked for. Its digest is in every op that depends on it."""
+    weights were replaced, and what was asked for. Its digest is in every op that depends on it.
+    `linears`: linear layers beside the routed experts are solved too."""
 
     model: Plan
     request: Calibration
+    linears: bool = False
 
 
 @dataclass(frozen=True)

@@ -171,5 +171,5 @@ def write_solved(
     for number in sorted(left):
         op = calibrated_in(units[number])
         assert op is not None
-        raise PlanError(f"layer {op.layer}: {op.kind} of expert {op.expert} was not calibrated")
+        raise PlanError(f"{op.what} was not calibrated")
     return remarks

@@ -21,8 +21,8 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
     op = next(filter(None, map(calibrated_in, parts[0][0].units)), None)
     if op is not None and backend is None:
         raise PlanError(
-            f"{op.kind} of expert {op.expert} in layer {op.layer} has to be calibrated, and the run has "
-            "no backend: give it qconvert.calibrate.backend.backend_for(plans)"
+            f"{op.what} has to be calibrated, and the run has no backend: give it "
+            "qconvert.calibrate.backend.backend_for(plans)"
         )
     options = parts[0][0].options
     if op is not None and (options.shard is not None or options.finish):
@@ -52,7 +52,7 @@ def check_backend(parts: Parts, backend: Backend | None) -> None:
     memory, need = parts[0][0].options.memory, backend.needs().memory
     if memory is not None and memory < need:
         raise PlanError(
-            f"calibration needs more than {-(-need >> 20)} MiB for one expert alone (given: "
+            f"calibration needs more than {-(-need >> 20)} MiB for what it solves at a time (given: "
             f"{exact_size(memory)}); give more --memory"
         )
     backend.check([out for _, out in parts])

@@ -225,14 +225,14 @@ def tapped(experts: Any, answer: Callable[[Any, Any, Any], Any]) -> Iterator[Non
         yield
 
 
-def why_not_run(model: Any) -> str:
+def why_not_run(model: Any, *, dense: bool = False) -> str:
     """Why a calibration cannot run the layers of a class one by one, "" if it can, or has no routed
-    experts. The model is on the meta device, and stays there but for what is around its
-    layers."""
+    experts, unless `dense` models are asked about too. The model is on the meta device, and stays there
+    but for what is around its layers."""
     import torch
 
     try:
-        if not any(is_marked(module) for module in model.modules()):
+        if not dense and not any(is_marked(module) for module in model.modules()):
             return ""
         decoder = decoder_of(model)
         width = model.config.get_text_config().hidden_size

@@ -186,6 +186,10 @@ _KEPT = 0.3
 # source's (.68 to 1.08 of rows; up to 1.44 of groups that keep their direction, with a tail downwards).
 _LEAST_PART, _MOST_PART = 1 / 64, 4.25
 _ROW_LENGTHS = 0.58, 1.5
+# Where few tokens say little of many columns, as of a first layer's attention, a row is the source's and
+# noise across it: its length was down to .35, while of the source's direction it kept .42 to 1.09. A row
+# that is too long has more of that, too.
+_OF_SOURCE = 1.3
 _GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.3
 
 
@@ -335,19 +339,26 @@ def _far_scale(tile: Tile, first: int) -> str:
             f"row {first + row}, {_columns(tile, group)}: expected a scale near "
             f"{plain[row, group]:.6g} for the source's weights there, found {tile.step[row, group]:.6g}"
         )
-    row = lengths_off(along.sum(axis=1), across.sum(axis=1))
+    # A row under one scale, 1.57 of a heavy-tailed one in 4 bits, is a group.
+    most = _GROUP_LENGTH if found.shape[1] == 1 else _ROW_LENGTHS[1]
+    row = lengths_off(along.sum(axis=1), across.sum(axis=1), own.sum(axis=1), most)
     return "" if row is None else f"row {first + row}: {LENGTHS}"
 
 
 LENGTHS = "expected scales under which its weights are about as large as the source's"
 
 
-def lengths_off(along: Floats64, across: Floats64) -> int | None:
+def lengths_off(
+    along: Floats64, across: Floats64, own: Floats64 | None = None, most: float = _ROW_LENGTHS[1]
+) -> int | None:
     """The first row whose weights must be multiplied by much more or less than 1 to come nearest to the
-    source's: products of both [n], and squares of the weights [n]. Rows of zeros are not
-    judged."""
+    source's: products of both [n], squares of the weights [n], and, if long rows may be noise, those of
+    the source's. Rows of zeros are not judged."""
     import numpy as np
 
-    low, high = _ROW_LENGTHS
-    wrong = ~((along >= low * across) & (along <= high * across)) & (across > 0)
+    short = ~(along <= most * across)
+    long = ~(along >= _ROW_LENGTHS[0] * across)
+    if own is not None:
+        long &= ~(along <= _OF_SOURCE * own)
+    wrong = (short | long) & (across > 0)
     return int(np.argmax(wrong)) if wrong.any() else None

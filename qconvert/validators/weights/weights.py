@@ -228,7 +228,7 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
         made = ("nvfp4" if mine.format == NVFP4 else "mx") in steps
         return "nearest" if made or yours.format != mine.format else "equal"
     requantized = not steps.isdisjoint(("w4a16", "int8") if packed else ("fp8", "mx"))
-    if packed and requantized and CALIBRATION in manifest and mine.key[0].startswith("experts."):
+    if packed and requantized and CALIBRATION in manifest and not _of_draft(folder, mine):
         return (
             "solved"
             if codes is not None and codes.symmetric and _has_own_scales(manifest)
@@ -236,6 +236,12 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
         )
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
     return "equal" if mine.format == yours.format and same else "nearest"
+
+
+def _of_draft(folder: Folder, mine: Matrix) -> bool:
+    """Whether a matrix is a draft layer's, which is rounded beside calibrated ones."""
+    checkpoint = folder.checkpoint
+    return checkpoint.family.is_mtp(mine.tensor, checkpoint.role_index.dims)
 
 
 def _has_own_scales(manifest: Mapping[str, Any]) -> bool:
