@@ -69,7 +69,10 @@ class GptqBackend:
         if self.packers and "cpu" in self.calibration.request.devices:
             schemes = len(self.packers["gate_proj"])
             solver = self.calibration.request.solver
-            memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes, solver)
+            memory = least_bytes(
+                dims.hidden_size, dims.moe_intermediate_size, schemes, solver,
+                corrects=_settings(self.calibration.request).corrects,
+            )  # fmt: skip
         return Needs(memory, work_dir_bytes(self.calibration))
 
     def check(self, folders: Sequence[Path]) -> None:
@@ -180,7 +183,8 @@ def work_dir_bytes(calibration: Calibrating) -> int:
 
     request = calibration.request
     hidden = calibration.model.role_index.dims.hidden_size
-    return disk_bytes(request.samples * request.length, hidden)
+    corrects = _settings(request).corrects
+    return disk_bytes(request.samples * request.length, hidden, corrects=corrects)
 
 
 def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:
@@ -225,7 +229,7 @@ def _settings(request: Calibration) -> Settings:
         dampening_frac=request.dampening_frac, block_size=request.block_size,
         experts=request.experts, min_tokens=request.min_tokens, few=request.few,
         solver=request.solver, scales=request.scales, order=request.order, refit=request.refit,
-        descent=request.descent,
+        descent=request.descent, propagated_error=request.propagated_error,
     )  # fmt: skip
 
 

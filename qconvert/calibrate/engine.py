@@ -20,8 +20,8 @@ from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
+from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
@@ -91,7 +91,7 @@ def calibrate(
         experts=source.role_index.dims.num_experts,
     )
     _check_shapes(layers.matrices, targets)
-    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files)
+    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
     try:
         yield from _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
     finally:
@@ -99,10 +99,11 @@ def calibrate(
             reader.close()
 
 
-def disk_bytes(tokens: int, hidden: int) -> int:
+def disk_bytes(tokens: int, hidden: int, *, corrects: bool = False) -> int:
     """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get and
-    answer, all BF16; routes of up to 16 experts a token."""
-    return tokens * (4 * 2 * hidden + 16 * 8) + (1 << 16)
+    answer, all BF16; routes of up to 16 experts a token. The same of the unquantized model where
+    propagated errors are corrected."""
+    return (2 if corrects else 1) * tokens * (4 * 2 * hidden + 16 * 8) + (1 << 16)
 
 
 def _by_layer(projections: Sequence[Projection]) -> Matrices:
@@ -148,7 +149,7 @@ def _run(
         states.close()
 
 
-def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> InFile:
+def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> States:
     """What goes into the first layer."""
     states = kept.states(0, new=True)
     at = 0
