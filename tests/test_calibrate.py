@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.settings import LayerStats, Settings, Solver
+from qconvert.calibrate.settings import LayerStats, Settings
 from qconvert.core.int_scheme import IntScheme
 
 every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
@@ -40,11 +40,15 @@ class States(Kept):
         super().__init__()
         self.room = room
         self.after: dict[int, torch.Tensor] = {}
+        self.plain: dict[int, torch.Tensor] = {}
 
     def done(self, layer: int, stats: LayerStats) -> None:
         super().done(layer, stats)
-        data = (self.room / f"hidden.{layer + 1}.rows").read_bytes()
-        self.after[layer] = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(-1, HIDDEN)
+        for into, name in ((self.after, "rows"), (self.plain, "plain.rows")):
+            file = self.room / f"hidden.{layer + 1}.{name}"
+            if file.exists():
+                data = bytearray(file.read_bytes())
+                into[layer] = torch.frombuffer(data, dtype=torch.bfloat16).view(-1, HIDDEN)
 
 
 def streamed(folder: Path, tokens: list[Any], settings: Settings, room: Path) -> States:
@@ -89,13 +93,24 @@ def test_streaming_is_the_whole_model_bit_for_bit(
         assert torch.isfinite(ours[number]).all()
 
 
-@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
-def test_what_goes_on_is_the_whole_model_with_those_codes(solver: Solver, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(min_tokens=1),
+        Settings(min_tokens=1, solver="llmcompressor"),
+        Settings(min_tokens=1, propagated_error="correct"),
+    ],
+    ids=["best", "llmcompressor", "corrected"],
+)
+def test_what_goes_on_is_the_whole_model_with_those_codes(
+    settings: Settings, tmp_path: Path
+) -> None:
     """Bit for bit: hidden states between layers are those of a model whose experts are what the codes
-    mean, each a product in BF16."""
+    mean, each a product in BF16; and beside them, where propagated errors are corrected, those of the
+    model as it is."""
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
     tokens = [*samples(4, 40), *samples(1, 23, seed=5)]
-    settings = Settings(min_tokens=1, solver=solver)
+    as_it_is = whole(folder, tokens, "sdpa") if settings.corrects else []
     output = States(tmp_path / "room")
     output.take(calibrate(
         plan_of(folder), tokens, [IntScheme(4, 32)], settings, work_dir=tmp_path / "room",
@@ -110,6 +125,10 @@ def test_what_goes_on_is_the_whole_model_with_those_codes(solver: Solver, tmp_pa
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     for number, states in enumerate(whole(folder, tokens, "sdpa")):
         assert torch.equal(output.after[number], states), number
+    assert output.plain.keys() == set(range(len(as_it_is)))
+    for number, states in enumerate(as_it_is):
+        assert torch.equal(output.plain[number], states), number
+        assert not torch.equal(output.after[number], states)
 
 
 @every_family

@@ -47,12 +47,31 @@ def test_a_request_of_the_first_solver_is_named_as_it_was() -> None:
 
 def test_every_setting_reaches_the_solver() -> None:
     asked = Calibration(
-        synthetic=True, solver="best", scales="amax", order="stored", refit=1, descent=3
-    )
+        synthetic=True, solver="best", scales="amax", order="stored", refit=1, descent=3,
+        propagated_error="correct",
+    )  # fmt: skip
     found = _settings(asked)
     assert (found.solver, found.scales, found.order) == ("best", "amax", "stored")
     assert (found.refit, found.descent) == (1, 3)
+    assert found.corrects
+    assert not _settings(Calibration(synthetic=True)).corrects
     assert _settings(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
+
+
+def test_a_request_that_corrects_says_so_and_takes_twice_the_disk(source: Path) -> None:
+    """One that does not is named as it was before there was a choice."""
+    asked = Calibration(synthetic=True, propagated_error="correct")
+    found, plain = fact(asked, "d"), fact(Calibration(synthetic=True), "d")
+    assert {key: found[key] for key in found.keys() - plain.keys()} == {
+        "propagated_error": "correct"
+    }
+    needs = [
+        made(amx_plan(source, replace(SYNTHETIC, devices=("cpu",), propagated_error=what))).needs()
+        for what in ("ignore", "correct")
+    ]
+    tokens = SYNTHETIC.samples * SYNTHETIC.length
+    assert needs[1].disk - needs[0].disk == tokens * (8 * HIDDEN + 128)
+    assert needs[1].memory > needs[0].memory
 
 
 def made(plan: Plan) -> GptqBackend:

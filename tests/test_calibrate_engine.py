@@ -41,6 +41,7 @@ from qconvert.run.reader import Reader
 
 ROUTED = Settings(min_tokens=1)
 THEIRS = Settings(min_tokens=1, solver="llmcompressor")
+CORRECTED = Settings(min_tokens=1, propagated_error="correct")
 G32 = IntScheme(4, 32)
 TOKENS = samples(6, 40)
 
@@ -95,9 +96,10 @@ class Stopping(Kept):
             raise Stopped
 
 
-@pytest.fixture(scope="module", params=[ROUTED, THEIRS], ids=["best", "llmcompressor"])
+@pytest.fixture(scope="module", params=[ROUTED, THEIRS, CORRECTED],
+                ids=["best", "llmcompressor", "corrected"])  # fmt: skip
 def settings(request: pytest.FixtureRequest) -> Settings:
-    """Of either solver."""
+    """Of either solver, and with propagated errors corrected."""
     asked: Settings = request.param
     return asked
 
@@ -131,10 +133,12 @@ def test_an_interrupted_run_goes_on_to_the_same_codes(
     assert both.keys() == undisturbed.made.keys()
 
 
-def test_a_finished_run_does_nothing_again(small: Path, tmp_path: Path) -> None:
-    run(small, tmp_path / "work")
-    assert not run(small, tmp_path / "work").made
-    assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["hidden.2.rows", "state.json"]
+def test_a_finished_run_does_nothing_again(small: Path, settings: Settings, tmp_path: Path) -> None:
+    run(small, tmp_path / "work", settings=settings)
+    assert not run(small, tmp_path / "work", settings=settings).made
+    states = ["hidden.2.plain.rows"] if settings.corrects else []
+    left = sorted(p.name for p in (tmp_path / "work").iterdir())
+    assert left == [*states, "hidden.2.rows", "state.json"]
 
 
 def test_nothing_runs_after_the_last_layer_wanted(
@@ -152,26 +156,48 @@ def test_another_key_is_refused(small: Path, tmp_path: Path) -> None:
         run(small, tmp_path / "work", key="other")
 
 
-def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hidden.0.rows", "hidden.0.plain.rows"])
+def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        run(small, tmp_path / "work", Stopping(0))
-    left = tmp_path / "work" / "hidden.0.rows"
+        run(small, tmp_path / "work", Stopping(0), settings=CORRECTED)
+    left = tmp_path / "work" / name
     left.write_bytes(left.read_bytes()[:-2])
-    with pytest.raises(RunError, match=r"expected .* bytes of hidden states"):
-        run(small, tmp_path / "work")
+    with pytest.raises(RunError, match=rf"{name}: expected .* bytes of hidden states"):
+        run(small, tmp_path / "work", settings=CORRECTED)
+    left.unlink()
+    with pytest.raises(RunError, match=rf"{name}: expected .* bytes of hidden states"):
+        run(small, tmp_path / "work", settings=CORRECTED)
 
 
 @pytest.mark.big
 @pytest.mark.parametrize(
     ("settings", "devices"),
-    [(ROUTED, ("cpu", "cpu")), (THEIRS, ("cpu", "cpu")), (Settings(experts="all"), ("cpu",))],
-    ids=["routed-two", "theirs-two", "all-one"],
+    [
+        (ROUTED, ("cpu", "cpu")),
+        (THEIRS, ("cpu", "cpu")),
+        (CORRECTED, ("cpu", "cpu")),
+        (Settings(experts="all"), ("cpu",)),
+        (Settings(experts="all", propagated_error="correct"), ("cpu", "cpu")),
+        (Settings(min_tokens=60, propagated_error="correct"), ("cpu", "cpu")),
+        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), ("cpu",)),
+    ],
+    ids=[
+        "routed-two",
+        "theirs-two",
+        "corrected-two",
+        "all-one",
+        "corrected-all-two",
+        "corrected-few-two",
+        "corrected-rounded-one",
+    ],
 )
 def test_groups_and_devices_change_no_code(
     settings: Settings, devices: tuple[str, ...], small: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     at_once = run(small, tmp_path / "one", settings=settings)
+    if settings.min_tokens == 60:
+        assert 0 < len(at_once.stats[0].few) < EXPERTS
     seen: list[int] = []
 
     def few(*args: Any, **sizes: Any) -> list[int]:
@@ -186,9 +212,9 @@ def test_groups_and_devices_change_no_code(
 
 @pytest.mark.big
 def test_states_in_files_change_no_code(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_memory = run(small, tmp_path / "one")
+    small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     names: set[str] = set()
     of = Budget.of
     monkeypatch.setattr(
@@ -200,12 +226,18 @@ def test_states_in_files_change_no_code(
             names.update(path.name for path in (tmp_path / "two").iterdir())
             super().put(matrix)
 
-    assert_same(in_memory, run(small, tmp_path / "two", Looking()))
-    assert {f"{n}.rows" for n in ("inputs", "answers", "routes", "shares")} <= names
+    assert_same(undisturbed, run(small, tmp_path / "two", Looking(), settings=settings))
+    kept = {f"{n}.rows" for n in ("inputs", "answers", "routes", "shares")}
+    assert kept <= names
+    assert ({f"plain.{name}" for name in kept} <= names) == settings.corrects
 
 
 @pytest.mark.big
-def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [ROUTED, CORRECTED], ids=["best", "corrected"])
+def test_the_work_dir_holds_no_more_than_it_says(
+    settings: Settings, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing of a layer fits in memory."""
     most = 0
 
     class Looking(Kept):
@@ -214,9 +246,15 @@ def test_the_work_dir_holds_no_more_than_it_says(small: Path, tmp_path: Path) ->
             most = max(most, sum(p.stat().st_size for p in (tmp_path / "work").iterdir()))
             super().put(matrix)
 
-    run(small, tmp_path / "work", Looking())
+    of = Budget.of
+    monkeypatch.setattr(
+        Budget, "of", lambda memory, devices: replace(of(memory, devices), states={})
+    )
+    run(small, tmp_path / "work", Looking(), settings=settings)
     count = sum(sample.size for sample in TOKENS)
-    assert 2 * 2 * count * HIDDEN <= most <= disk_bytes(count, HIDDEN)
+    streams = 2 if settings.corrects else 1
+    said = disk_bytes(count, HIDDEN, corrects=settings.corrects)
+    assert streams * 4 * 2 * count * HIDDEN <= most <= said
 
 
 @pytest.mark.big

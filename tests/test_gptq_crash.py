@@ -38,22 +38,24 @@ def make_model(folder: Path) -> None:
 
 
 def convert(folder: Path, out: Path, files: Files | None = None) -> None:
+    """As the folder says: the unquantized model's states are kept too, or not."""
     import torch
 
     from qconvert.calibrate.backend import backend_for
 
     torch.set_num_threads(1)
     request = Calibration(
-        data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=8
-    )
+        data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=8,
+        propagated_error="correct" if folder.name.startswith("correct") else "ignore",
+    )  # fmt: skip
     step = ExpertsToW4A16(group=64, calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
     execute(plan, out, Options(jobs=1), files=files, backend=backend_for([plan]))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("gptq-crash")
+@pytest.fixture(scope="module", params=["ignore", "correct"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
     assert in_child(lambda: make_model(made)) == 0
 
     def count() -> None:
@@ -72,11 +74,12 @@ def steps(folder: Path) -> Sequence[str]:
 
 def moments(folder: Path) -> list[int]:
     """In the first layer; around the step that replaces the state of a layer, before which its results
-    and the next layer's states are safe, and after which its own states are removed; at the end."""
+    and the next layer's states are safe, and after which its own states are removed, those of the
+    unquantized model last; at the end."""
     renames = [at for at, what in enumerate(steps(folder)) if what == "rename"]
     # The first is that of the embedded tokens, then one a layer; what follows is publishing.
     begun, first, second = renames[:3]
-    return [(begun + first) // 2, first, first + 2, second - 4, second + 1]
+    return [(begun + first) // 2, first, first + 2, first + 3, second - 4, second + 1]
 
 
 def test_killed_it_goes_on(folder: Path, tmp_path: Path) -> None:

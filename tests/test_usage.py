@@ -43,7 +43,7 @@ _BAD: dict[str, list[str]] = {
     "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
-    "solver": _CHOICES, "dampening": ["", "0", "1", "-0.1", "nan", "x"],
+    "solver": _CHOICES, "propagated_error": _CHOICES, "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
@@ -84,7 +84,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder", "solver"}  # fmt: skip
+            "save_stats", "devices", "actorder", "solver", "propagated_error"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -341,6 +341,14 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
         ("w4a16: {calibrate: {synthetic: true, solver: gptq}}", "'calibrate.solver'"),
         ("w4a16: {calibrate: {synthetic: true, scales: mse}}", "'calibrate.scales'"),
         ("w4a16: {calibrate: {synthetic: true, order: natural}}", "'calibrate.order'"),
+        (
+            "w4a16: {calibrate: {synthetic: true, propagated_error: half}}",
+            "'calibrate.propagated_error'",
+        ),
+        (
+            "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, propagated_error: correct}}",
+            "propagated_error: solver llmcompressor has no such option, found 'correct'",
+        ),
         ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 or more, found -1"),
         ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 or more"),
         (

@@ -75,7 +75,10 @@ class GptqBackend:
         if self.packers and "cpu" in self.calibration.request.devices:
             schemes = len(self.packers["gate_proj"])
             solver = self.calibration.request.solver
-            memory = least_bytes(dims.hidden_size, dims.moe_intermediate_size, schemes, solver)
+            memory = least_bytes(
+                dims.hidden_size, dims.moe_intermediate_size, schemes, solver,
+                corrects=_settings(self.calibration.request).corrects and not self.linears,
+            )  # fmt: skip
         if self.linears and "cpu" in self.calibration.request.devices:
             solver = self.calibration.request.solver
             shapes = {
@@ -218,7 +221,9 @@ def work_dir_bytes(calibration: Calibrating) -> int:
 
     request, dims = calibration.request, calibration.model.role_index.dims
     twice = calibration.linears and bool(dims.num_experts)
-    return disk_bytes(request.samples * request.length, dims.hidden_size, linears=twice)
+    corrects = _settings(request).corrects and not calibration.linears
+    tokens = request.samples * request.length
+    return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 
 
 def _named(linears: Mapping[str, tuple[Packer, ...]]) -> dict[str, list[str]]:
@@ -271,7 +276,7 @@ def _settings(request: Calibration) -> Settings:
         dampening_frac=request.dampening_frac, block_size=request.block_size,
         experts=request.experts, min_tokens=request.min_tokens, few=request.few,
         solver=request.solver, scales=request.scales, order=request.order, refit=request.refit,
-        descent=request.descent,
+        descent=request.descent, propagated_error=request.propagated_error,
     )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
+from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
@@ -100,7 +100,7 @@ def calibrate(
         statistics=statistics,
     )
     _check_shapes(layers.matrices, targets)
-    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files)
+    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
     try:
         yield from _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
     finally:
@@ -108,12 +108,16 @@ def calibrate(
             reader.close()
 
 
-def disk_bytes(tokens: int, hidden: int, *, linears: bool = False) -> int:
+def disk_bytes(
+    tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False
+) -> int:
     """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get and
     answer, all BF16; routes of up to 16 experts a token. Where `linears` are solved beside experts, what
-    these get is kept twice."""
+    these get is kept twice; all of it is, of the unquantized model too, where propagated errors are
+    corrected."""
     asked = 2 * hidden + 16 * 8
-    return tokens * (3 * 2 * hidden + asked * (2 if linears else 1)) + (1 << 16)
+    a_token = 3 * 2 * hidden + asked * (2 if linears else 1)
+    return (2 if corrects else 1) * tokens * a_token + (1 << 16)
 
 
 def _by_layer(projections: Sequence[Projection]) -> Matrices:
@@ -160,7 +164,7 @@ def _run(
         states.close()
 
 
-def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> InFile:
+def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> States:
     """What goes into the first layer."""
     states = kept.states(0, new=True)
     at = 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
+from qconvert.calibrate.propagated import Plain, corrected
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Tokens of each group of experts that the class's own experts answer too.
 _CHECKED = 16
+NAMES = ("gate_up", "down")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +43,30 @@ class Seen:
 
 @dataclass(eq=False)
 class Inputs:
-    """Sums over the inputs of a matrix: Hessian float32 [K, K], being 2 x x^T, and absmax [K]."""
+    """Sums over the inputs of a matrix: Hessian float32 [K, K], being 2 x x^T, and absmax [K]; `cross`
+    [K, K] is 2 dx x^T, dx being what the unquantized model's inputs have more, None where none are
+    kept."""
 
     hessian: torch.Tensor
     absmax: torch.Tensor
     tokens: int = 0
+    cross: torch.Tensor | None = None
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Count in inputs BF16 [T, K]."""
+    def add(self, rows: torch.Tensor, plain: torch.Tensor | None = None) -> None:
+        """Count in inputs BF16 [T, K], and what the unquantized model has for the same tokens."""
         import torch
 
         if not rows.shape[0]:
             return
         self.tokens += rows.shape[0]
         torch.maximum(self.absmax, rows.abs().amax(0).float(), out=self.absmax)
+        if self.cross is not None and plain is not None:
+            # Exact in BF16 where one is at most twice the other, and 0 where they are equal.
+            off = (plain - rows).t()
+            if self.cross.is_cuda:
+                self.cross.add_(torch.mm(off, rows, out_dtype=torch.float32), alpha=2)
+            else:
+                self.cross.addmm_(off.float(), rows.float(), alpha=2)
         if self.hessian.is_cuda:
             # Products of BF16 numbers are exact in float32, where they are added up.
             self.hessian.add_(torch.mm(rows.t(), rows, out_dtype=torch.float32), alpha=2)
@@ -67,11 +79,15 @@ class Inputs:
         return self.hessian.diagonal() / (2 * max(1, self.tokens))
 
 
-def inputs_of(columns: int, device: str) -> Inputs:
-    """Nothing seen yet."""
+def inputs_of(columns: int, device: str, *, paired: bool = False) -> Inputs:
+    """Nothing seen yet; `paired`, of the unquantized model neither."""
     import torch
 
-    return Inputs(torch.zeros(columns, columns, device=device), torch.zeros(columns, device=device))
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device)
+
+    cross = zeros(columns, columns) if paired else None
+    return Inputs(zeros(columns, columns), zeros(columns), cross=cross)
 
 
 def _linear() -> Any:
@@ -135,27 +151,40 @@ class Bench:
                 found.append(Expert(number, gate_up, down, number in every, sources))
             return found
 
-    def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None) -> None:
-        """Let experts see their tokens, and count what goes into each matrix. `shared` is what those
-        that see every token have in common."""
+    def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None,
+             names: Sequence[str] = NAMES, plain: Plain | None = None) -> None:  # fmt: skip
+        """Let experts see their tokens, and count what goes into each matrix of these names. `shared` is
+        what those that see every token have in common. `plain` is the unquantized model, to be counted
+        beside."""
         import torch
 
         with self.clock("hessian", self.device), torch.no_grad():
+            into, paired = "gate_up" in names, plain is not None
             for expert in experts:
                 hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
-                expert.middle = inputs_of(middle, self.device)
-                expert.inputs = shared if expert.every else inputs_of(hidden, self.device)
-            if experts:
+                if into:
+                    every = expert.every
+                    expert.inputs = (
+                        shared if every else inputs_of(hidden, self.device, paired=paired)
+                    )
+                if "down" in names:
+                    expert.middle = inputs_of(middle, self.device, paired=paired)
+            if experts and into:
                 self.check(experts[0], seen)
             for start, stop in seen.chunks:
                 rows, slots, _ = self._chunk(seen, start, stop)
-                for expert in experts:
-                    assert expert.inputs is not None
-                    assert expert.middle is not None
-                    mine = rows if expert.every else rows[slots[expert.number][0]]
-                    if not expert.every:
-                        expert.inputs.add(mine)
-                    expert.middle.add(self._middle(expert, mine))
+                beside = None
+                if plain is not None:
+                    beside = plain.inputs.read(start, stop).to(self.device)
+                for number, expert in enumerate(experts):
+                    tokens = slice(None) if expert.every else slots[expert.number][0]
+                    mine, theirs = rows[tokens], None if beside is None else beside[tokens]
+                    if expert.inputs is not None and into and not expert.every:
+                        expert.inputs.add(mine, theirs)
+                    if expert.middle is not None:
+                        if plain is not None and theirs is not None:
+                            theirs = self._middle(plain.experts[number], theirs)
+                        expert.middle.add(self._middle(expert, mine), theirs)
 
     def check(self, expert: Expert, seen: Seen) -> None:
         """That the class's own experts answer what `answer` computes."""
@@ -165,21 +194,24 @@ class Bench:
         made = torch.nn.functional.linear(self._middle(expert, rows), expert.down)
         self.layer.check(made, rows, expert.gate_up, expert.down)
 
-    def look_at_all(self, seen: Seen, columns: int) -> Inputs:
-        """What an expert sees that sees every token."""
+    def look_at_all(self, seen: Seen, columns: int, plain: Rows | None = None) -> Inputs:
+        """What an expert sees that sees every token; `plain` is what goes into the unquantized one."""
         with self.clock("hessian", self.device):
-            found = inputs_of(columns, self.device)
+            found = inputs_of(columns, self.device, paired=plain is not None)
             for start, stop in seen.chunks:
-                found.add(seen.inputs.read(start, stop).to(self.device))
+                theirs = None if plain is None else plain.read(start, stop).to(self.device)
+                found.add(seen.inputs.read(start, stop).to(self.device), theirs)
             return found
 
-    def quantize(self, experts: Sequence[Expert], calls: int, found: Found) -> Iterator[Matrix]:
-        """Solve for codes, and put what the first target's mean in the place of the weights. `calls` is
-        what llm-compressor divides Hessians by: how often each was added to."""
+    def quantize(self, experts: Sequence[Expert], calls: int, found: Found,
+                 names: Sequence[str] = NAMES) -> Iterator[Matrix]:  # fmt: skip
+        """Solve for codes of the matrices of these names, and put what the first target's mean in the
+        place of the weights. `calls` is what llm-compressor divides Hessians by: how often each was
+        added to."""
         with self.clock("solve", self.device):
             for expert in experts:
-                self._note(expert, found)
-        for name in ("gate_up", "down") if self.targets else ():
+                self._note(expert, found, names)
+        for name in names if self.targets else ():
             todo = [e for e in experts if e.number not in found.rounded]
             for batch in self._batches(todo, name):
                 for expert, made in zip(batch, self._solve(batch, name, calls, found), strict=True):
@@ -225,11 +257,10 @@ class Bench:
             seen.weights.read(start, stop).to(self.device),
         )
 
-    def _note(self, expert: Expert, found: Found) -> None:
-        assert expert.inputs is not None
-        assert expert.middle is not None
+    def _note(self, expert: Expert, found: Found, names: Sequence[str]) -> None:
         silent = False
-        for name, inputs in (("gate_up", expert.inputs), ("down", expert.middle)):
+        for name in names:
+            inputs = _sums(expert, name)
             square, most = inputs.mean_square().cpu(), inputs.absmax.cpu()
             found.rows[expert.number, name] = square.numpy(), most.numpy()
             dead = int((square == 0).sum())
@@ -252,21 +283,33 @@ class Bench:
     def _solve(
         self, batch: Sequence[Expert], name: str, calls: int, found: Found
     ) -> list[list[Quantized]]:
-        """For each expert its results for each target."""
+        """For each expert its results for each target. What propagated errors are corrected by is of
+        the first target alone, whose answers go on: one calibration has one quantized stream."""
         import torch
 
         weights = [getattr(expert, name) for expert in batch]
         made: list[list[Quantized]] = [[] for _ in batch]
         kinds = _kinds(name)
         with self.clock("solve", self.device), torch.no_grad():
+            goals = [self._goal(expert, name) for expert in batch]
             for target in self.targets:
                 stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
-                results, failed = solved(weights, stacked, target.scheme(kinds[0]), self.settings)
+                results, failed = solved(goals, stacked, target.scheme(kinds[0]), self.settings)
                 for number, (expert, result) in enumerate(zip(batch, results, strict=True)):
-                    made[number].append(result)
                     if failed[number]:
                         found.fallbacks += [(expert.number, kind) for kind in kinds]
+                        if goals[number] is not weights[number]:
+                            result = rounded(
+                                weights[number], target.scheme(kinds[0]), self.settings
+                            )
+                    made[number].append(result)
         return made
+
+    def _goal(self, expert: Expert, name: str) -> torch.Tensor:
+        """What a matrix is solved against: its weights, or what also corrects propagated errors."""
+        weight: torch.Tensor = getattr(expert, name)
+        sums = _sums(expert, name)
+        return weight if sums.cross is None else corrected(weight, sums.hessian, sums.cross)
 
     def _round(self, expert: Expert, name: str) -> list[Quantized]:
         import torch

@@ -4,19 +4,20 @@ and what they answer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.experts import Bench, Expert, Found, Inputs, Seen
+from qconvert.calibrate.experts import NAMES, Bench, Expert, Found, Inputs, Seen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
 from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
+from qconvert.calibrate.propagated import Plain, States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile, Scratch
+from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
@@ -76,6 +77,22 @@ def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A model's way through a layer: what goes into its experts, and what they answer [T, H]."""
+
+    seen: Seen
+    answers: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Experts of one device in memory, and as they were read where the unquantized model runs too."""
+
+    experts: list[Expert] = field(default_factory=list)
+    plain: list[Expert] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
@@ -116,8 +133,14 @@ class Layers:
     def attended(self) -> int | None:
         return None if self.devices[0] == "cpu" else _ATTEND
 
+    @property
+    def corrects(self) -> bool:
+        """Whether hidden states of the unquantized model are kept too: where experts alone are
+        quantized, because the rest of a layer then is the unquantized model's as well."""
+        return bool(self.targets) and self.settings.corrects and not self.linears
+
     def run(
-        self, number: int, states: InFile, following: InFile
+        self, number: int, states: States, following: States
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         """Compute `following`, what goes into the next layer, and yield the matrices of this one.
         Returns statistics of its experts, None for a dense layer and where they only answer."""
@@ -125,10 +148,11 @@ class Layers:
             layer = self.model.layer(number, self.readers[0], self.devices[0])
         if not layer.sparse:
             if linears := self.linears.get(number):
-                yield from self._quantize(layer, linears, states)
+                yield from self._quantize(layer, linears, states.quantized)
             with self.clock("forward", self.devices[0]):
-                for batch, hidden, call in self.through(number, states):
-                    following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
+                for before, after in zip(states.all, following.all, strict=True):
+                    for batch, hidden, call in self.through(number, before):
+                        after.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
             return None
         if number not in self.matrices:
             raise PlanError(
@@ -178,7 +202,7 @@ class Layers:
         )
 
     def _sparse(
-        self, layer: Layer, states: InFile, following: InFile, scratch: Scratch
+        self, layer: Layer, states: States, following: States, scratch: Scratch
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         import torch
 
@@ -189,16 +213,22 @@ class Layers:
         kept: list[Seen] = []
 
         def attend() -> None:
-            kept.append(self.attend(layer, states, scratch))
+            kept.append(self.attend(layer, states.quantized, scratch))
 
         if linears := self.linears.get(layer.number):
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
             # what it gives them then.
-            yield from self._quantize(layer, linears, states, attend if looks else None)
-            kept.append(self.attend(layer, states, scratch, "after"))
+            yield from self._quantize(layer, linears, states.quantized, attend if looks else None)
+            kept.append(self.attend(layer, states.quantized, scratch, "after "))
         else:
             attend()
-        seen, asked = kept[0], kept[-1]
+        seen = kept[0]
+        streams = [Stream(kept[-1], answers)]
+        plain: Rows | None = None
+        if states.plain is not None:
+            answers = scratch.rows("plain answers", self.total, self.hidden, torch.bfloat16)
+            streams.append(Stream(self.attend(layer, states.plain, scratch, "plain "), answers))
+            plain = streams[1].seen.inputs
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()
@@ -217,43 +247,52 @@ class Layers:
             for device, reader in zip(self.devices, self.readers, strict=True)
         ]
         shared: list[Inputs | None] = [
-            bench.look_at_all(seen, self.hidden) if every else None for bench in benches
+            bench.look_at_all(seen, self.hidden, plain) if every else None for bench in benches
         ]
         matrices = self.matrices[layer.number]
         for group in self._groups(layer, matrices, every):
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
-            taken: list[list[Expert]] = [[] for _ in group]
+            taken = [Taken() for _ in group]
             if looks:
                 yield from merged(
                     [
-                        _work(bench, mine, matrices, every, seen, common, found, experts)
+                        _work(bench, mine, matrices, every, seen, plain, common, found, experts)
                         for bench, mine, common, experts in zip(
                             benches, group, shared, taken, strict=False
                         )
                     ]
                 )
             else:
-                for bench, mine, experts in zip(benches, group, taken, strict=False):
-                    experts += bench.take(mine, matrices, every)
-                benches[0].check(taken[0][0], seen)
-            for start, stop in seen.chunks:
-                rows = answers.read(start, stop)
-                for bench, experts in zip(benches, taken, strict=False):
-                    rows = bench.answer(experts, rows, asked, start, stop)
-                answers.write(start, rows)
+                for bench, mine, held in zip(benches, group, taken, strict=False):
+                    held.experts.extend(bench.take(mine, matrices, every))
+                benches[0].check(taken[0].experts[0], seen)
+            self._answer(benches, [mine.experts for mine in taken], streams[0])
+            if plain is not None:
+                self._answer(benches, [mine.plain for mine in taken], streams[1])
             del taken
             trim()
         with self.clock("forward", self.devices[0]), torch.no_grad():
-            for batch, hidden, call in self.through(layer.number, states):
-                answer = answers.read(batch.start, batch.stop).to(self.devices[0])
-                following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
+            for stream, before, after in zip(streams, states.all, following.all, strict=True):
+                for batch, hidden, call in self.through(layer.number, before):
+                    answer = stream.answers.read(batch.start, batch.stop).to(self.devices[0])
+                    after.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
         return _stats(seen.counts, few, found) if looks else None
 
-    def attend(self, layer: Layer, states: InFile, scratch: Scratch, when: str = "") -> Seen:
-        """Run attention and router over all samples; `when` is of the names of what is kept."""
+    def _answer(
+        self, benches: Sequence[Bench], experts: Sequence[Sequence[Expert]], stream: Stream
+    ) -> None:
+        """Add what experts answer, in the order of their numbers whatever device they are on."""
+        for start, stop in stream.seen.chunks:
+            rows = stream.answers.read(start, stop)
+            for bench, mine in zip(benches, experts, strict=False):
+                rows = bench.answer(mine, rows, stream.seen, start, stop)
+            stream.answers.write(start, rows)
+
+    def attend(self, layer: Layer, states: InFile, scratch: Scratch, prefix: str = "") -> Seen:
+        """Run attention and router over all samples. `prefix` is of the names of what is kept."""
         import torch
 
-        inputs = scratch.rows(f"inputs{when}", self.total, self.hidden, torch.bfloat16)
+        inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
         with self.clock("forward", self.devices[0]):
@@ -263,8 +302,8 @@ class Layers:
                 experts, weights = routed.experts, routed.weights
                 if routes is None or shares is None:
                     width = experts.shape[-1]
-                    routes = scratch.rows(f"routes{when}", self.total, width, torch.int32)
-                    shares = scratch.rows(f"shares{when}", self.total, width, weights.dtype)
+                    routes = scratch.rows(f"{prefix}routes", self.total, width, torch.int32)
+                    shares = scratch.rows(f"{prefix}shares", self.total, width, weights.dtype)
                 routes.write(batch.start, experts.to(torch.int32))
                 shares.write(batch.start, weights)
                 counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
@@ -289,6 +328,7 @@ class Layers:
             together=self.settings.together,
             layer_bytes=sum(p.nbytes for p in layer.module.parameters()),
             chunk=max(stop - start for start, stop in chunks),
+            corrects=self.corrects,
         )  # fmt: skip
         at = 0
         while at < self.experts:
@@ -302,14 +342,23 @@ class Layers:
 
 
 def _work(bench: Bench, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
-          every: frozenset[int], seen: Seen, shared: Inputs | None, found: Found,
-          taken: list[Expert]) -> Iterator[Matrix]:  # fmt: skip
-    """Read some experts, let them see their tokens, and solve them. They are added to `taken`."""
-    taken += bench.take(numbers, matrices, every)
-    bench.look(taken, seen, shared)
-    yield from bench.quantize(taken, len(seen.chunks), found)
-    for expert in taken:
-        expert.inputs = expert.middle = None
+          every: frozenset[int], seen: Seen, plain: Rows | None, shared: Inputs | None, found: Found,
+          taken: Taken) -> Iterator[Matrix]:  # fmt: skip
+    """Read some experts, let them see their tokens, and solve them. They are added to `taken`. `plain`
+    is what goes into the unquantized experts, where propagated errors are corrected."""
+    experts = taken.experts
+    experts += bench.take(numbers, matrices, every)
+    beside: Plain | None = None
+    stages: list[tuple[str, ...]] = [NAMES]
+    if plain is not None:
+        taken.plain.extend(replace(expert) for expert in experts)
+        # What goes into down follows from the codes of gate and up.
+        beside, stages = Plain(plain, taken.plain), [(name,) for name in NAMES]
+    for names in stages:
+        bench.look(experts, seen, shared, names, beside)
+        yield from bench.quantize(experts, len(seen.chunks), found, names)
+        for expert in experts:
+            expert.inputs = expert.middle = None
 
 
 def _stats(counts: Sequence[int], few: Sequence[int], found: Found) -> LayerStats:

@@ -83,29 +83,37 @@ def solved_together(asked: int, columns: int) -> int:
     return max(1, min(asked, _TOGETHER // (4 * columns * columns)))
 
 
-def _expert_bytes(hidden: int, middle: int, own_hessians: bool) -> int:
-    """An expert in memory: BF16 weights, float32 Hessians."""
+def _expert_bytes(hidden: int, middle: int, own_hessians: bool, corrects: bool = False) -> int:
+    """An expert in memory: BF16 weights, float32 Hessians. To correct propagated errors, weights as they
+    were and as they are served, and for one matrix after the other its Hessian and what that is
+    multiplied with."""
+    if corrects:
+        return 6 * hidden * middle * 2 + 8 * max(middle, hidden if own_hessians else 0) ** 2
     hessians = 4 * middle * middle + (4 * hidden * hidden if own_hessians else 0)
     return 3 * hidden * middle * 2 + hessians
 
 
 def _solver_bytes(
-    hidden: int, middle: int, schemes: int, solver: Solver, batch: int = 1, device: str = "cpu"
-) -> int:
+    hidden: int, middle: int, schemes: int, solver: Solver, batch: int = 1, device: str = "cpu",
+    *, corrects: bool = False,
+) -> int:  # fmt: skip
     """Some matrices being solved: Hessians and their copies, and the matrices in float32 with their
-    errors."""
+    errors. Where propagated errors are corrected, what they are solved against is float32."""
     widest, tallest = max(hidden, middle), 2 * middle * hidden
-    kept = schemes * 2 * tallest * batch
+    kept = (schemes * 2 + (6 if corrects else 0)) * tallest * batch
     if solver == "best":
         shapes = ((2 * middle, hidden), (hidden, middle))
         return kept + max(best_bytes(batch, *shape, device) for shape in shapes)
     return kept + batch * 4 * (3 * widest * widest + 4 * tallest)
 
 
-def least_bytes(hidden: int, middle: int, schemes: int, solver: Solver) -> int:
+def least_bytes(
+    hidden: int, middle: int, schemes: int, solver: Solver, *, corrects: bool = False
+) -> int:
     """Memory without which no expert can be solved on a CPU, known from shapes alone: libraries, a
     layer's other weights and its tokens come on top."""
-    return _expert_bytes(hidden, middle, True) + _solver_bytes(hidden, middle, schemes, solver)
+    solving = _solver_bytes(hidden, middle, schemes, solver, corrects=corrects)
+    return _expert_bytes(hidden, middle, True, corrects) + solving
 
 
 def group_sizes(
@@ -120,18 +128,22 @@ def group_sizes(
     together: int,
     layer_bytes: int,
     chunk: int,
+    corrects: bool = False,
 ) -> list[int]:
     """Experts that each device works on together. Raises RunError where not one fits, with the smallest
     budget that is enough."""
-    one = _expert_bytes(hidden, middle, own_hessians)
+    one = _expert_bytes(hidden, middle, own_hessians, corrects)
     widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
-    passing = chunk * (hidden + middle) * 12 + chunk * 4 * middle
-    rest = passing + layer_bytes + (0 if own_hessians else 4 * hidden * hidden)
+    passing = (2 if corrects else 1) * (chunk * (hidden + middle) * 12 + chunk * 4 * middle)
+    shared = 0 if own_hessians else (8 if corrects else 4) * hidden * hidden
+    rest = passing + layer_bytes + shared
     sizes = []
     for device, share in zip(devices, budget.devices, strict=True):
         batch = 1 if device == "cpu" else solved_together(together, widest)
-        fixed = rest + _solver_bytes(hidden, middle, schemes, solver, batch, device)
+        fixed = rest + _solver_bytes(
+            hidden, middle, schemes, solver, batch, device, corrects=corrects
+        )
         free = (
             share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
         )

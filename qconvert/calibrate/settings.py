@@ -36,7 +36,9 @@ class Settings:
     `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
     best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
     largest weight's; `order` solves columns by "importance" or as "stored"; `refit` is how often scales
-    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow.
+    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow;
+    `propagated_error` "correct" keeps hidden states of the unquantized model too, and solves against
+    weights that make up for half of what layers before lost (calibrate/propagated.py).
     """
 
     dampening_frac: float = 0.01
@@ -53,6 +55,7 @@ class Settings:
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
+    propagated_error: Literal["ignore", "correct"] = "ignore"
 
     def __post_init__(self) -> None:
         if not 0 < self.dampening_frac < 1:
@@ -71,6 +74,11 @@ class Settings:
         for name in ("refit", "descent"):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name} must be 0 or more, found {getattr(self, name)}")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether what layers before lost is made up for."""
+        return self.solver == "best" and self.propagated_error == "correct"
 
     def searches(self, scheme: IntScheme) -> bool:
         """Whether llm-compressor's solver searches a scheme's scales."""

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from qconvert.calibrate.propagated import States
 from qconvert.calibrate.rows import InFile
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
@@ -21,20 +22,34 @@ _STATE = "state.json"
 
 @dataclass(frozen=True)
 class CalibrationDir:
-    """A folder for `count` tokens' hidden states BF16 [count, width]. `key` names the calibration."""
+    """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
+    and of the plain one. `key` names the calibration."""
 
     path: Path
     key: str
     count: int
     width: int
     files: Files
+    paired: bool = False
 
-    def states(self, layer: int, *, new: bool) -> InFile:
+    def states(self, layer: int, *, new: bool) -> States:
         """What goes into a layer. Raises RunError for a file that is damaged."""
         import torch
 
-        path = self.path / _name(layer)
-        return InFile(path, self.count, self.width, torch.bfloat16, self.files, new=new)
+        opened: list[InFile] = []
+        try:
+            for name in self._names(layer):
+                path, kind = self.path / name, torch.bfloat16
+                opened.append(InFile(path, self.count, self.width, kind, self.files, new=new))
+        except BaseException:
+            for file in opened:
+                file.close()
+            raise
+        return States(*opened)
+
+    def _names(self, layer: int) -> tuple[str, ...]:
+        name = f"hidden.{layer}.rows"
+        return (name, f"hidden.{layer}.plain.rows") if self.paired else (name,)
 
     def layer(self) -> int | None:
         """The layer to continue with, None where nothing was begun; what else lies here is removed.
@@ -54,13 +69,13 @@ class CalibrationDir:
             layer = state.get("layer")
             if type(layer) is not int or layer < 0:
                 raise RunError(f"{file}: expected the number of a layer, found {layer!r}")
-        kept = set() if layer is None else {_STATE, _name(layer)}
+        kept = set() if layer is None else {_STATE, *self._names(layer)}
         for left in self.path.iterdir():
             if left.name not in kept:
                 self.files.remove(left)
         return layer
 
-    def remember(self, layer: int, states: InFile) -> None:
+    def remember(self, layer: int, states: States) -> None:
         """The next layer to do is this one, and these are its states. Those before are removed."""
         states.sync()
         new = self.path / f"{_STATE}.new"
@@ -74,10 +89,7 @@ class CalibrationDir:
             self.files.close(fd)
         self.files.rename(new, self.path / _STATE)
         self.files.sync_folder(self.path)
-        before = self.path / _name(layer - 1)
-        if before.exists():
-            self.files.remove(before)
-
-
-def _name(layer: int) -> str:
-    return f"hidden.{layer}.rows"
+        for name in self._names(layer - 1):
+            before = self.path / name
+            if before.exists():
+                self.files.remove(before)

@@ -33,6 +33,7 @@ class CalibrationOptions(TypedDict):
 
     gptq: bool
     solver: Literal["best", "llmcompressor"] | None
+    propagated_error: Literal["ignore", "correct"] | None
     data: str | None
     synthetic: bool
     samples: int | None
@@ -95,6 +96,12 @@ CALIBRATION: Callable[[F], F] = stacked(
         help="Of --gptq. `best`: scales are searched for and refitted, columns ordered, codes improved "
         "one by one: .6 to .7 of `llmcompressor`'s KL on a small model, less with outlier channels, "
         "in 6 times its solving. `llmcompressor`: llm-compressor's codes. [default: best]",
+    ),
+    click.option(
+        "--propagated-error", type=click.Choice(["ignore", "correct"]),
+        help="Of --solver best: what layers before lost. `correct`: codes make up for half of it, as "
+        "the unquantized model shows, for twice the hidden states on disk and a second forward. "
+        "[default: ignore]",
     ),
     DATA,
 )  # fmt: skip

@@ -153,7 +153,8 @@ class ExpertsToW4A16:
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
         """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
-        run a layer at a time, and for statistics of experts that it has not."""
+        run a layer at a time, for statistics of experts that it has not, and for what corrects experts
+        alone."""
         if self.calibrate is None:
             return None
         check_runs(plan)
@@ -161,6 +162,14 @@ class ExpertsToW4A16:
             raise PlanError(
                 "save_stats: statistics are of routed experts, and this model has none: leave it out"
             )
+        if self.calibrate.propagated_error == "correct":
+            dims = plan.role_index.dims
+            for module in chosen.linears:
+                if not plan.family.is_mtp(f"{module}.weight", dims):
+                    raise PlanError(
+                        f"{module}: is quantized beside routed experts, and propagated_error 'correct' "
+                        f"is for these alone: choose 'ignore', or target {EXPERTS}"
+                    )
         return digest_of(self.calibrate, plan.checkpoint.root)
 
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:

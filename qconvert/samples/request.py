@@ -17,7 +17,7 @@ from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices")
-_OF_BEST = ("scales", "order", "refit", "descent")
+_OF_BEST = ("scales", "order", "refit", "descent", "propagated_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,11 @@ class Calibration(DataSpec):
     are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
     llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
     (`amax`), `order` is that in which columns are solved, by importance or as stored, `refit` how often
-    scales are fitted to codes, `descent` how many sweeps of coordinate descent end it. `save_stats` is
-    a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
-    on: none for all GPUs there are, or else the CPU. Raises DataError as DataSpec does, PlanError for
-    settings out of range.
+    scales are fitted to codes, `descent` how many sweeps of coordinate descent end it;
+    `propagated_error` is what layers before lost: ignored, or corrected by half, with the hidden states
+    of the unquantized model. `save_stats` is a folder for expert counts and moments of activations.
+    `devices` are torch's names of what to compute on: none for all GPUs there are, or else the CPU.
+    Raises DataError as DataSpec does, PlanError for settings out of range.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -48,6 +49,7 @@ class Calibration(DataSpec):
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
+    propagated_error: Literal["ignore", "correct"] = "ignore"
     save_stats: str | None = None
     devices: tuple[str, ...] = ()
 
@@ -91,8 +93,13 @@ def digest_of(request: Calibration, folder: Path) -> str:
 
 def fact(request: Calibration, digest: str) -> dict[str, Any]:
     """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
-    request without `solver` is llmcompressor's: that was the only one once."""
-    hidden = (*_PLACES, "solver", *_OF_BEST) if request.solver == "llmcompressor" else _PLACES
+    request without `solver` is llmcompressor's, one without `propagated_error` ignores that: there was
+    nothing else once."""
+    hidden: tuple[str, ...] = _PLACES
+    if request.solver == "llmcompressor":
+        hidden += ("solver", *_OF_BEST)
+    elif request.propagated_error == "ignore":
+        hidden += ("propagated_error",)
     settings = {
         field.name: getattr(request, field.name)
         for field in fields(request)

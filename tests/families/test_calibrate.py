@@ -134,12 +134,12 @@ def test_hessians_are_the_whole_models(
     ours: Sums = {}
     real = Bench.quantize
 
-    def keeping(self: Bench, experts: Any, calls: int, found: Any) -> Any:
+    def keeping(self: Bench, experts: Any, calls: int, found: Any, *names: Any) -> Any:
         for expert in experts:
             at = self.layer.number, expert.number
             ours[*at, "gate_up"] = expert.inputs.hessian.clone()
             ours[*at, "down"] = expert.middle.hessian.clone()
-        return real(self, experts, calls, found)
+        return real(self, experts, calls, found, *names)
 
     monkeypatch.setattr(Bench, "quantize", keeping)
     settings = Settings(min_tokens=1, few="rtn")
