@@ -16,7 +16,7 @@ from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Packer
+from qconvert.core.int_scheme import CodePacker
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.plan.plan import Calibrating, Plan, nodes
 from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
@@ -53,7 +53,7 @@ class GptqBackend:
     down_proj), the same in all layers."""
 
     calibration: Calibrating
-    packers: Mapping[str, tuple[Packer, ...]]
+    packers: Mapping[str, tuple[CodePacker, ...]]
 
     @cached_property
     def _data(self) -> tuple[list[Ids], list[str]]:
@@ -229,7 +229,7 @@ def _settings(request: Calibration) -> Settings:
     )  # fmt: skip
 
 
-def _targets(packers: Mapping[str, tuple[Packer, ...]], model: Plan) -> list[ExpertSchemes]:
+def _targets(packers: Mapping[str, tuple[CodePacker, ...]], model: Plan) -> list[ExpertSchemes]:
     """What to solve for, in the order of the packers, which all matrices of a kind share."""
     dims = model.role_index.dims
     columns = {"gate_proj": dims.hidden_size, "down_proj": dims.moe_intermediate_size}

@@ -25,7 +25,7 @@ from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import Scheme
 from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
@@ -44,7 +44,7 @@ Event = Matrix | LayerDone | Phase | Remark
 def calibrate(
     plan: Plan,
     tokens: Sequence[Tokens],
-    schemes: Sequence[IntScheme | ExpertSchemes],
+    schemes: Sequence[Scheme | ExpertSchemes],
     settings: Settings,
     *,
     work_dir: Path,
