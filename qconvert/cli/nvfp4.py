@@ -68,9 +68,9 @@ def nvfp4(
     nvidia-modelopt would, byte for byte but for --scales search and --gptq, with two exceptions. Gate
     and up of an expert always share one global scale, which runtimes require. In the compressed-tensors
     dialect FP16 weights are converted to FP32 first: that library's FP16 arithmetic overflows and loses
-    small weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP layers
-    are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model whose
-    family is not in layouts/ is refused, because its linear layers are not known. --targets takes
+    small weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP
+    layers are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model
+    whose family is not in layouts/ is refused, because its linear layers are not known. --targets takes
     `experts` and `Linear` only.
 
     \b
