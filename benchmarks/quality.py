@@ -4,11 +4,11 @@
         [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
-calibrates it as `qconvert w4a16 --gptq` and `amx --gptq` do, and compares what it then answers with what
-it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor` with the
-paired standard error over samples, perplexity a byte, and the calibration's seconds. Three forms of the
-model compute the same function, two of them with outlier channels. `--steps` adds the refinements of
-`--solver best` one by one, `--peers` AutoRound and GPTQModel where they are installed
+calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares what it then answers with
+what it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor`
+(NVFP4: to rounding) with the paired standard error over samples, perplexity a byte, and seconds. Three
+forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
+refinements of `--solver best` one by one, `--peers` AutoRound and GPTQModel where they are installed
 (quality_peers.py).
 """
 
@@ -32,27 +32,51 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.fp4_scheme import Nvfp4Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.plan.plan import Plan
 
 hf: Any = transformers
-SCHEMES = {
+SCHEMES: dict[str, Scheme] = {
     "W4A16 g128": IntScheme(4, 128),
     "W4A16 g32": IntScheme(4, 32),
     "W4A16 g32 asymmetric": IntScheme(4, 32, symmetric=False),
     "AMXINT4": IntScheme(4, None, scale_dtype="F32", narrow=True),
+    "NVFP4": Nvfp4Scheme("modelopt"),
 }
 THEIRS = Settings(solver="llmcompressor")
-SOLVERS: dict[str, Settings | None] = {  # the first is what others are compared with
-    "--solver llmcompressor": THEIRS,
-    "round to nearest": None,
-    "--solver best": Settings(),
+
+
+@dataclass(frozen=True)
+class Way:
+    """How codes are found."""
+
+    settings: Settings
+    calibrated: bool = True
+
+
+SOLVERS = {  # the first is what others are compared with
+    "--solver llmcompressor": Way(THEIRS),
+    "round to nearest": Way(replace(THEIRS, search="none"), calibrated=False),
+    "--solver best": Way(Settings()),
 }
-STEPS: dict[str, Settings | None] = {
-    "scales searched": Settings(order="stored", refit=0, descent=0),
-    "+ order": Settings(refit=0, descent=0),
-    "+ refit": Settings(descent=0),
-    "no refit": Settings(refit=0),
+OF_NVFP4 = {
+    "round to nearest": Way(Settings(scales="amax"), calibrated=False),
+    "--scales search": Way(Settings(), calibrated=False),
+    "--gptq": Way(Settings()),
+}
+STEPS = {
+    "scales searched": Way(Settings(order="stored", refit=0, descent=0)),
+    "+ order": Way(Settings(refit=0, descent=0)),
+    "+ refit": Way(Settings(descent=0)),
+    "no refit": Way(Settings(refit=0)),
+}
+STEPS_OF_NVFP4 = {
+    "scales of amax": Way(Settings(scales="amax", order="stored", refit=0, descent=0)),
+    "scales in the loop": Way(Settings(order="stored", refit=0, descent=0)),
+    "+ order": Way(Settings(refit=0, descent=0)),
+    "no refit": Way(Settings(refit=0)),
+    "refit and descent 4": Way(Settings(refit=4, descent=4)),
 }
 
 
@@ -124,19 +148,21 @@ def _compare(
     }
     for name in schemes:
         base: torch.Tensor | None = None
-        asked = {**SOLVERS, **(STEPS if steps else {}), **(_peers(name) if peers else {})}
-        for label, settings in asked.items():
+        fp4 = isinstance(SCHEMES[name], Nvfp4Scheme)
+        more: dict[str, Way | Peer] = dict((STEPS_OF_NVFP4 if fp4 else STEPS) if steps else {})
+        more.update(_peers(name) if peers else {})
+        for label, way in {**(OF_NVFP4 if fp4 else SOLVERS), **more}.items():
             start = time.monotonic()
             seconds: float | None = None
-            if settings is None:
-                _round(model, SCHEMES[name])
-            elif isinstance(settings, Settings):
-                _calibrated(model, folder, tokens, SCHEMES[name], settings, device)
-            else:
-                seconds = settings(model, folder, tokens, device)
+            if not isinstance(way, Way):
+                seconds = way(model, folder, tokens, device)
                 if seconds is None:
                     print(f"  {name:20} {label:24} not installed", flush=True)
                     continue
+            elif way.calibrated:
+                _calibrated(model, folder, tokens, SCHEMES[name], way.settings, device)
+            else:
+                _round(model, SCHEMES[name], way.settings)
             if seconds is None:
                 seconds = time.monotonic() - start
             after = _answers(model, test)
@@ -160,7 +186,7 @@ Peer = Callable[[Any, Path, torch.Tensor, str], float | None]
 def _peers(scheme: str) -> dict[str, Peer]:
     """Those that write a scheme: symmetric INT4 in groups."""
     found = SCHEMES[scheme]
-    if not found.symmetric or found.group is None:
+    if isinstance(found, Nvfp4Scheme) or not found.symmetric or found.group is None:
         return {}
     return {name: _peer(name, found.group) for name in quality_peers.PEERS}
 
@@ -198,7 +224,7 @@ def _calibrated(
     model: Any,
     folder: Path,
     tokens: torch.Tensor,
-    scheme: IntScheme,
+    scheme: Scheme,
     settings: Settings,
     device: str,
 ) -> None:
@@ -211,16 +237,16 @@ def _calibrated(
             devices=("cuda:0" if device == "cuda" else "cpu",), key="quality",
         ):  # fmt: skip
             if isinstance(event, Matrix):
+                assert event.expert is not None, "linears beside experts were not asked for"
                 meaning = _meaning(event.codes[0])
                 _expert(model, event.layer, event.expert, event.kind).copy_(meaning)
 
 
-def _round(model: Any, scheme: IntScheme) -> None:
-    settings = replace(THEIRS, search="none")
-    for layer, block in enumerate(model.model.layers):
-        for expert in range(block.mlp.experts.gate_up_proj.shape[0]):
-            for kind in ("gate_proj", "up_proj", "down_proj"):
-                weight = _expert(model, layer, expert, kind)
+def _round(model: Any, scheme: Scheme, settings: Settings) -> None:
+    for block in model.model.layers:
+        experts = block.mlp.experts
+        for expert in range(experts.gate_up_proj.shape[0]):
+            for weight in (experts.gate_up_proj.data[expert], experts.down_proj.data[expert]):
                 weight.copy_(rounded(weight.bfloat16().cpu(), scheme, settings).weight.float())
 
 
@@ -241,7 +267,10 @@ def _meaning(codes: Codes) -> torch.Tensor:
     steps = torch.from_numpy(codes.codes).float()
     if codes.zero is not None:
         steps -= torch.from_numpy(codes.zero).float().repeat_interleave(width, 1)
-    wide = steps * torch.from_numpy(codes.scale).repeat_interleave(width, 1)
+    scale = torch.from_numpy(codes.scale)
+    if codes.own is not None:  # of modelopt's NVFP4, whose codes are twice their numbers
+        steps, scale = steps / 2, scale * codes.own
+    wide = steps * scale.repeat_interleave(width, 1)
     return wide.bfloat16().float()
 
 

@@ -35,6 +35,7 @@ from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
+from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
@@ -43,6 +44,7 @@ ROUTED = Settings(min_tokens=1)
 THEIRS = Settings(min_tokens=1, solver="llmcompressor")
 CORRECTED = Settings(min_tokens=1, propagated_error="correct")
 G32 = IntScheme(4, 32)
+FP4 = Nvfp4Scheme("modelopt")
 TOKENS = samples(6, 40)
 
 

@@ -17,7 +17,7 @@ from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Packer
+from qconvert.core.int_scheme import CodePacker
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
@@ -58,8 +58,8 @@ class GptqBackend:
     up_proj, down_proj), the same in all layers, `linears` those of each module beside the experts."""
 
     calibration: Calibrating
-    packers: Mapping[str, tuple[Packer, ...]]
-    linears: Mapping[str, tuple[Packer, ...]] = field(default_factory=dict)
+    packers: Mapping[str, tuple[CodePacker, ...]]
+    linears: Mapping[str, tuple[CodePacker, ...]] = field(default_factory=dict)
 
     @cached_property
     def _data(self) -> tuple[list[Ids], list[str]]:
@@ -226,7 +226,7 @@ def work_dir_bytes(calibration: Calibrating) -> int:
     return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 
 
-def _named(linears: Mapping[str, tuple[Packer, ...]]) -> dict[str, list[str]]:
+def _named(linears: Mapping[str, tuple[CodePacker, ...]]) -> dict[str, list[str]]:
     """Modules by their packers."""
     found: dict[str, list[str]] = {}
     for module, packers in linears.items():
@@ -280,7 +280,7 @@ def _settings(request: Calibration) -> Settings:
     )  # fmt: skip
 
 
-def _targets(packers: Mapping[str, tuple[Packer, ...]], model: Plan) -> list[ExpertSchemes]:
+def _targets(packers: Mapping[str, tuple[CodePacker, ...]], model: Plan) -> list[ExpertSchemes]:
     """What to solve for, in the order of the packers, which all matrices of a kind share."""
     dims = model.role_index.dims
     columns = {"gate_proj": dims.hidden_size, "down_proj": dims.moe_intermediate_size}

@@ -26,7 +26,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
@@ -45,7 +45,7 @@ Event = Matrix | LayerDone | Phase | Remark
 def calibrate(
     plan: Plan,
     tokens: Sequence[Tokens],
-    schemes: Sequence[IntScheme | ExpertSchemes],
+    schemes: Sequence[Scheme | ExpertSchemes],
     settings: Settings,
     *,
     work_dir: Path,
@@ -108,9 +108,7 @@ def calibrate(
             reader.close()
 
 
-def disk_bytes(
-    tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False
-) -> int:
+def disk_bytes(tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False) -> int:
     """Bytes of `work_dir` at the most: hidden states of this layer and the next, what experts get and
     answer, all BF16; routes of up to 16 experts a token. Where `linears` are solved beside experts, what
     these get is kept twice; all of it is, of the unquantized model too, where propagated errors are

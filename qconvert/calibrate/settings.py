@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,8 @@ class Settings:
     `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
     best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
     largest weight's; `order` solves columns by "importance" or as "stored"; `refit` is how often scales
-    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow;
+    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow; of
+    NVFP4 sweeps are over blocks, and in the first `refit` of them scales are chosen anew too.
     `propagated_error` "correct" keeps hidden states of the unquantized model too, and solves against
     weights that make up for half of what layers before lost (calibrate/propagated.py).
     """
@@ -92,10 +93,10 @@ class ExpertSchemes:
     """One format to solve for: gate and up have one scheme, down may have another (AMX cuts its columns
     into a part a NUMA node)."""
 
-    gate_up: IntScheme
-    down: IntScheme
+    gate_up: Scheme
+    down: Scheme
 
-    def scheme(self, kind: str) -> IntScheme:
+    def scheme(self, kind: str) -> Scheme:
         return self.down if kind == "down_proj" else self.gate_up
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.settings import CLIPS, Settings
+from qconvert.calibrate.solver import nvfp4
 from qconvert.calibrate.solver.best import best, least_squares
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.fp4_scheme import Nvfp4Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A matrix [N, K] on its device: int8 codes, scale [N, groups] in the scheme's dtype, zero int8 or
-    None, g_idx int32 [K] or None; `weight` is what the codes mean, BF16 [N, K]."""
+    None, g_idx int32 [K] or None; `weight` is what the codes mean, BF16 [N, K]; `own` is NVFP4's scale
+    of the whole matrix."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     g_idx: torch.Tensor | None
     weight: torch.Tensor
+    own: float | None = None
 
     def rows(self, start: int, stop: int) -> Quantized:
         zero = None if self.zero is None else self.zero[start:stop]
@@ -39,13 +43,15 @@ class Quantized:
             zero,
             self.g_idx,
             self.weight[start:stop],
+            self.own,
         )
 
     def numpy(self) -> Codes:
         def down(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.cpu().contiguous().numpy()
 
-        return Codes(down(self.codes), down(self.scale.float()), down(self.zero), down(self.g_idx))
+        scale, zero, g_idx = down(self.scale.float()), down(self.zero), down(self.g_idx)
+        return Codes(down(self.codes), scale, zero, g_idx, self.own)
 
 
 def args_of(scheme: IntScheme) -> Any:
@@ -113,10 +119,12 @@ def _least_error(
     return best
 
 
-def rounded(weight: torch.Tensor, scheme: IntScheme, settings: Settings) -> Quantized:
+def rounded(weight: torch.Tensor, scheme: Scheme, settings: Settings) -> Quantized:
     """A BF16 matrix [N, K] rounded to nearest, all columns alike."""
     import torch
 
+    if isinstance(scheme, Nvfp4Scheme):
+        return _fp4(nvfp4.rounded(weight, scheme.dialect, settings))
     alike = torch.ones(weight.shape[1], device=weight.device)
     scale, zero = _scales(weight, alike, scheme, search=settings.searches(scheme))
     if settings.solver == "best" and settings.scales == "search" and scheme.symmetric:
@@ -171,13 +179,17 @@ def _meaning(
 def solved(
     weights: Sequence[torch.Tensor],
     hessians: torch.Tensor,
-    scheme: IntScheme,
+    scheme: Scheme,
     settings: Settings,
 ) -> tuple[list[Quantized], list[bool]]:
     """GPTQ of B matrices BF16 [N, K] with Hessians float32 [B, K, K], which are overwritten; and which
     of them were only rounded because their Hessian could not be factorized."""
     import torch
 
+    if isinstance(scheme, Nvfp4Scheme):
+        stacked = torch.stack(list(weights))
+        found4, failed = nvfp4.solved(stacked, hessians, scheme.dialect, settings)
+        return [_fp4(one) for one in found4], [bool(flag) for flag in failed.tolist()]
     columns = weights[0].shape[1]
     search = settings.searches(scheme)
     means = torch.diagonal(hessians, dim1=-2, dim2=-1)
@@ -192,7 +204,7 @@ def solved(
     scale = torch.stack([s for s, _ in pairs])
     zero = torch.stack([z for _, z in pairs])
     ordered = order is not None
-    results, failed = _matrices(weights, hessians, scale, zero, scheme, settings, ordered=ordered)
+    results, bad = _matrices(weights, hessians, scale, zero, scheme, settings, ordered=ordered)
     made = []
     for number, found in enumerate(results):
         if order is not None:
@@ -203,7 +215,11 @@ def solved(
                 found.codes[:, back], found.scale, found.zero, groups[back], found.weight[:, back]
             )
         made.append(found)
-    return made, [bool(flag) for flag in failed.tolist()]
+    return made, [bool(flag) for flag in bad.tolist()]
+
+
+def _fp4(made: nvfp4.Found) -> Quantized:
+    return Quantized(made.steps, made.scale, None, None, made.weight, float(made.own))
 
 
 def _matrices(

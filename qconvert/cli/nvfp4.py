@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
+from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
+from qconvert.cli.convert import CONVERSION, convert, with_kv_scale
 from qconvert.cli.options import (
-    DEVICE,
     DIALECT_HELP,
     INPUT_SCALE,
     KV_SCALE,
@@ -21,7 +21,6 @@ from qconvert.cli.options import (
     TARGETS,
     TP,
     from_options,
-    one_device,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @INPUT_SCALE
 @KV_SCALE
-@DEVICE
+@CALIBRATION
 @CONVERSION
 def nvfp4(
     source: str,
@@ -61,18 +60,17 @@ def nvfp4(
     weight_only: bool,
     input_scale: float | None,
     kv_scale: float | None,
-    devices: tuple[str, ...],
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
-    nvidia-modelopt would, byte for byte but for --scales search, with two exceptions. Gate and up of an
-    expert always share one global scale, which runtimes require. In the compressed-tensors dialect FP16
-    weights are converted to FP32 first: that library's FP16 arithmetic overflows and loses small
-    weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP layers
-    are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model whose
-    family is not in layouts/ is refused, because its linear layers are not known. --targets takes
+    nvidia-modelopt would, byte for byte but for --scales search and --gptq, with two exceptions. Gate
+    and up of an expert always share one global scale, which runtimes require. In the compressed-tensors
+    dialect FP16 weights are converted to FP32 first: that library's FP16 arithmetic overflows and loses
+    small weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP
+    layers are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model
+    whose family is not in layouts/ is refused, because its linear layers are not known. --targets takes
     `experts` and `Linear` only.
 
     \b
@@ -80,12 +78,16 @@ def nvfp4(
       qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
       qconvert nvfp4 GLM-4.5-Air out --dialect modelopt --input-scale 1.0
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --gptq --data chats.jsonl
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
     from qconvert.recipe.recipe import Recipe
     from qconvert.recipe.words import EXPERTS, fields_of
 
+    asked, options = split_options(given)
+    if asked["gptq"] and scales != "amax":
+        raise click.UsageError(f"--scales {scales} rounds to nearest: omit --gptq, or this")
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
     if input_scale is not None and (stats is not None or weight_only):
@@ -95,8 +97,7 @@ def nvfp4(
         chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
         step = ToNvfp4(
             dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
-            input_scale, scales,
+            input_scale, scales, calibration_from(asked),
         )  # fmt: skip
     steps = with_kv_scale(step, kv_scale)
-    options["device"] = one_device(devices)
     convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)

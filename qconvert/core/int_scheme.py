@@ -1,4 +1,5 @@
-"""What all integer formats share: how a matrix is cut into groups, its codes, and the packers.
+"""What all integer formats share: how a matrix is cut into groups, its codes, and the packers. NVFP4's
+calibrated codes go the same way.
 
 Codes are counted as compressed-tensors 0.19 counts them
 (`quantization/lifecycle/forward_helpers.py`): signed, value = (code - zero) * scale, asymmetric
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
+from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.graph import Buffer
 
 if TYPE_CHECKING:
@@ -91,16 +93,21 @@ class Codes:
 
     codes int8 [N, K], -8 to 7 or -128 to 127, asymmetric ones too; scale float32 [N, groups], each
     exactly a value of the scheme's scale_dtype; zero int8 [N, groups], None if symmetric (all
-    0); g_idx int32 [K], the group of each column, None if groups are adjacent columns.
+    0); g_idx int32 [K], the group of each column, None if groups are adjacent columns. Of NVFP4 codes
+    are twice E2M1 numbers (-12 to 12), scales E4M3 numbers above 0, `own` the matrix's float32 scale.
     """
 
     codes: Int8s
     scale: Float32s
     zero: Int8s | None = None
     g_idx: Int32s | None = None
+    own: float | None = None
 
 
-class Packer(Protocol):
+Scheme = IntScheme | Nvfp4Scheme
+
+
+class CodePacker(Protocol):
     """Codes -> the tensors a format stores for a matrix. A frozen dataclass: its repr is its identity.
 
     `row_step` rows of the matrix must be packed together (0: all of them); what is packed of rows
@@ -114,7 +121,7 @@ class Packer(Protocol):
     @property
     def row_step(self) -> int: ...
 
-    def scheme_of(self, columns: int) -> IntScheme:
+    def scheme_of(self, columns: int) -> Scheme:
         """How a matrix with that many columns is to be quantized for it."""
 
     def loss(self, weight: TensorType) -> str | None:
@@ -126,3 +133,9 @@ class Packer(Protocol):
 
     def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
         """Fill the results. numpy alone; nothing larger than a few MiB is allocated."""
+
+
+class Packer(CodePacker, Protocol):
+    """One of integers."""
+
+    def scheme_of(self, columns: int) -> IntScheme: ...

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Apply, Buffer
-from qconvert.core.int_scheme import Packer
+from qconvert.core.int_scheme import CodePacker
 from qconvert.ops.base import Uncut
 from qconvert.ops.rowwise import RowOp
 
@@ -30,7 +30,7 @@ class Calibrated(Uncut):
     """
 
     decoder: RowOp | None
-    packers: tuple[Packer, ...]
+    packers: tuple[CodePacker, ...]
     layer: int
     expert: int | None
     kind: str

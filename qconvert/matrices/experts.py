@@ -9,7 +9,7 @@ from qconvert.checkpoint.family import Place, expert_inputs
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
-from qconvert.core.int_scheme import Packer
+from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import Calibrated
@@ -177,7 +177,7 @@ def check_described(plan: Plan) -> None:
 
 
 def calibrated(
-    projection: Projection, packers: tuple[Packer, ...], digest: str
+    projection: Projection, packers: tuple[CodePacker, ...], digest: str
 ) -> tuple[tuple[Output, ...], ...]:
     """A matrix whose codes a calibration finds: the results of each packer. Raises PlanError where the
     matrix is of no size that one takes."""

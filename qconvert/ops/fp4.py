@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.core.fp4_scheme import NVFP4_BLOCK
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
-BLOCK = 16  # columns that share a scale
+BLOCK = NVFP4_BLOCK
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # What lies halfway between two sizes, and whether it goes to the larger one: to the even code.

@@ -19,15 +19,18 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mxfp4.stored import mxfp4_modules
+from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.config import (
+    NAMES,
     group_config,
     input_scale,
     mixed_config,
     modelopt_config,
 )
 from qconvert.formats.nvfp4.encode import Scales
+from qconvert.matrices.causes import check_runs
 from qconvert.matrices.encodings import mxfp4
-from qconvert.matrices.experts import Projection
+from qconvert.matrices.experts import Projection, calibrated
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
@@ -59,6 +62,7 @@ from qconvert.passes.replace_weights import Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import LogEntry, Plan
+from qconvert.samples.request import Calibration, digest_of, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,13 @@ class ToNvfp4:
     have no inputs of theirs. `input_scale` is one constant for the inputs of all that is quantized, as
     modelopt stores it (their largest size / 2688). `tp` is a tensor-parallel size that the result must
     load at. Block `scales` are each block's largest weight / 6, or with `search` those around it whose
-    codes have the least squared error.
+    codes have the least squared error. With `calibrate` GPTQ finds codes and block scales of routed
+    experts, but not of draft layers; gate and up still share a global scale, that of rounding.
 
     Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
     cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
-    statistics do not fit, where a search is asked for and MXFP4 keeps its scales, and as
-    `routed_experts` does.
+    statistics do not fit, where a search is asked for and MXFP4 keeps its scales, where a calibration
+    would have to solve other linears than routed experts, and as `routed_experts` does.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -90,9 +95,10 @@ class ToNvfp4:
     tp: int | None = None
     input_scale: float | None = None
     scales: Scales = "amax"
+    calibrate: Calibration | None = None
 
     def __repr__(self) -> str:
-        return spelled(self, ("input_scale", "scales"))
+        return spelled(self, ("input_scale", "scales", "calibrate"))
 
     def __post_init__(self) -> None:
         if self.input_scale is not None and not 0 < self.input_scale < inf:
@@ -116,6 +122,27 @@ class ToNvfp4:
             )
         if self.tp is not None and self.tp < 1:
             raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
+        if self.calibrate is not None:
+            self._check_calibration(self.calibrate)
+
+    def _check_calibration(self, asked: Calibration) -> None:
+        """Raises PlanError for what cannot be calibrated, or not so."""
+        if asked.solver == "llmcompressor":
+            raise PlanError(
+                "solver llmcompressor: only integers are solved so here, and NVFP4 is not: leave solver "
+                "out, or choose best"
+            )
+        if self.scales != "amax":
+            raise PlanError(
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration finds its own: "
+                "leave one of the two out"
+            )
+        if self.targets == "all" or self.shared_experts == "quantize":
+            word = "targets all" if self.targets == "all" else "shared_experts quantize"
+            raise PlanError(
+                f"{word}: calibration solves routed experts alone, and others would be rounded to "
+                "nearest: leave it out"
+            )
 
     def __call__(self, plan: Plan) -> Plan:
         modules = mxfp4_modules(plan)
@@ -123,9 +150,11 @@ class ToNvfp4:
             return self._relabelled(plan, modules)
         chosen = self.chosen(plan)
         maxima = self._input_maxima(plan, chosen)
+        digest = self._digest(plan)
         matrices = {module: stored for module, _, stored in chosen}
-        made: dict[str, Output] = {}
-        for group in shared_groups({module: kind for module, kind, _ in chosen}):
+        made = {} if digest is None else self._solved(chosen, digest)
+        rounded = {m: k for m, k, _ in chosen if f"{m}.{NAMES[self.dialect].weight}" not in made}
+        for group in shared_groups(rounded):
             members = {module: matrices[module] for module in group}
             made.update(quantized(members, self.dialect, self.scales))
         if maxima is not None:
@@ -133,7 +162,26 @@ class ToNvfp4:
                 value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
                 made |= input_of(p.module, self.dialect, value)
         made |= inputs_of(matrices, self.dialect, self.input_scale)
-        return self._planned(plan, chosen, made, maxima)
+        return self._planned(plan, chosen, made, maxima, digest)
+
+    def _digest(self, plan: Plan) -> str | None:
+        """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
+        run."""
+        if self.calibrate is None:
+            return None
+        check_runs(plan)
+        return digest_of(self.calibrate, plan.checkpoint.root)
+
+    def _solved(self, chosen: Selection, digest: str) -> dict[str, Output]:
+        """The tensors of calibrated matrices by name."""
+        found: dict[str, Output] = {}
+        packer = PackNvfp4Codes(self.dialect)
+        for one in _projections(chosen):
+            if not one.draft:
+                (made,) = calibrated(one, (packer,), digest)
+                names = (f"{one.module}.{suffix}" for suffix in packer.suffixes)
+                found.update(zip(names, made, strict=True))
+        return found
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
@@ -142,6 +190,10 @@ class ToNvfp4:
         if self.scales != "amax":
             raise PlanError(
                 "MXFP4 sources are relabelled as they are, codes and scales: leave scales out"
+            )
+        if self.calibrate is not None:
+            raise PlanError(
+                "MXFP4 sources are relabelled as they are, without loss: there is nothing to calibrate"
             )
         found = {module: read for module in modules if (read := mxfp4.read(plan, module))}
         step = self.name, repr(self)
@@ -172,7 +224,7 @@ class ToNvfp4:
 
     def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
         """The same with shared experts, where they are to be quantized with the routed ones."""
-        if self.stats is not None and self.shared_experts is None:
+        if self.shared_experts is None and (self.stats is not None or self.calibrate is not None):
             return chosen
         drafts = self._takes_drafts(plan)
 
@@ -185,17 +237,24 @@ class ToNvfp4:
         return None if self.stats is None else maxima_of(plan, self.stats, _projections(chosen))
 
     def _planned(
-        self, plan: Plan, chosen: Selection, made: Named, maxima: InputMaxima | None
+        self,
+        plan: Plan,
+        chosen: Selection,
+        made: Named,
+        maxima: InputMaxima | None,
+        digest: str | None,
     ) -> Plan:
         inputs = maxima is not None or self.input_scale is not None
         block, others = self._block(plan, chosen, inputs=inputs)
         made_plan = replace_weights(
             plan,
-            self._entry(plan, chosen, maxima, block),
+            self._entry(plan, chosen, maxima, block, digest),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
             facts={"tp_sizes": _loads_at(chosen), **self._facts()},
+            calibrate=self.calibrate,
+            digest=digest,
         )
         return with_modelopt_file(made_plan)
 
@@ -219,11 +278,11 @@ class ToNvfp4:
         chosen: Selection,
         maxima: InputMaxima | None,
         block: Mapping[str, Any],
+        digest: str | None,
     ) -> LogEntry:
         notes = []
-        spec = repr(self)
+        step = self if maxima is None else replace(self, stats=maxima.digest)
         if maxima is not None:
-            spec = repr(replace(self, stats=maxima.digest))
             notes += maxima.notes()
         else:
             notes.append(said_of_inputs(self.input_scale))
@@ -232,9 +291,11 @@ class ToNvfp4:
             notes.append(self._of_drafts(plan))
         if chosen.left:
             notes.append(f"{len(chosen.left)} linears left as they are: no whole blocks of {BLOCK}")
+        if digest is not None and any(one.draft for one in _projections(chosen)):
+            notes.append("MTP experts are not calibrated: rounded to nearest")
         notes += shared_notes(plan, chosen, block)
         notes.append(f"loads at tensor parallel {', '.join(map(str, _loads_at(chosen)))}")
-        return chosen.entry(self.name, spec, notes)
+        return chosen.entry(self.name, identity(step, digest), notes)
 
     def _of_drafts(self, plan: Plan) -> str:
         if self._takes_drafts(plan):

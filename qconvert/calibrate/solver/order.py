@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def curvature(hessians: torch.Tensor, dampening: float, *, by_importance: bool) -> Curvature:
+def curvature(
+    hessians: torch.Tensor, dampening: float, *, by_importance: bool, together: int = 1
+) -> Curvature:
     """Of Hessians float32 [B, K, K], which are overwritten: `dampening` times their mean diagonal is
     added to the diagonal. `by_importance` solves the columns with the largest inputs first, whose error
-    the others then make up for; groups stay as they are stored, so nothing has to say so.
+    the others then make up for; groups stay as they are stored, so nothing has to say so. `together`
+    adjacent columns are solved one after the other, in the place of the most important of them.
 
     An input that was never seen has only the damping: its column is rounded to nearest.
     """
@@ -22,7 +25,7 @@ def curvature(hessians: torch.Tensor, dampening: float, *, by_importance: bool) 
     batch, columns = hessians.shape[:2]
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     if by_importance:
-        order = torch.argsort(diagonal, dim=1, descending=True, stable=True)
+        order = _by_importance(diagonal, together)
     else:
         order = torch.arange(columns, device=hessians.device).expand(batch, -1)
     diagonal.add_(dampening * diagonal.mean(1, keepdim=True))
@@ -34,6 +37,19 @@ def curvature(hessians: torch.Tensor, dampening: float, *, by_importance: bool) 
     inverse = torch.empty_like(diagonal)
     inverse.scatter_(1, order, factor.square().sum(1))
     return Curvature(hessians, factor, order, inverse, failed)
+
+
+def _by_importance(diagonal: torch.Tensor, together: int) -> torch.Tensor:
+    """Columns int64 [B, K] in the order to solve them in."""
+    import torch
+
+    if together == 1:
+        return torch.argsort(diagonal, dim=1, descending=True, stable=True)
+    cut = diagonal.reshape(diagonal.shape[0], -1, together)
+    groups = torch.argsort(cut.amax(2), dim=1, descending=True, stable=True).unsqueeze(2)
+    within = torch.argsort(cut, dim=2, descending=True, stable=True)
+    chosen = within.gather(1, groups.expand_as(within))
+    return (chosen + groups * together).flatten(1, 2)
 
 
 def _factorize(hessian: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

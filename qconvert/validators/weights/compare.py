@@ -89,7 +89,7 @@ class Compare:
         if self.mine.format == RAW:
             yield self._first_byte(folders, tiles)
             return
-        sums, kept, misfit = Sums(), Kept(searched=self.how == "solved"), ""
+        sums, kept, misfit = Sums(), self._begin(), ""
         for start, stop in tiles:
             found = rows(folders.output, self.mine, start, stop)
             expected = rows(folders.source, self.yours, start, stop, bf16=self._from_codes)
@@ -108,6 +108,10 @@ class Compare:
         if misfit:
             message = described(self.mine, misfit + self._kind())
             yield Finding("QC060", "error", self.mine.tensor, message)
+
+    def _begin(self) -> Kept:
+        """What is known of calibrated codes, from no tile yet."""
+        return Kept(searched=self.how == "solved")
 
     @property
     def _from_codes(self) -> bool:

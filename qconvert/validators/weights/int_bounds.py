@@ -209,13 +209,18 @@ class Kept:
         wrong = _far_scale(tile, first) if self._searched else _other_scale(tile, first)
         if wrong:
             return wrong
-        found = tile.found
-        expected, best = _alive(found, tile.expected, _rounded(tile))
+        best = _rounded(tile)
+        self.count(tile.expected, tile.found, best, tile.step.shape[1])
+        self._groups = tile.groups
+        at = lost_row(tile.expected, tile.found, best)
+        return "" if at is None else f"row {first + at[0]}: {at[1]}"
+
+    def count(self, expected: Floats, found: Floats, best: Floats, groups: int) -> None:
+        """Add rows [n, K] to what is known of columns; `best` is the source rounded to nearest."""
+        expected, best = _alive(found, expected, best)
         sums = _products(expected, found, best, 0)
         self._sums = sums if self._sums is None else self._sums + sums
-        self._groups, self._count = tile.groups, tile.step.shape[1]
-        at = _lost(_products(expected, found, best, 1))
-        return "" if at is None else f"row {first + at[0]}: {at[1]}"
+        self._count = groups
 
     def end(self) -> str:
         """What is wrong with a group of columns, over all rows seen."""

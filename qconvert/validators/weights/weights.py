@@ -28,6 +28,7 @@ from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_input_scale
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 from qconvert.validators.weights.searched import CompareSearched, is_searched
+from qconvert.validators.weights.solved_nvfp4 import CompareSolvedNvfp4
 
 RULES = (
     Rule(
@@ -107,8 +108,7 @@ class Weights:
                 yield Finding("QC061", "error", mine.tensor, described(mine, message))
             else:
                 how = _how(folder, mine, yours)
-                kind_of = CompareSearched if _is_searched(folder, mine, how) else Compare
-                task = kind_of(mine, yours, how, _is_full(folder))
+                task = _kind_of(folder, mine, how)(mine, yours, how, _is_full(folder))
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
         if cache:
@@ -205,6 +205,12 @@ def _unlike(mine: Matrix, yours: Matrix) -> str:
     return ""
 
 
+def _kind_of(folder: Folder, mine: Matrix, how: How) -> type[Compare]:
+    if how == "solved" and mine.format == NVFP4:
+        return CompareSolvedNvfp4
+    return CompareSearched if _is_searched(folder, mine, how) else Compare
+
+
 def _is_searched(folder: Folder, mine: Matrix, how: How) -> bool:
     """Whether the scales of a matrix that was rounded were searched for."""
     step = "nvfp4" if mine.format == NVFP4 else "w4a16" if mine.form.codes is not None else ""
@@ -226,6 +232,9 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     steps = {step.get("name") for step in manifest.get("passes", [])}
     if mine.format in FP4:
         made = ("nvfp4" if mine.format == NVFP4 else "mx") in steps
+        solved = CALIBRATION in manifest and mine.key[0].startswith("experts.")
+        if made and solved and mine.format == NVFP4:
+            return "solved"
         return "nearest" if made or yours.format != mine.format else "equal"
     requantized = not steps.isdisjoint(("w4a16", "int8") if packed else ("fp8", "mx"))
     if packed and requantized and CALIBRATION in manifest and not _of_draft(folder, mine):
