@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Signs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,8 @@ class Settings:
 
     `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
     best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
-    largest weight's; `order` solves columns by "importance" or as "stored"; `refit` is how often scales
+    largest weight's; `signs`: whether scales of symmetric 4-bit codes are searched for below 0, too;
+    `order` solves columns by "importance" or as "stored"; `refit` is how often scales
     are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow.
     """
 
@@ -50,6 +51,7 @@ class Settings:
     together: int = 32
     solver: Solver = "best"
     scales: Literal["search", "amax"] = "search"
+    signs: Signs = "both"
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2

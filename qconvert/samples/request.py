@@ -12,12 +12,13 @@ from typing import Any, ClassVar, Literal
 import xxhash
 
 from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import Signs
 from qconvert.samples.data import DataSpec
 from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices")
-_OF_BEST = ("scales", "order", "refit", "descent")
+_OF_BEST = ("scales", "signs", "order", "refit", "descent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class Calibration(DataSpec):
     `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
     are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
     llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
-    (`amax`), `order` is that in which columns are solved, by importance or as stored, `refit` how often
-    scales are fitted to codes, `descent` how many sweeps of coordinate descent end it. `save_stats` is
-    a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
-    on: none for all GPUs there are, or else the CPU. Raises DataError as DataSpec does, PlanError for
-    settings out of range.
+    (`amax`), `signs` are those that searched scales of symmetric INT4 may have, `order` is that in which
+    columns are solved, by importance or as stored, `refit` how often scales are fitted to codes,
+    `descent` how many sweeps of coordinate descent end it. `save_stats` is a folder for expert counts
+    and moments of activations. `devices` are torch's names of what to compute on: none for all GPUs
+    there are, or else the CPU. Raises DataError as DataSpec does, PlanError for settings out of range.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -45,6 +46,7 @@ class Calibration(DataSpec):
     few: Literal["all", "rtn"] = "all"
     solver: Literal["best", "llmcompressor"] = "best"
     scales: Literal["search", "amax"] = "search"
+    signs: Signs = "both"
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
@@ -91,8 +93,11 @@ def digest_of(request: Calibration, folder: Path) -> str:
 
 def fact(request: Calibration, digest: str) -> dict[str, Any]:
     """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
-    request without `solver` is llmcompressor's: that was the only one once."""
+    request without `solver` is llmcompressor's: that was the only one once; one without `signs` has
+    positive scales, for the same reason."""
     hidden = (*_PLACES, "solver", *_OF_BEST) if request.solver == "llmcompressor" else _PLACES
+    if request.signs == "positive":
+        hidden = (*hidden, "signs")
     settings = {
         field.name: getattr(request, field.name)
         for field in fields(request)

@@ -85,6 +85,7 @@ def _jsonl() -> Iterator[Mutation]:
                     ("--dampening", "nan"),
                     ("--dampening", "-1"), ("--dampening", "1e999"), ("--min-tokens", "0"),
                     ("--device", "gpu"), ("--solver", "gptq"), ("--solver", ""),
+                    ("--signs", "negative"),
                     ("--device", "a\x1b[2J"), ("--device", "cuda:99"),
                     ("--column", STEERING["newline command"]),
                     ("--data", "hf-dataset:"), ("--data", "hf-dataset:a:b:c:d"),
