@@ -70,9 +70,11 @@ def compile_all() -> int:
     from qconvert.ops.gpu import searches
 
     found: set[str] = set()
-    for symmetric in (True, False):
+    for symmetric, signed in ((True, True), (True, False), (False, False)):
         for dtype in range(3):
-            constants = {"LOW": -8, "HIGH": 7, "SYMMETRIC": symmetric, "DTYPE": dtype, **_SIZES}
+            constants = {
+                "LOW": -8, "HIGH": 7, "SYMMETRIC": symmetric, "SIGNED": signed, "DTYPE": dtype, **_SIZES,
+            }  # fmt: skip
             found |= _instructions(searches._ints, _INTS, constants)
     for modelopt in (True, False):
         constants = {"MODELOPT": modelopt, "BLOCKS": 64}

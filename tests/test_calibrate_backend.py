@@ -41,18 +41,21 @@ def test_a_request_of_the_first_solver_is_named_as_it_was() -> None:
     }  # fmt: skip
     best = fact(Calibration(synthetic=True), "d")
     assert {key: best[key] for key in best.keys() - found.keys()} == {
-        "solver": "best", "scales": "search", "order": "importance", "refit": 2, "descent": 2,
+        "solver": "best", "scales": "search", "signs": "both", "order": "importance", "refit": 2,
+        "descent": 2,
     }  # fmt: skip
+    positive = fact(Calibration(synthetic=True, signs="positive"), "d")
+    assert positive == {key: value for key, value in best.items() if key != "signs"}
 
 
 def test_every_setting_reaches_the_solver() -> None:
     asked = Calibration(
-        synthetic=True, solver="best", scales="amax", order="stored", refit=1, descent=3,
-        propagated_error="correct",
+        synthetic=True, solver="best", scales="amax", signs="positive", order="stored", refit=1,
+        descent=3, propagated_error="correct",
     )  # fmt: skip
     found = _settings(asked)
     assert (found.solver, found.scales, found.order) == ("best", "amax", "stored")
-    assert (found.refit, found.descent) == (1, 3)
+    assert (found.signs, found.refit, found.descent) == ("positive", 1, 3)
     assert found.corrects
     assert not _settings(Calibration(synthetic=True)).corrects
     assert _settings(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"

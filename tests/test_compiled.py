@@ -124,9 +124,11 @@ class Encoder(NamedTuple):
         return [matrix(weights), buffer(self.scale, data)]
 
 
-def _int(packer: Callable[[IntScheme], Any], scales: Any = "amax", **scheme: Any) -> Op:
+def _int(
+    packer: Callable[[IntScheme], Any], scales: Any = "amax", signs: Any = "positive", **scheme: Any
+) -> Op:
     made = IntScheme(**scheme)
-    return encoder(made, packer(made), scales)
+    return encoder(made, packer(made), scales, signs)
 
 
 _F32, _BF16 = TensorType("F32", (1,)), TensorType("BF16", (1,))
@@ -191,6 +193,16 @@ ENCODERS = {
     "gptq": Encoder(_int(PackGptq, bits=4, group=32), ("ints_round", "ints_pack"), 8, 32),
     "w4a16 g32, searched": Encoder(
         _int(PackQuantized, "search", bits=4, group=32), ("ints_search", "ints_pack"), 1, 32
+    ),
+    "w4a16 g32, searched both ways": Encoder(
+        _int(PackQuantized, "search", "both", bits=4, group=32), ("ints_search", "ints_pack"), 1, 32
+    ),
+    "w4a16 rows, searched both ways": Encoder(
+        _int(PackQuantized, "search", "both", bits=4, group=None), ("ints_search", "ints_pack"), 1, 320
+    ),
+    "gptq in F16, searched both ways": Encoder(
+        _int(PackGptq, "search", "both", bits=4, group=32, scale_dtype="F16"),
+        ("ints_search", "ints_pack"), 8, 32,
     ),
     "w4a16 rows, searched": Encoder(
         _int(PackQuantized, "search", bits=4, group=None), ("ints_search", "ints_pack"), 1, 320

@@ -270,6 +270,14 @@ MUTANTS = (
         "np.add(codes, np.float32(_ROUNDER + 1), out=codes)",
     ),
     Mutant(
+        "searched codes without their scale's sign", "w4a16 searched", "formats.int_packed.search",
+        "_best_scales", "_nearest(values, scale, middle,", "_nearest(values, np.abs(scale), middle,",
+    ),
+    Mutant(
+        "searched codes of half their range", "w4a16 searched", "formats.int_packed.search", "_nearest",
+        "np.float32(scheme.low) - zero", "np.float32(scheme.low + 4) - zero",
+    ),
+    Mutant(
         "searched codes without their zero points", "asymmetric searched", "formats.int_packed.search",
         "_best_scales", "np.add(spare, middle[:, None], out=spare)", "np.add(spare, 0, out=spare)",
     ),
@@ -677,7 +685,12 @@ MUTANTS = (
     ),
     Mutant(
         "loops: another scale than the codes'", "w4a16 searched", "ops.compiled.loops.search",
-        "ints_search", "zero[group] = tried[chosen],", "zero[group] = tried[chosen - 1],",
+        "ints_search", "zero[group] = step,", "zero[group] = tried[chosen - 1],",
+    ),
+    Mutant(
+        "loops: searched codes without their scale's sign", "w4a16 searched",
+        "ops.compiled.loops.search", "ints_search", "weight[group], np.float32(np.float32(1) / step)",
+        "weight[group], np.float32(np.float32(1) / tried[chosen])",
     ),
     Mutant(
         "loops: AMX searched scales twice as large", "amx search", "ops.compiled.loops.amx",

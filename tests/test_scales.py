@@ -21,7 +21,7 @@ from test_w4a16 import ordinary
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import IntScheme, Signs
 from qconvert.formats.int_packed.encode import Scales, encoder
 from qconvert.formats.int_packed.packers import PackGptq, PackQuantized
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -71,13 +71,20 @@ def exact(bits: Bits) -> Doubles:
     return found
 
 
-def encoded(bits: Bits, scheme: IntScheme, scales: Scales, limit: int | None = None) -> list[bytes]:
+def encoded(
+    bits: Bits,
+    scheme: IntScheme,
+    scales: Scales,
+    limit: int | None = None,
+    signs: Signs = "positive",
+) -> list[bytes]:
     pack: Any = PackQuantized if scheme.scale_dtype == "BF16" else PackGptq
     kind = TensorType("BF16", bits.shape)
-    return run_op(encoder(scheme, pack(scheme), scales), [buffer(kind, bits.tobytes())], limit)[0]
+    op = encoder(scheme, pack(scheme), scales, signs)
+    return run_op(op, [buffer(kind, bits.tobytes())], limit)[0]
 
 
-def errors(bits: Bits, scheme: IntScheme, scales: Scales) -> Doubles:
+def errors(bits: Bits, scheme: IntScheme, scales: Scales, signs: Signs = "positive") -> Doubles:
     """The squared error of each group, by a reader that shares no code with the encoder."""
     pack: Any = PackQuantized if scheme.scale_dtype == "BF16" else PackGptq
     packer = pack(scheme)
@@ -85,7 +92,7 @@ def errors(bits: Bits, scheme: IntScheme, scales: Scales) -> Doubles:
     parts = {
         name: int_forms.to_array(data, kind)
         for name, data, kind in zip(
-            packer.suffixes, encoded(bits, scheme, scales), kinds, strict=True
+            packer.suffixes, encoded(bits, scheme, scales, signs=signs), kinds, strict=True
         )
     }
     if scheme.scale_dtype == "BF16":
@@ -133,14 +140,59 @@ def test_close_to_the_best_of_400_scales(name: str) -> None:
     assert errors(bits, scheme, "search").sum() <= 1.01 * best.sum()
 
 
+SIGNED = ("W4 g32", "W4 g128", "W4 channel", "W4 g128, fp16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SIGNED)
+def test_scales_below_0_make_no_group_worse(name: str, kind: str) -> None:
+    bits, scheme = drawn(kind), SCHEMES[name]
+    both, positive = (errors(bits, scheme, "search", signs) for signs in ("both", "positive"))
+    assert np.all(both <= positive * (1 + 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "most"),
+    [
+        ("W4 g32", "heavy", 0.89), ("W4 g128", "heavy", 0.94), ("W4 channel", "heavy", 0.97),
+        ("W4 g32", "gaussian", 0.93), ("W4 g128", "outliers", 0.96), ("W4 g128, fp16", "heavy", 0.94),
+        ("W4 g32", "one sign", 0.88),
+    ],
+)  # fmt: skip
+def test_what_scales_below_0_gain(name: str, kind: str, most: float) -> None:
+    bits, scheme = drawn(kind), SCHEMES[name]
+    ratio = errors(bits, scheme, "search", "both").sum() / errors(bits, scheme, "search").sum()
+    assert ratio <= most, ratio
+
+
+@pytest.mark.parametrize("name", SIGNED[:3])
+def test_close_to_the_best_of_400_scales_of_either_sign(name: str) -> None:
+    bits, scheme = drawn("heavy"), SCHEMES[name]
+    groups = exact(bits).reshape(-1, scheme.width(COLUMNS))
+    plain = np.abs(groups).max(axis=1) / 7.5
+    best = np.full(plain.shape, np.inf)
+    for part in np.linspace(0.1, 1.1, 400):
+        for sign in (1, -1):
+            step = sign * exact(bf16(part * plain))[:, None]
+            codes = np.clip(np.rint(groups / step), -8, 7)
+            np.minimum(best, np.square(groups - codes * step).sum(axis=1), out=best)
+    assert errors(bits, scheme, "search", "both").sum() <= 1.01 * best.sum()
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in SIGNED])
+def test_other_schemes_have_positive_scales_alone(name: str) -> None:
+    bits, scheme = drawn("heavy"), SCHEMES[name]
+    assert encoded(bits, scheme, "search", signs="both") == encoded(bits, scheme, "search")
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_group_gets_the_same_bytes_wherever_it_stands(name: str) -> None:
     bits, scheme = drawn("outliers"), SCHEMES[name]
-    whole = encoded(bits, scheme, "search")
+    whole = encoded(bits, scheme, "search", signs="both")
     for limit in (1, 60_000):
-        assert encoded(bits, scheme, "search", limit) == whole
+        assert encoded(bits, scheme, "search", limit, "both") == whole
     if scheme.symmetric and scheme.scale_dtype == "BF16":
-        turned = encoded(bits[::-1].copy(), scheme, "search")
+        turned = encoded(bits[::-1].copy(), scheme, "search", signs="both")
         for mine, yours in zip(turned, whole, strict=True):
             rows = (np.frombuffer(part, np.uint8).reshape(len(bits), -1) for part in (mine, yours))
             assert np.array_equal(next(rows)[::-1], next(rows))
@@ -154,7 +206,8 @@ def test_groups_that_are_next_to_nothing_are_as_ever(symmetric: bool) -> None:
     bits |= random.integers(0, 2, bits.shape, np.uint16) << np.uint16(15)
     bits[2:4] = 0
     scheme = IntScheme(4, 32, symmetric=symmetric)
-    assert encoded(bits, scheme, "search") == encoded(bits, scheme, "amax")
+    for signs in ("positive", "both"):
+        assert encoded(bits, scheme, "search", signs=signs) == encoded(bits, scheme, "amax")
 
 
 # --- A folder ------------------------------------------------------------------------------------
@@ -194,6 +247,64 @@ def test_a_folder_is_sound_and_says_how_it_was_made(form: str, tmp_path: Path) -
 UP = "model.layers.0.mlp.experts.1.up_proj"
 
 
+@pytest.mark.parametrize("form", ["W4", "gptq"])
+def test_about_half_of_a_folders_scales_are_below_0(form: str, tmp_path: Path) -> None:
+    source, out = converted(ordinary(), tmp_path, *FORMS[form])
+    name = f"{UP}.weight_scale" if form == "W4" else f"{UP}.scales"
+    scale = lines(out, name).view("<u2" if form == "W4" else "<f2")
+    found = floats(scale) if form == "W4" else scale
+    assert 0.3 < np.mean(found < 0) < 0.7
+    done = run_cli(
+        "w4a16", source, tmp_path / "plain", "--rtn", "--scales", "search", "--signs", "positive",
+        *FORMS[form], "--jobs", "1",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    scale = lines(tmp_path / "plain", name).view(scale.dtype)
+    assert np.all((floats(scale) if form == "W4" else scale) > 0)
+    assert not findings(tmp_path / "plain", source)
+
+
+def test_a_scale_of_the_other_sign_is_found(tmp_path: Path) -> None:
+    source, out = converted(ordinary(), tmp_path)
+    scale = lines(out, f"{UP}.weight_scale").view("<u2")
+    scale[5, 0] ^= 0x8000
+    store(out, f"{UP}.weight_scale", scale)
+    unsealed(out)
+    found = findings(out, source)
+    assert "row 5, column" in found["QC060"]
+    assert "QC068" not in found
+
+
+def test_a_scale_below_0_that_no_conversion_speaks_of_is_found(tmp_path: Path) -> None:
+    """The same weights: codes and a scale of the other sign."""
+    source, out = converted(ordinary(), tmp_path, "--signs", "positive")
+    scale = lines(out, f"{UP}.weight_scale").view("<u2")
+    words = lines(out, f"{UP}.weight_packed").view("<i4")
+    fields = int_forms.unpacked(words[5:6, :16], 4, 128)
+    assert fields.min() > 0
+    words[5, :16] = int_forms.packed(16 - fields, 4)[0]
+    scale[5, 0] ^= 0x8000
+    store(out, f"{UP}.weight_scale", scale)
+    store(out, f"{UP}.weight_packed", words)
+    unsealed(out)
+    found = findings(out, source)
+    assert "scale [5, 0]: expected a finite scale of 0 or more, found -" in found["QC068"]
+    assert "QC060" not in found
+
+
+def test_scales_below_0_that_others_wrote_are_valid(tmp_path: Path) -> None:
+    """As AutoRound writes them: no manifest, the same weights in the rounded folder's BF16."""
+    _, out = converted(ordinary(), tmp_path)
+    for name in ("qconvert.json", "qconvert.receipt.jsonl"):
+        (out / name).unlink()
+    done = run_cli("validate", out, "--level", "full", "--json", "--jobs", "1")
+    rules = {found["rule"] for found in json.loads(done.out)["findings"]}
+    assert "QC068" not in rules
+    done = run_cli("dequant", out, tmp_path / "bf16", "--jobs", "1")
+    assert done.code == 0, done.err
+    assert not findings(tmp_path / "bf16", out)
+
+
 def test_a_broken_scale_is_found(tmp_path: Path) -> None:
     source, out = converted(ordinary(), tmp_path)
     scale = lines(out, f"{UP}.weight_scale").view("<u2")
@@ -222,10 +333,22 @@ def test_codes_of_a_coarser_scale_are_found(tmp_path: Path) -> None:
 def test_the_words_of_passes_and_ops() -> None:
     """A default stands in no identity."""
     assert "scales" not in repr(ExpertsToW4A16())
-    assert repr(ExpertsToW4A16(scales="search")).endswith(", scales='search')")
+    both, positive = ", scales='search', signs='both')", ", scales='search')"
+    assert repr(ExpertsToW4A16(scales="search")).endswith(both)
+    for fields in ({"signs": "positive"}, {"bits": 8}, {"symmetric": False}):
+        step: Any = ExpertsToW4A16
+        assert repr(step(scales="search", **fields)).endswith(positive)
     scheme = IntScheme()
+    assert "signed" not in repr(encoder(scheme, PackQuantized(scheme), "search"))
+    assert "signed=True" in repr(encoder(scheme, PackQuantized(scheme), "search", "both"))
     assert repr(encoder(scheme, PackQuantized(scheme))) == "PackInt4(group=128)"
     assert "scales='search'" in repr(encoder(scheme, PackQuantized(scheme), "search"))
+
+
+def test_scales_of_amax_have_no_sign() -> None:
+    with pytest.raises(PlanError, match="scales of amax are never below 0"):
+        ExpertsToW4A16(signs="positive")
+    assert ExpertsToW4A16(scales="search", signs="positive").signs == "positive"
 
 
 def test_a_calibration_has_its_own_scales() -> None:

@@ -43,7 +43,8 @@ _BAD: dict[str, list[str]] = {
     "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
-    "solver": _CHOICES, "propagated_error": _CHOICES, "dampening": ["", "0", "1", "-0.1", "nan", "x"],
+    "solver": _CHOICES, "propagated_error": _CHOICES, "signs": _CHOICES,
+    "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
@@ -84,7 +85,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder", "solver", "propagated_error"}  # fmt: skip
+            "save_stats", "devices", "actorder", "solver", "signs", "propagated_error"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -153,6 +154,7 @@ def test_a_bad_value_is_a_usage_error(
         "w4a16 s o --rtn --gptq --synthetic",
         "w4a16 s o --rtn --actorder group",
         "w4a16 s o --gptq --synthetic --scales search",
+        "w4a16 s o --rtn --signs both",
         "w4a16 s o --gptq",
         "w4a16 s o --gptq --synthetic --data x.txt",
         "w4a16 s o --gptq --synthetic --column text",
@@ -349,6 +351,9 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
             "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, propagated_error: correct}}",
             "propagated_error: solver llmcompressor has no such option, found 'correct'",
         ),
+        ("w4a16: {calibrate: {synthetic: true, signs: some}}", "'calibrate.signs'"),
+        ("w4a16: {scales: search, signs: negative}", "'signs'"),
+        ("w4a16: {signs: positive}", "scales of amax are never below 0: leave it out"),
         ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 or more, found -1"),
         ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 or more"),
         (

@@ -275,8 +275,8 @@ def _settings(request: Calibration) -> Settings:
     return Settings(
         dampening_frac=request.dampening_frac, block_size=request.block_size,
         experts=request.experts, min_tokens=request.min_tokens, few=request.few,
-        solver=request.solver, scales=request.scales, order=request.order, refit=request.refit,
-        descent=request.descent, propagated_error=request.propagated_error,
+        solver=request.solver, scales=request.scales, signs=request.signs, order=request.order,
+        refit=request.refit, descent=request.descent, propagated_error=request.propagated_error,
     )  # fmt: skip
 
 

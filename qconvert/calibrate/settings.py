@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme, Signs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +35,12 @@ class Settings:
 
     `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
     best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
-    largest weight's; `order` solves columns by "importance" or as "stored"; `refit` is how often scales
-    are fitted to codes, and codes found anew, `descent` how many sweeps of coordinate descent follow; of
-    NVFP4 sweeps are over blocks, and in the first `refit` of them scales are chosen anew too.
-    `propagated_error` "correct" keeps hidden states of the unquantized model too, and solves against
-    weights that make up for half of what layers before lost (calibrate/propagated.py).
+    largest weight's; `signs`: whether scales of symmetric 4-bit codes are searched for below 0, too;
+    `order` solves columns by "importance" or as "stored"; `refit` is how often scales are fitted to
+    codes, and codes found anew, `descent` how many sweeps of coordinate descent follow; of NVFP4 sweeps
+    are over blocks, and in the first `refit` of them scales are chosen anew too. `propagated_error`
+    "correct" keeps hidden states of the unquantized model too, and solves against weights that make up
+    for half of what layers before lost (calibrate/propagated.py).
     """
 
     dampening_frac: float = 0.01
@@ -53,6 +54,7 @@ class Settings:
     together: int = 32
     solver: Solver = "best"
     scales: Literal["search", "amax"] = "search"
+    signs: Signs = "both"
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2

@@ -128,7 +128,7 @@ def rounded(weight: torch.Tensor, scheme: Scheme, settings: Settings) -> Quantiz
     alike = torch.ones(weight.shape[1], device=weight.device)
     scale, zero = _scales(weight, alike, scheme, search=settings.searches(scheme))
     if settings.solver == "best" and settings.scales == "search" and scheme.symmetric:
-        scale = least_squares(weight, scale, scheme)
+        scale = least_squares(weight, scale, scheme, settings.signs)
     # llm-compressor divides in the weight's dtype: 3 to 9 % of codes are not the nearest then.
     theirs = settings.solver == "llmcompressor" and scheme.scale_dtype == "BF16"
     wide = weight if theirs else weight.float()

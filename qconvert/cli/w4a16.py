@@ -112,6 +112,11 @@ def w4a16(
         raise click.UsageError("--actorder needs --gptq")
     if not rtn and scales != "amax":
         raise click.UsageError(f"--scales {scales} needs --rtn")
+    signs = None
+    if rtn:
+        signs, asked["signs"] = asked["signs"], None
+        if signs is not None and scales == "amax":
+            raise click.UsageError("--signs needs --gptq, or --rtn with --scales search")
     with from_options():
         step = ExpertsToW4A16(
             group=group,
@@ -126,6 +131,7 @@ def w4a16(
             calibrate=calibration_from(asked),
             shared_experts=shared_experts,
             scales=scales,
+            signs=signs or "both",
         )
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("w4a16", steps, options["max_shard_size"]), source, out, options)

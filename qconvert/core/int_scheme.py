@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Bits = Literal[4, 8]
 Actorder = Literal["static", "group"]
 ScaleDtype = Literal["BF16", "F16", "F32"]
+Signs = Literal["both", "positive"]  # of scales
 
 WORD_BITS = 32  # codes are packed into I32 words by all formats here
 
@@ -74,6 +75,13 @@ class IntScheme:
     def word(self) -> int:
         """Codes in a 32-bit word."""
         return WORD_BITS // self.bits
+
+    @property
+    def gains_by_signs(self) -> bool:
+        """Whether scales below 0 are of use: they turn the range of codes around, -8 to 7, so that the
+        end with one code more is where a group's largest weights are. Narrow codes are the same turned
+        around, zero points move the range anyway, and of 256 codes one more is nothing."""
+        return self.symmetric and self.bits == 4 and not self.narrow
 
     def width(self, columns: int) -> int:
         """Columns that share a scale in a matrix of `columns`."""

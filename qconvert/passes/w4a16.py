@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
-from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer
+from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer, Signs
 from qconvert.core.roles import SHARED
 from qconvert.formats.int_packed.config import (
     gptq_config,
@@ -82,7 +82,7 @@ class ExpertsToW4A16:
     experts are quantized with the routed ones, or kept whatever targets name; None: quantized only
     where sglang would otherwise fuse them and not read them, and kept beside calibrated ones. `scales`
     of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
-    have the least squared error.
+    have the least squared error; `signs` of symmetric INT4's says whether scales below 0 are tried, too.
 
     Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
     groups that do not fit (naming groups that do), for a search beside a calibration, and as
@@ -104,11 +104,20 @@ class ExpertsToW4A16:
     calibrate: Calibration | None = None
     shared_experts: SharedExperts | None = None
     scales: Scales = "amax"
+    signs: Signs = "both"
 
     def __repr__(self) -> str:
-        return spelled(self, ("scales",))
+        """`signs` are stated where scales below 0 may be the result: a folder's validators read it."""
+        plain = spelled(replace(self, signs="both"), ("scales", "signs"))
+        both = self.scales == "search" and self.signs == "both" and self.scheme.gains_by_signs
+        return f"{plain[:-1]}, signs='both')" if both else plain
 
     def __post_init__(self) -> None:
+        if self.scales == "amax" and self.signs != "both":
+            raise PlanError(
+                f"signs {self.signs!r} are of scales 'search', and scales of amax are never below 0: "
+                "leave it out; a calibration's stand in `calibrate`"
+            )
         if self.scales != "amax" and self.calibrate is not None:
             raise PlanError(
                 f"scales {self.scales!r} are for rounding to nearest, and a calibration finds codes "
@@ -133,7 +142,7 @@ class ExpertsToW4A16:
         scheme = self.scheme
         if self.calibrate is not None and scheme.actorder is not None:
             return RoundToNearest(replace(scheme, actorder=None), self.packer(draft=draft))
-        return encoder(scheme, self.packer(draft=draft), self.scales)
+        return encoder(scheme, self.packer(draft=draft), self.scales, self.signs)
 
     def __call__(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)

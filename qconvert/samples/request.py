@@ -12,12 +12,13 @@ from typing import Any, ClassVar, Literal
 import xxhash
 
 from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import Signs
 from qconvert.samples.data import DataSpec
 from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices")
-_OF_BEST = ("scales", "order", "refit", "descent", "propagated_error")
+_OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,13 @@ class Calibration(DataSpec):
     `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
     are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
     llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
-    (`amax`), `order` is that in which columns are solved, by importance or as stored, `refit` how often
-    scales are fitted to codes, `descent` how many sweeps of coordinate descent end it;
-    `propagated_error` is what layers before lost: ignored, or corrected by half, with the hidden states
-    of the unquantized model. `save_stats` is a folder for expert counts and moments of activations.
-    `devices` are torch's names of what to compute on: none for all GPUs there are, or else the CPU.
-    Raises DataError as DataSpec does, PlanError for settings out of range.
+    (`amax`), `signs` are those that searched scales of symmetric INT4 may have, `order` is that in which
+    columns are solved, by importance or as stored, `refit` how often scales are fitted to codes,
+    `descent` how many sweeps of coordinate descent end it; `propagated_error` is what layers before
+    lost: ignored, or corrected by half, with the hidden states of the unquantized model. `save_stats` is
+    a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
+    on: none for all GPUs there are, or else the CPU. Raises DataError as DataSpec does, PlanError for
+    settings out of range.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -46,6 +48,7 @@ class Calibration(DataSpec):
     few: Literal["all", "rtn"] = "all"
     solver: Literal["best", "llmcompressor"] = "best"
     scales: Literal["search", "amax"] = "search"
+    signs: Signs = "both"
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
@@ -93,13 +96,15 @@ def digest_of(request: Calibration, folder: Path) -> str:
 
 def fact(request: Calibration, digest: str) -> dict[str, Any]:
     """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
-    request without `solver` is llmcompressor's, one without `propagated_error` ignores that: there was
-    nothing else once."""
+    request without `solver` is llmcompressor's, one without `propagated_error` ignores that, one without
+    `signs` has positive scales: there was nothing else once."""
     hidden: tuple[str, ...] = _PLACES
     if request.solver == "llmcompressor":
         hidden += ("solver", *_OF_BEST)
-    elif request.propagated_error == "ignore":
+    if request.propagated_error == "ignore":
         hidden += ("propagated_error",)
+    if request.signs == "positive":
+        hidden += ("signs",)
     settings = {
         field.name: getattr(request, field.name)
         for field in fields(request)

@@ -11,7 +11,7 @@ from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, rounding
 from qconvert.calibrate.solver.refit import normal_room, refitted
 from qconvert.calibrate.solver.scales import nearest, searched
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import IntScheme, Signs
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def best(
         part = slice(start, stop)
         mine = weight[:, part].float().transpose(1, 2).contiguous()
         theirs = zero[:, part].transpose(1, 2)
-        grid = Grid.of(scheme, weight.shape[2], theirs, scale.dtype)
+        grid = Grid.of(scheme, weight.shape[2], theirs, scale.dtype, settings.signs)
         made = _rows(mine, scale[:, part].float().transpose(1, 2), grid, found, scheme, settings)
         wide = theirs.repeat_interleave(grid.width, 1) if not scheme.symmetric else 0
         codes[:, part] = (made.steps + wide).to(torch.int8).transpose(1, 2)
@@ -112,7 +112,9 @@ def _rows(
     return now
 
 
-def least_squares(weight: torch.Tensor, scale: torch.Tensor, scheme: IntScheme) -> torch.Tensor:
+def least_squares(
+    weight: torch.Tensor, scale: torch.Tensor, scheme: IntScheme, signs: Signs
+) -> torch.Tensor:
     """Scales [N, G] in their dtype with which a matrix [N, K] of a symmetric scheme is best rounded to
     nearest, all columns alike; `scale` is an observer's."""
     import torch
@@ -122,7 +124,7 @@ def least_squares(weight: torch.Tensor, scale: torch.Tensor, scheme: IntScheme) 
     for start, stop in row_parts(weight[None]):
         part = slice(start, stop)
         first = scale[part].float().t()[None]
-        grid = Grid.of(scheme, weight.shape[1], torch.zeros_like(first), scale.dtype)
+        grid = Grid.of(scheme, weight.shape[1], torch.zeros_like(first), scale.dtype, signs)
         found = searched(weight[part].float().t()[None].contiguous(), first, alike, grid)
         kept[part] = found[0].t().to(scale.dtype)
     return kept

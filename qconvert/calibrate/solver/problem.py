@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import IntScheme, Signs
 
 if TYPE_CHECKING:
     import torch
@@ -28,20 +28,30 @@ class Curvature:
 @dataclass(frozen=True, eq=False)
 class Grid:
     """What a matrix's codes can be, as steps from its zero point: float32 `low` and `high`, one number
-    or [B, G, N]; G groups of `width` columns, and scales that are values of `dtype`."""
+    or [B, G, N]; G groups of `width` columns, and scales that are values of `dtype`, below 0 too where
+    they are `signed`: codes -8 to 7 are then 8 to -7 steps of the same size."""
 
     low: torch.Tensor
     high: torch.Tensor
     width: int
     dtype: torch.dtype
+    signed: bool = False
 
     @classmethod
-    def of(cls, scheme: IntScheme, columns: int, zero: torch.Tensor, dtype: torch.dtype) -> Grid:
+    def of(
+        cls,
+        scheme: IntScheme,
+        columns: int,
+        zero: torch.Tensor,
+        dtype: torch.dtype,
+        signs: Signs = "positive",
+    ) -> Grid:
         """`zero` int8 [B, G, N], all 0 for symmetric schemes."""
         import torch
 
         shift = torch.zeros((1, 1, 1), device=zero.device) if scheme.symmetric else zero.float()
-        return cls(scheme.low - shift, scheme.high - shift, scheme.width(columns), dtype)
+        signed = signs == "both" and scheme.gains_by_signs
+        return cls(scheme.low - shift, scheme.high - shift, scheme.width(columns), dtype, signed)
 
     def cut(self, start: int, stop: int) -> Grid:
         """Of some rows."""
@@ -50,11 +60,13 @@ class Grid:
         return replace(self, low=self.low[..., start:stop], high=self.high[..., start:stop])
 
     def stored(self, scale: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-        """Scales as the dtype holds them, in float32; `fallback` where that is no positive number."""
+        """Scales as the dtype holds them, in float32; `fallback` where that is no number above 0, or,
+        where they are signed, 0."""
         import torch
 
         kept = scale.to(self.dtype).float()
-        return torch.where((kept > 0) & kept.isfinite(), kept, fallback)
+        usable = kept != 0 if self.signed else kept > 0
+        return torch.where(usable & kept.isfinite(), kept, fallback)
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,5 +58,7 @@ def _fit(
     lower, info = torch.linalg.cholesky_ex(normal)
     asked = goal.transpose(1, 2).unsqueeze(-1)
     fit = torch.cholesky_solve(asked, lower).squeeze(-1).transpose(1, 2)
-    good = (info == 0).unsqueeze(1) & (fit > 0) & (fit < _MOST * scale)
+    # A fit of the other sign is of codes that say little, too.
+    part = fit / scale
+    good = (info == 0).unsqueeze(1) & (part > 0) & (part < _MOST)
     return grid.stored(torch.where(good, fit, scale), scale)

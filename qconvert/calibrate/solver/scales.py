@@ -18,9 +18,9 @@ def searched(
     weight: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, grid: Grid
 ) -> torch.Tensor:
     """For each group of float32 [B, K, N] the scale with the least squared error, columns weighted by
-    `weights` [B, K], among `scale` [B, G, N] and CLIPS. Weighted by 1 / [H^-1]_ii, the error that
-    cannot be made up for in other columns, scales follow what the inputs need, not the largest weight:
-    with outlier channels a third of the loss."""
+    `weights` [B, K], among `scale` [B, G, N] and CLIPS, of both signs where the grid takes them.
+    Weighted by 1 / [H^-1]_ii, the error that cannot be made up for in other columns, scales follow what
+    the inputs need, not the largest weight: with outlier channels a third of the loss."""
     import torch
 
     rows = weight.shape[2]
@@ -51,11 +51,12 @@ def _searched(
         return off.square_().mul_(share).sum(2)
 
     best, least = scale, error(scale)
-    for clip in CLIPS:
-        tried = grid.stored(largest * clip, scale)
-        lost = error(tried)
-        wins = lost < least
-        best, least = torch.where(wins, tried, best), torch.where(wins, lost, least)
+    for sign in (1, -1) if grid.signed else (1,):
+        for clip in CLIPS:
+            tried = grid.stored(largest * (sign * clip), scale)
+            lost = error(tried)
+            wins = lost < least
+            best, least = torch.where(wins, tried, best), torch.where(wins, lost, least)
     return best
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned, whole
-from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.core.int_scheme import Codes, IntScheme, Packer, Signs
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.formats.int_packed.scales import EPS, held, round_any
 from qconvert.formats.int_packed.search import search_rows, searched
@@ -53,15 +53,19 @@ _SHORT_GROUP = 128
 Scales = Literal["amax", "search"]
 
 
-def encoder(scheme: IntScheme, packer: Packer, scales: Scales = "amax") -> RowOp:
-    """The op that rounds a BF16 matrix to nearest and packs it. Raises PlanError for an actorder, which
+def encoder(
+    scheme: IntScheme, packer: Packer, scales: Scales = "amax", signs: Signs = "positive"
+) -> RowOp:
+    """The op that rounds a BF16 matrix to nearest and packs it; `signs` are those that scales which are
+    searched for may have, where that gains anything. Raises PlanError for an actorder, which
     only calibration knows."""
     if scheme.actorder is not None:
         raise PlanError(
             f"actorder {scheme.actorder!r} orders columns by calibration data; rounding to nearest "
             "has none: leave it out, or calibrate"
         )
-    return RoundToNearest(scheme, packer, scales)
+    signed = scales == "search" and signs == "both" and scheme.gains_by_signs
+    return RoundToNearest(scheme, packer, scales, signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class RoundToNearest:
     Symmetric: scale = amax / half the range, code = w / scale. Asymmetric: scale = (max - min) / the
     range, both taken with 0 in it; zero = lowest code - min / scale; code = w / scale + zero. Rounded
     to nearest, ties to even, and held to the range; a scale of 0 becomes its dtype's epsilon. With
-    `scales: search` each group's is the best of a ladder, see formats/int_packed/search.py. Raises
+    `scales: search` each group's is the best of a ladder, see formats/int_packed/search.py, `signed`: or
+    of the same below 0. Raises
     PlanError where the argument is no BF16 matrix or the packer cannot hold it, RowError for NaN,
     infinity, and scales beyond their dtype.
     """
@@ -79,19 +84,24 @@ class RoundToNearest:
     scheme: IntScheme
     packer: Packer
     scales: Scales = "amax"
+    signed: bool = False
 
     @property
     def search_loop(self) -> str | None:
-        """The loop that its scales are searched for with."""
-        return "ints_search" if self.scales == "search" else None
+        """The search for its scales, by its name in ops/gpu/choice.py."""
+        if self.scales != "search":
+            return None
+        return "ints_search signed" if self.signed else "ints_search"
 
     def __repr__(self) -> str:
         """compressed-tensors' symmetric form has the name of an op that it once had: fingerprints and
         journals hold it."""
         scheme = self.scheme
         if self.scales != "amax":
+            signed = ", signed=True" if self.signed else ""
             return (
-                f"RoundToNearest(scheme={scheme!r}, packer={self.packer!r}, scales={self.scales!r})"
+                f"RoundToNearest(scheme={scheme!r}, packer={self.packer!r}, scales={self.scales!r}"
+                f"{signed})"
             )
         if self.packer == PackQuantized(scheme) and _is_plain(scheme) and scheme.actorder is None:
             return f"PackInt{scheme.bits}(group={scheme.group})"
@@ -182,7 +192,9 @@ class RoundToNearest:
             bottom = min(top + tall, rows)
             some = slice(bottom - top)
             made = Codes(codes[some], scale[some], zero[some])
-            if self.scales == "amax" or not searched(source[top:bottom], scheme, made):
+            if self.scales == "amax" or not searched(
+                source[top:bottom], scheme, made, signed=self.signed
+            ):
                 self._in_tiles(source[top:bottom], top, made, (values, spare, third))
             self.packer.pack(
                 replace(made, zero=None if scheme.symmetric else made.zero),
@@ -211,6 +223,7 @@ class RoundToNearest:
                         third[:count],
                         self.scheme,
                         *tile,
+                        signed=self.signed,
                     )
             except RowError as error:
                 raise RowError(first + start + error.row, error.what) from error

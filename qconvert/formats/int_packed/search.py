@@ -11,6 +11,9 @@ order of its own, so that a group gets the same scale on every machine: quotient
 with float32(1 / s), their squares are added in float32 one column after another, and the sum is
 multiplied with s^2 in float64. Groups that hold nothing from 2^-100 on keep what `amax` gives.
 
+Where scales are `signed`, the ladder is tried a second time below 0, which gives the side of a group's
+largest weight the code -8 instead of 7: .87 to .93 of the squared error in INT4.
+
 48 scales were measured to gain what 200 do within .3 % of the error in groups of 4 bits, and each costs
 as much as the next (weights of student-t rows with four degrees of freedom, groups of 32 and 128).
 """
@@ -18,6 +21,7 @@ as much as the next (weights of student-t rows with four degrees of freedom, gro
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 from qconvert.core.int_scheme import Codes, IntScheme
@@ -62,15 +66,16 @@ def ladder(bits: int, width: int) -> Float32s:
     return np.array(_rungs(bits, width <= _SHORT), np.float32)
 
 
-def searched(weight: UInt16s, scheme: IntScheme, made: Codes) -> bool:
+def searched(weight: UInt16s, scheme: IntScheme, made: Codes, *, signed: bool) -> bool:
     """Whether a loop searched rows [n, K] of BF16 bits, into `made` with zero points; else `search_rows`
-    is to."""
+    is to. `signed`: scales below 0 are tried, too."""
     assert made.zero is not None
     shape = made.scale.size, -1
     lines, dtype = made.codes.reshape(shape), ("BF16", "F16", "F32").index(scheme.scale_dtype)
     return done(
         "ints_search", weight.reshape(shape), ladder(scheme.bits, lines.shape[1]), scheme.low,
-        scheme.high, scheme.symmetric, dtype, lines, made.scale.reshape(-1), made.zero.reshape(-1),
+        scheme.high, scheme.symmetric, signed, dtype, lines, made.scale.reshape(-1),
+        made.zero.reshape(-1),
     )  # fmt: skip
 
 
@@ -83,6 +88,8 @@ def search_rows(
     codes: Int8s,
     scale: Float32s,
     zero: Int8s,
+    *,
+    signed: bool,
 ) -> None:
     """Rows [n, K] of BF16 bits -> codes alike, scale and zero [n, groups]. `values`, `spare` and `third`
     are working memory. Raises RowError for NaN, infinity, and weights whose scale of amax is beyond its
@@ -104,7 +111,7 @@ def search_rows(
         kept = lines[small], scale.reshape(-1)[small], zero.reshape(-1)[small]
         _best_scales(
             groups, spare.view(np.float32).reshape(shape), third.reshape(shape), scheme, lines,
-            scale.reshape(-1), zero.reshape(-1),
+            scale.reshape(-1), zero.reshape(-1), signs=(1, -1) if signed else (1,),
         )  # fmt: skip
     lines[small], scale.reshape(-1)[small], zero.reshape(-1)[small] = kept
 
@@ -117,6 +124,8 @@ def _best_scales(
     codes: Int8s,
     scale: Float32s,
     zero: Int8s,
+    *,
+    signs: tuple[int, ...],
 ) -> None:
     """Groups [n, G] of finite weights -> codes alike, scale and zero [n]. `quotients` and `spare` are
     working memory of the same shape. What `scale` and `zero` hold stays where no scale is of use."""
@@ -125,9 +134,10 @@ def _best_scales(
     most, least = np.maximum(values.max(axis=1), 0), np.minimum(values.min(axis=1), 0)
     best = np.full(scale.shape, np.inf)
     middle = zero.astype(np.float32)
-    for rung in ladder(scheme.bits, values.shape[1]):
+    for sign, rung in product(signs, ladder(scheme.bits, values.shape[1])):
         step, center = scale_and_zero(most * rung, least * rung, scheme)
         usable = (step > 0) & (step <= np.float32(_MOST[scheme.scale_dtype]))
+        step *= np.float32(sign)
         _nearest(values, np.where(usable, step, np.float32(1)), center, scheme, quotients, spare)
         np.subtract(quotients, spare, out=quotients)
         np.multiply(quotients, quotients, out=quotients)

@@ -20,8 +20,11 @@ from qconvert.core.sizes import format_size
 # `benchmarks/run.py kernels`.
 CORE_RATES: Mapping[str, tuple[float, float]] = {
     "ints_search": (0.4e9, 0.01e9),
+    "ints_search signed": (0.2e9, 0.005e9),
     "nvfp4_encode": (0.3e9, 0.02e9),
 }
+# The loops that have a form on a GPU.
+_LOOPS = ("ints_search", "nvfp4_encode")
 # torch's import, a context on the GPU and Triton's compilation take 10 s of a run's start.
 ENOUGH_SECONDS = 30.0
 # What torch, triton and a context take of a worker's memory beyond what it has on a CPU.
@@ -44,7 +47,7 @@ class Decision:
 def decide(
     searched: Mapping[str, int], asked: str | None, jobs: int, *, compiled_loops: bool
 ) -> Decision | None:
-    """Where a run with so many `jobs` searches, of the bytes of BF16 that each loop is `searched` with;
+    """Where a run with so many `jobs` searches, of the bytes of BF16 that each search of CORE_RATES has;
     `compiled_loops` are what it would run in on the CPU. None: there is nothing to search. `asked` is
     what --device says. Raises PlanError for a GPU that is asked for and is not there, or needs a package
     that is not installed."""
@@ -115,7 +118,7 @@ def use(device: str | None) -> None:
 
 def kernel(name: str) -> Callable[..., bool] | None:
     """The loop of this name on the GPU that this process is to use, if it has that form."""
-    if _device is None or name not in CORE_RATES:
+    if _device is None or name not in _LOOPS:
         return None
     return _kernels(_device)[name]
 
@@ -128,4 +131,4 @@ def _kernels(device: str) -> Mapping[str, Callable[..., bool]]:
     from qconvert.ops.gpu.staging import Staging
 
     staging = Staging(device)
-    return {name: partial(getattr(searches, name), staging) for name in CORE_RATES}
+    return {name: partial(getattr(searches, name), staging) for name in _LOOPS}

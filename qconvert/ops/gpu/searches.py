@@ -83,6 +83,7 @@ def _ints(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    SIGNED: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
@@ -132,12 +133,17 @@ def _ints(
     inverse = tl.div_rn(tl.full([GROUPS, LANES], 1.0, tl.float32), step)
     low, high = LOW - middle, HIGH - middle
     total = tl.zeros([GROUPS, LANES], tl.float32)
+    turned = tl.zeros([GROUPS, LANES], tl.float32)
     for one in range(width):
         bits = tl.load(weight + group * width + one, mask=here, other=0)
         quotient = _float(bits)[:, None] * inverse
         code = _whole(tl.minimum(tl.maximum(quotient, low), high))
         off = quotient - code
         total = total + off * off
+        if SIGNED:
+            code = _whole(tl.minimum(tl.maximum(-quotient, low), high))
+            off = -quotient - code
+            turned = turned + off * off
     wide = step.to(tl.float64)
     error = total.to(tl.float64) * (wide * wide)
     tried = usable & (lane < _RUNGS)[None, :]
@@ -145,10 +151,18 @@ def _ints(
     best = tl.min(error, axis=1)
     # The first of equal ones.
     chosen = tl.min(tl.where(error == best[:, None], lane[None, :], LANES), axis=1)
+    sign = tl.full([GROUPS], 1.0, tl.float32)
+    if SIGNED:
+        error = tl.where(tried, turned.to(tl.float64) * (wide * wide), float("inf"))
+        least_error = tl.min(error, axis=1)
+        other = tl.min(tl.where(error == least_error[:, None], lane[None, :], LANES), axis=1)
+        below = least_error < best
+        chosen = tl.where(below, other, chosen)
+        sign = tl.where(below, -1.0, 1.0)
     mine = lane[None, :] == chosen[:, None]
     nothing = size == 0
-    own_step = tl.sum(tl.where(mine, step, 0.0), axis=1)
-    own_inverse = tl.sum(tl.where(mine, inverse, 0.0), axis=1)
+    own_step = tl.sum(tl.where(mine, step, 0.0), axis=1) * sign
+    own_inverse = tl.sum(tl.where(mine, inverse, 0.0), axis=1) * sign
     own_middle = tl.sum(tl.where(mine, middle, 0.0), axis=1)
     own_middle = tl.where(nothing, 0.0, own_middle)
     tl.store(scale + group, tl.where(nothing, eps, own_step), mask=here)
@@ -172,8 +186,8 @@ _MOST_STEP = (3.0e38, 65504.0, 3.0e38)
 
 
 def ints_search(
-    staging: Staging, weight: Array, ladder: Array, low: int, high: int, symmetric: bool, dtype: int,
-    codes: Array, scale: Array, zero: Array,
+    staging: Staging, weight: Array, ladder: Array, low: int, high: int, symmetric: bool, signed: bool,
+    dtype: int, codes: Array, scale: Array, zero: Array,
 ) -> bool:  # fmt: skip
     """`ints_search` of `qconvert.ops.compiled.loops.search`, with its arguments."""
     rungs = torch.ones(_LANES)
@@ -186,7 +200,7 @@ def ints_search(
         count, width = ins[0].shape
         _ints[(triton.cdiv(count, _GROUPS),)](
             ins[0], rungs, *outs, flag, count, width, _EPS[dtype], 2.0**-100, _MOST_STEP[dtype],
-            low, high, symmetric, dtype, _GROUPS, _LANES, _COLUMNS, **_OPTIONS,
+            low, high, symmetric, signed, dtype, _GROUPS, _LANES, _COLUMNS, **_OPTIONS,
         )  # fmt: skip
 
     return staging.run([weight], [codes, scale, zero], launch)

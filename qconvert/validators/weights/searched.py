@@ -86,8 +86,8 @@ def _at(why: tuple[int, int, str] | None, first: int) -> str:
 
 
 def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
-    """Which weights are the nearest codes of their scales, and the first group whose scale loses more
-    than that of its largest weight: row, group and how much."""
+    """Which weights are the nearest codes of their scales (the tile's `step`, with its sign), and the
+    first group whose scale loses more than that of its largest weight: row, group and how much."""
     import numpy as np
 
     steps, symmetric, dtype = code_range(tile.form)
@@ -95,8 +95,9 @@ def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
     expected = as_bf16(np.ascontiguousarray(tile.expected))
     step, zero = tile.over(tile.step), tile.over(tile.zero)
     with np.errstate(all="ignore"):
-        held = np.clip(expected, (low - zero) * step, (high - zero) * step)
-        fits: Bools = np.abs(held - tile.found) <= np.float32(0.5 + _SLACK) * step
+        first, last = (low - zero) * step, (high - zero) * step
+        held = np.clip(expected, np.minimum(first, last), np.maximum(first, last))
+        fits: Bools = np.abs(held - tile.found) <= np.float32(0.5 + _SLACK) * np.abs(step)
         weights, mine = tile.cut(expected), tile.cut(tile.found)
         if weights is None or mine is None:
             return fits, (0, 0, "its groups of columns differ in size")

@@ -2,7 +2,8 @@
 
 QC066 NaN or infinity in a tensor of floats, NaN among FP8 codes.
 QC067 a whole matrix of weights is zero.
-QC068 a scale is NaN, infinite, negative, zero for codes that are not, or absurdly large.
+QC068 a scale is NaN, infinite, negative (symmetric INT4 apart), zero for codes that are not, or absurdly
+large.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from qconvert.validators.reading.forms import Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, is_part
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
+from qconvert.validators.weights.signs import may_be_negative
 
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Bytes, Floats
@@ -97,7 +99,10 @@ class Values:
                 graded |= (
                     set() if grid.global_scale is None else {grid.global_scale.scale.name}
                 )  # QC100
-                kinds.setdefault((matrix.key[0], "scale"), []).append(_scales_of(matrix, grid))
+                signed = may_be_negative(checkpoint.manifest, matrix.form)
+                kinds.setdefault((matrix.key[0], "scale"), []).append(
+                    _scales_of(matrix, grid, signed=signed)
+                )
         for name, source in checkpoint.items():
             place = checkpoint.role_index.places.get(name)
             kind = (place.role.name if place else "", source.type.dtype)
@@ -238,10 +243,11 @@ _BLANK = {4: 0x88, 8: 0x80}  # two codes of zero, or one
 
 @dataclass(frozen=True, kw_only=True)
 class ScalesOf(Watch):
-    """The scales of one matrix."""
+    """The scales of one matrix; `signed`: they may be below 0."""
 
     matrix: Matrix
     grid: Grid
+    signed: bool
 
     @property
     def scratch(self) -> int:
@@ -251,11 +257,11 @@ class ScalesOf(Watch):
         return _Scales(self)
 
 
-def _scales_of(matrix: Matrix, grid: Grid) -> ScalesOf:
+def _scales_of(matrix: Matrix, grid: Grid, *, signed: bool) -> ScalesOf:
     kind = grid.scale.type
     width = kind.nbytes // max(1, kind.numel)
     span = grid.first * width, (grid.first + grid.rows * grid.columns) * width
-    return ScalesOf(tensor=grid.scale, spans=(span,), matrix=matrix, grid=grid)
+    return ScalesOf(tensor=grid.scale, spans=(span,), matrix=matrix, grid=grid, signed=signed)
 
 
 class _Scales:
@@ -272,6 +278,8 @@ class _Scales:
             return
         kind = self._task.grid.scale.type
         values = scale_floats(np.frombuffer(data, np.uint8), kind.dtype)
+        if self._task.signed:
+            values = np.abs(values)
         first = at * kind.numel // kind.nbytes - self._task.grid.first
         fault = _fault(values)
         if fault is not None:

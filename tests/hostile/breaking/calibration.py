@@ -86,6 +86,7 @@ def _jsonl() -> Iterator[Mutation]:
                     ("--dampening", "-1"), ("--dampening", "1e999"), ("--min-tokens", "0"),
                     ("--device", "gpu"), ("--solver", "gptq"), ("--solver", ""),
                     ("--propagated-error", "half"), ("--propagated-error", ""),
+                    ("--signs", "negative"),
                     ("--device", "a\x1b[2J"), ("--device", "cuda:99"),
                     ("--column", STEERING["newline command"]),
                     ("--data", "hf-dataset:"), ("--data", "hf-dataset:a:b:c:d"),

@@ -59,6 +59,17 @@ def _errors(row: Any, lanes: Any) -> None:
 
 
 @inner
+def _least(tried: Any, lanes: Any, best: float, chosen: int) -> Any:
+    """The least error and its lane, the first of equal ones; these, where none is less than `best`."""
+    for lane in range(_RUNGS):
+        wide = np.float64(tried[lane])
+        error = np.float64(lanes[3 * _RUNGS + lane]) * np.float64(wide * wide)
+        if error < best:  # no number where a step is infinite
+            best, chosen = error, lane
+    return best, chosen
+
+
+@inner
 def _codes(
     row: Any, inverse: np.float32, zero: np.float32, low: np.float32, high: np.float32, out: Any
 ) -> None:
@@ -71,14 +82,14 @@ def _codes(
         out[column] = np.int8(np.float32(np.float32(code + zero) + _ROUNDER).view(np.int32))
 
 
-@loop("ru2[2]", "f4[1]", "int", "int", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
+@loop("ru2[2]", "f4[1]", "int", "int", "bool", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
 def ints_search(
-    weight: Any, ladder: Any, low: int, high: int, symmetric: bool, dtype: int, codes: Any, scale: Any,
-    zero: Any,
+    weight: Any, ladder: Any, low: int, high: int, symmetric: bool, signed: bool, dtype: int, codes: Any,
+    scale: Any, zero: Any,
 ) -> bool:  # fmt: skip
     """Groups [n, G] of BF16 -> codes alike, scales and zero points [n], the scales in BF16 (`dtype` 0),
-    F16 (1) or F32 (2). Declines NaN, infinity, groups of little but zeros, and those whose scale of amax
-    its dtype cannot hold or rounds to 0."""
+    F16 (1) or F32 (2), `signed`: below 0, too. Declines NaN, infinity, groups of little but zeros, and
+    those whose scale of amax its dtype cannot hold or rounds to 0."""
     first, last, steps = np.float32(low), np.float32(high), np.float32(high - low)
     most_step = np.float32(65504) if dtype == _F16 else np.float32(3.0e38)
     lanes = np.empty(4 * _RUNGS, np.float32)
@@ -121,15 +132,18 @@ def ints_search(
             lanes[_RUNGS + lane] = np.float32(first - middle)
             lanes[2 * _RUNGS + lane] = np.float32(last - middle)
         _errors(weight[group], lanes)
-        best, chosen = np.inf, 0
-        for lane in range(_RUNGS):
-            wide = np.float64(tried[lane])
-            error = np.float64(lanes[3 * _RUNGS + lane]) * np.float64(wide * wide)
-            if error < best:  # no number where a step is infinite
-                best, chosen = error, lane
-        scale[group], zero[group] = tried[chosen], np.int8(zeros[chosen])
+        best, chosen = _least(tried, lanes, np.inf, 0)
+        step = tried[chosen]
+        if signed:
+            for lane in range(_RUNGS):
+                lanes[lane] = -lanes[lane]
+            _errors(weight[group], lanes)
+            least_error, other = _least(tried, lanes, best, chosen)
+            if least_error < best:
+                chosen, step = other, np.float32(-tried[other])
+        scale[group], zero[group] = step, np.int8(zeros[chosen])
         _codes(
-            weight[group], lanes[chosen], zeros[chosen], lanes[_RUNGS + chosen],
+            weight[group], np.float32(np.float32(1) / step), zeros[chosen], lanes[_RUNGS + chosen],
             lanes[2 * _RUNGS + chosen], codes[group],
         )  # fmt: skip
     return True

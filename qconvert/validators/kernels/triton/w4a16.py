@@ -195,7 +195,7 @@ def tokens(count: int, columns: int, generator: torch.Generator) -> torch.Tensor
 def drawn(
     rows: int, columns: int, group: int, tails: str, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed int32 [N, K/8] and scales bf16 [N, K/group]. All codes -8 to 7 occur."""
+    """Packed int32 [N, K/8] and scales bf16 [N, K/group] of both signs. All codes -8 to 7 occur."""
     weight = torch.randn((rows, columns), generator=generator, device=generator.device)
     if tails == "student":
         square = sum(
@@ -206,6 +206,8 @@ def drawn(
     weight[:, :: max(2, columns // 16)] *= 8
     groups = weight.reshape(rows, -1, group)
     scales = (groups.abs().amax(-1) / 7.5).clamp_min(2.0**-20).to(torch.bfloat16)
+    signs = torch.randint(0, 2, scales.shape, generator=generator, device=generator.device)
+    scales *= 1 - 2 * signs
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int64) + 8
     words = codes.reshape(rows, -1, 8)
     packed = sum(words[..., place] << (4 * place) for place in range(8))
