@@ -17,7 +17,7 @@ from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import CodePacker
+from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
@@ -150,7 +150,10 @@ class GptqBackend:
             last=max(unit.op.layer for unit in job.units),
             files=job.files,
             linears={
-                module: [packer.scheme_of(self._stored[module].columns) for packer in packers]
+                module: [
+                    _integers(module, packer.scheme_of(self._stored[module].columns))
+                    for packer in packers
+                ]
                 for module, packers in self.linears.items()
             },
             statistics=request.save_stats is not None,
@@ -269,6 +272,15 @@ def hush_transformers() -> None:
     hf: Any = logging
     hf.set_verbosity_error()
     hf.disable_progress_bar()
+
+
+def _integers(module: str, scheme: Scheme) -> IntScheme:
+    """How a linear beside the experts is quantized."""
+    if not isinstance(scheme, IntScheme):
+        raise PlanError(
+            f"{module}: calibration finds NVFP4 codes of routed experts alone: ignore it"
+        )
+    return scheme
 
 
 def _settings(request: Calibration) -> Settings:
