@@ -43,6 +43,7 @@ SOLVERS: dict[str, Settings | None] = {  # the first is what others are compared
     "--solver llmcompressor": THEIRS,
     "round to nearest": None,
     "--solver best": Settings(),
+    "--propagated-error correct": Settings(propagated_error="correct"),
 }
 STEPS: dict[str, Settings | None] = {
     "scales searched": Settings(order="stored", refit=0, descent=0),
