@@ -8,8 +8,8 @@ calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares wha
 what it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor`
 (NVFP4: to rounding) with the paired standard error over samples, perplexity a byte, and seconds. Three
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
-refinements of `--solver best` one by one, `--peers` AutoRound and GPTQModel where they are installed
-(quality_peers.py).
+refinements of `--solver best` one by one, without what corrects propagated errors, `--peers` AutoRound
+and GPTQModel where they are installed (quality_peers.py).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SCHEMES: dict[str, Scheme] = {
     "NVFP4": Nvfp4Scheme("modelopt"),
 }
 THEIRS = Settings(solver="llmcompressor")
+ALONE = Settings(propagated_error="ignore")
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,26 @@ SOLVERS = {  # the first is what others are compared with
     "--solver llmcompressor": Way(THEIRS),
     "round to nearest": Way(replace(THEIRS, search="none"), calibrated=False),
     "--solver best": Way(Settings()),
+    "--propagated-error ignore": Way(ALONE),
 }
 OF_NVFP4 = {
     "round to nearest": Way(Settings(scales="amax"), calibrated=False),
     "--scales search": Way(Settings(), calibrated=False),
     "--gptq": Way(Settings()),
+    "--propagated-error ignore": Way(ALONE),
 }
 STEPS = {
-    "scales searched": Way(Settings(order="stored", refit=0, descent=0)),
-    "+ order": Way(Settings(refit=0, descent=0)),
-    "+ refit": Way(Settings(descent=0)),
-    "no refit": Way(Settings(refit=0)),
+    "scales searched": Way(replace(ALONE, order="stored", refit=0, descent=0)),
+    "+ order": Way(replace(ALONE, refit=0, descent=0)),
+    "+ refit": Way(replace(ALONE, descent=0)),
+    "no refit": Way(replace(ALONE, refit=0)),
 }
 STEPS_OF_NVFP4 = {
-    "scales of amax": Way(Settings(scales="amax", order="stored", refit=0, descent=0)),
-    "scales in the loop": Way(Settings(order="stored", refit=0, descent=0)),
-    "+ order": Way(Settings(refit=0, descent=0)),
-    "no refit": Way(Settings(refit=0)),
-    "refit and descent 4": Way(Settings(refit=4, descent=4)),
+    "scales of amax": Way(replace(ALONE, scales="amax", order="stored", refit=0, descent=0)),
+    "scales in the loop": Way(replace(ALONE, order="stored", refit=0, descent=0)),
+    "+ order": Way(replace(ALONE, refit=0, descent=0)),
+    "no refit": Way(replace(ALONE, refit=0)),
+    "refit and descent 4": Way(replace(ALONE, refit=4, descent=4)),
 }
 
 

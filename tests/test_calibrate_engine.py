@@ -40,7 +40,7 @@ from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 
-ROUTED = Settings(min_tokens=1)
+ROUTED = Settings(min_tokens=1, propagated_error="ignore")
 THEIRS = Settings(min_tokens=1, solver="llmcompressor")
 CORRECTED = Settings(min_tokens=1, propagated_error="correct")
 G32 = IntScheme(4, 32)
@@ -178,7 +178,7 @@ def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> 
         (ROUTED, ("cpu", "cpu")),
         (THEIRS, ("cpu", "cpu")),
         (CORRECTED, ("cpu", "cpu")),
-        (Settings(experts="all"), ("cpu",)),
+        (Settings(experts="all", propagated_error="ignore"), ("cpu",)),
         (Settings(experts="all", propagated_error="correct"), ("cpu", "cpu")),
         (Settings(min_tokens=60, propagated_error="correct"), ("cpu", "cpu")),
         (Settings(min_tokens=60, few="rtn", propagated_error="correct"), ("cpu",)),
@@ -315,10 +315,10 @@ def test_few_tokens_get_all_or_are_rounded(small: Path, tmp_path: Path) -> None:
     most = int(np.sort(counts)[EXPERTS // 2])
     few = {e for e in range(EXPERTS) if counts[e] < most}
     assert 0 < len(few) < EXPERTS
-    routed = run(small, tmp_path / "routed", settings=Settings(min_tokens=1))
-    with_all = run(small, tmp_path / "all", settings=Settings(min_tokens=most))
-    with_rtn = run(small, tmp_path / "rtn", settings=Settings(min_tokens=most, few="rtn"))
-    every = run(small, tmp_path / "every", settings=Settings(experts="all"))
+    routed = run(small, tmp_path / "routed")
+    with_all = run(small, tmp_path / "all", settings=replace(ROUTED, min_tokens=most))
+    with_rtn = run(small, tmp_path / "rtn", settings=replace(ROUTED, min_tokens=most, few="rtn"))
+    every = run(small, tmp_path / "every", settings=replace(ROUTED, experts="all"))
     assert set(with_all.stats[0].few) == few == set(with_rtn.stats[0].few)
     assert with_all.stats[0].rounded == ()
     assert set(with_rtn.stats[0].rounded) == few

@@ -33,6 +33,8 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "amx": ("amx", "--method", "int4", "--numa", "2"),
 }
 BEST = "best "
+CORRECTED = "corrected "
+BEFORE = ("", BEST, CORRECTED)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +46,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     config = qwen3_moe(num_hidden_layers=2, moe_intermediate_size=256)
     found = {"model": saved(config, folder / "model")}
     options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH))
-    for solver, before in (("llmcompressor", ""), ("best", BEST)):
+    given = {
+        "": ("--solver", "llmcompressor"),
+        BEST: ("--solver", "best", "--propagated-error", "ignore"),
+        CORRECTED: ("--solver", "best", "--propagated-error", "correct"),
+    }
+    for before, solver in given.items():
         for name, (command, *more) in WAYS.items():
             out = found[before + name] = folder / (before + name)
-            done = run_cli(command, found["model"], out, *more, *options, "--solver", solver)
+            done = run_cli(command, found["model"], out, *more, *options, *solver)
             assert done.code == 0, done.err
     return found
 
@@ -64,7 +71,7 @@ def exchanged(folder: Path, one: str, other: str, parts: tuple[str, ...]) -> Non
             store(folder, f"{here}.{part}", np.frombuffer(held[f"{there}.{part}"].data, np.uint8))
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(BEST + way for way in WAYS)])
+@pytest.mark.parametrize("way", [before + way for before in BEFORE for way in WAYS])
 def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) -> None:
     for level in ("sample", "full"):
         assert findings(made[way], made, level) == []
@@ -112,12 +119,13 @@ def searched_breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
         yield what, name, (wide.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
 
 
+@pytest.mark.parametrize("way", [BEST + "packed", CORRECTED + "packed"])
 def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
-    made: Mapping[str, Path], tmp_path: Path
+    way: str, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
     seen = 0
-    for what, name, data in searched_breakings(made[BEST + "packed"]):
-        out = copied(made[BEST + "packed"], tmp_path / str(seen))
+    for what, name, data in searched_breakings(made[way]):
+        out = copied(made[way], tmp_path / str(seen))
         store(out, name, np.ascontiguousarray(data).reshape(-1))
         found = [f for f in findings(out, made) if f.rule == "QC060"]
         assert [f.where for f in found] == [f"{UP}.weight_packed"], what
@@ -125,9 +133,7 @@ def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
     assert seen == 8
 
 
-@pytest.mark.parametrize(
-    "way", [before + way for before in ("", BEST) for way in WAYS if way != "amx"]
-)
+@pytest.mark.parametrize("way", [before + way for before in BEFORE for way in WAYS if way != "amx"])
 @pytest.mark.parametrize("scales", [True, False])
 def test_another_experts_codes(
     way: str, scales: bool, made: Mapping[str, Path], tmp_path: Path
@@ -140,14 +146,16 @@ def test_another_experts_codes(
     exchanged(out, UP, other, parts if scales else parts[:1])
     found = [f for f in findings(out, made) if f.rule == "QC060"]
     assert {f.where for f in found} == {f"{UP}.{parts[0]}", f"{other}.{parts[0]}"}
-    if way.startswith(BEST):  # whose scales may be those of other weights of the same size
+    if way.startswith(
+        (BEST, CORRECTED)
+    ):  # whose scales may be those of other weights of the same size
         says = "expected "
     else:
         says = "expected a scale of" if scales else "with a cosine of at least"
     assert all(says in f.message for f in found)
 
 
-@pytest.mark.parametrize("way", ["amx", BEST + "amx"])
+@pytest.mark.parametrize("way", [before + "amx" for before in BEFORE])
 @pytest.mark.parametrize("parts", [("weight", "scale"), ("weight",)])
 def test_another_experts_amx_codes(
     parts: tuple[str, ...], way: str, made: Mapping[str, Path], tmp_path: Path
@@ -161,7 +169,7 @@ def test_another_experts_amx_codes(
 
 
 @pytest.mark.parametrize("factor", [8, 2, 0.5])
-@pytest.mark.parametrize("way", ["amx", BEST + "amx"])
+@pytest.mark.parametrize("way", [before + "amx" for before in BEFORE])
 def test_amx_steps_of_another_size(
     way: str, factor: float, made: Mapping[str, Path], tmp_path: Path
 ) -> None:

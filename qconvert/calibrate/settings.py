@@ -58,7 +58,7 @@ class Settings:
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
-    propagated_error: Literal["ignore", "correct"] = "ignore"
+    propagated_error: Literal["ignore", "correct"] = "correct"
 
     def __post_init__(self) -> None:
         if not 0 < self.dampening_frac < 1:

@@ -112,7 +112,7 @@ CALIBRATION: Callable[[F], F] = stacked(
         "--propagated-error", type=click.Choice(["ignore", "correct"]),
         help="Of --solver best: what layers before lost. `correct`: codes make up for half of it, as "
         "the unquantized model shows, for twice the hidden states on disk and a second forward. "
-        "[default: ignore]",
+        "[default: correct]",
     ),
     DATA,
 )  # fmt: skip
@@ -132,6 +132,8 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
             flag = {"devices": "device", "few": "undersampled"}.get(name, name.replace("_", "-"))
             raise click.UsageError(f"--{flag} needs --gptq")
         return None
+    if "propagated_error" in given and given.get("solver") == "llmcompressor":
+        raise click.UsageError("--propagated-error needs --solver best")
     if options["synthetic"] == (options["data"] is not None):
         raise click.UsageError(
             "--gptq needs --data FILE, or --synthetic (random tokens) for a trial"

@@ -52,7 +52,7 @@ class Calibration(DataSpec):
     order: Literal["importance", "stored"] = "importance"
     refit: int = 2
     descent: int = 2
-    propagated_error: Literal["ignore", "correct"] = "ignore"
+    propagated_error: Literal["ignore", "correct"] = "correct"
     save_stats: str | None = None
     devices: tuple[str, ...] = ()
 

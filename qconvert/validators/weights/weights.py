@@ -240,7 +240,7 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     if packed and requantized and CALIBRATION in manifest and not _of_draft(folder, mine):
         return (
             "solved"
-            if codes is not None and codes.symmetric and _has_own_scales(manifest)
+            if codes is not None and _has_own_scales(manifest, symmetric=codes.symmetric)
             else "calibrated"
         )
     same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
@@ -253,10 +253,14 @@ def _of_draft(folder: Folder, mine: Matrix) -> bool:
     return checkpoint.family.is_mtp(mine.tensor, checkpoint.role_index.dims)
 
 
-def _has_own_scales(manifest: Mapping[str, Any]) -> bool:
-    """Whether a calibration searched for scales, or fitted them to its codes."""
+def _has_own_scales(manifest: Mapping[str, Any], *, symmetric: bool) -> bool:
+    """Whether a calibration searched for scales, or fitted them to its codes, which asymmetric schemes
+    leave as they are; or solved against other weights than the source's, whose scales these are."""
     said = manifest.get(CALIBRATION)
-    return isinstance(said, dict) and (said.get("scales") == "search" or bool(said.get("refit")))
+    if not isinstance(said, dict):
+        return False
+    fitted = said.get("scales") == "search" or bool(said.get("refit"))
+    return said.get("propagated_error") == "correct" or (symmetric and fitted)
 
 
 VALIDATOR = Weights()
