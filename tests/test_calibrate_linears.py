@@ -332,6 +332,7 @@ def test_rounds_grow_with_the_budget() -> None:
     """Llama-70B's layer: Hessians of .27 GB and, into down_proj, 3.3 GB."""
     named: dict[str, Any] = {
         "schemes": 1, "solver": "llmcompressor", "layer_bytes": 1_711 << 20, "chunk": 2048,
+        "keeps": True,
     }  # fmt: skip
     assert rounds(budget(64 << 30), "cpu", LLAMA_70B, **named) == [[0, 1, 2, 3]]
     few = rounds(budget(34 << 30), "cpu", LLAMA_70B, **named)
@@ -341,6 +342,7 @@ def test_rounds_grow_with_the_budget() -> None:
         rounds(budget(16 << 30), "cpu", LLAMA_70B, **named)
     enough = int(str(told.value).rpartition(" ")[2].removesuffix("MiB")) << 20
     assert rounds(budget(enough), "cpu", LLAMA_70B, **named)
+    assert len(rounds(budget(34 << 30), "cpu", LLAMA_70B, **{**named, "keeps": False})) == 1
     assert rounds(Budget(0, 0, {}, (1,)), "cuda:0", LLAMA_70B, **named) == [[0], [1], [2], [3]]
 
 
