@@ -54,7 +54,7 @@ class MadeUp:
     intermediate: int
     stop: int | None = None
     memory: int = 0
-    made: list[tuple[int, int, str]] = field(default_factory=list)
+    made: list[tuple[int, int | None, str]] = field(default_factory=list)
     checked: list[tuple[Path, ...]] = field(default_factory=list)
 
     def needs(self) -> Needs:

@@ -52,6 +52,12 @@ def test_every_setting_reaches_the_solver() -> None:
     asked = Calibration(
         synthetic=True, solver="best", scales="amax", signs="positive", order="stored", refit=1,
         descent=3, propagated_error="ignore",
+    )  # fmt: skip
+    found = _settings(asked)
+    assert (found.solver, found.scales, found.order) == ("best", "amax", "stored")
+    assert (found.signs, found.refit, found.descent) == ("positive", 1, 3)
+    assert not found.corrects
+    assert _settings(Calibration(synthetic=True)).corrects
     assert _settings(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
 
 

@@ -332,6 +332,7 @@ def test_rounds_grow_with_the_budget() -> None:
     """Llama-70B's layer: Hessians of .27 GB and, into down_proj, 3.3 GB."""
     named: dict[str, Any] = {
         "schemes": 1, "solver": "llmcompressor", "layer_bytes": 1_711 << 20, "chunk": 2048,
+        "keeps": True,
     }  # fmt: skip
     assert rounds(budget(64 << 30), "cpu", LLAMA_70B, **named) == [[0, 1, 2, 3]]
     few = rounds(budget(34 << 30), "cpu", LLAMA_70B, **named)
@@ -341,6 +342,7 @@ def test_rounds_grow_with_the_budget() -> None:
         rounds(budget(16 << 30), "cpu", LLAMA_70B, **named)
     enough = int(str(told.value).rpartition(" ")[2].removesuffix("MiB")) << 20
     assert rounds(budget(enough), "cpu", LLAMA_70B, **named)
+    assert len(rounds(budget(34 << 30), "cpu", LLAMA_70B, **{**named, "keeps": False})) == 1
     assert rounds(Budget(0, 0, {}, (1,)), "cuda:0", LLAMA_70B, **named) == [[0], [1], [2], [3]]
 
 
@@ -392,14 +394,14 @@ def test_a_class_that_calls_a_linear_otherwise_is_refused(
 ) -> None:
     """Twice a forward; past the module; and with another input than its neighbour in some samples."""
 
-    def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def twice(self: Any, x: torch.Tensor) -> Any:
         return self.down_proj(self.gate_proj(x) * self.gate_proj(x) * self.up_proj(x))
 
-    def past(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def past(self: Any, x: torch.Tensor) -> Any:
         gate = torch.nn.functional.linear(x, self.gate_proj.weight)
         return self.down_proj(gate * self.up_proj(x))
 
-    def apart(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def apart(self: Any, x: torch.Tensor) -> Any:
         other = x if x.shape[1] == 40 else x * 2
         return self.down_proj(self.gate_proj(x) * self.up_proj(other))
 

@@ -26,14 +26,16 @@ pytestmark = pytest.mark.crash
 SAMPLES, LENGTH = 4, 48
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, kind: str) -> None:
     """In a process of its own, as all that needs torch here: with its threads one must not fork."""
     import torch
-    from calibrate_models import qwen3_moe, samples, saved
+    from calibrate_models import llama, qwen3_moe, samples, saved
     from safetensors.torch import save_file
 
     tokens = torch.from_numpy(np.stack(samples(SAMPLES, LENGTH)))
-    saved(qwen3_moe(num_hidden_layers=2, num_experts=4), folder / "model")
+    config = llama() if kind == "dense" else qwen3_moe(num_hidden_layers=2, num_experts=4)
+    saved(config, folder / "model")
+    (folder / "kind").write_text(kind)
     save_file({"input_ids": tokens}, folder / "tokens.safetensors")
 
 
@@ -44,19 +46,21 @@ def convert(folder: Path, out: Path, files: Files | None = None) -> None:
     from qconvert.calibrate.backend import backend_for
 
     torch.set_num_threads(1)
+    kind = (folder / "kind").read_text()
     request = Calibration(
         data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=8,
-        propagated_error="correct" if folder.name.startswith("correct") else "ignore",
+        propagated_error="correct" if kind == "experts corrected" else "ignore",
     )  # fmt: skip
-    step = ExpertsToW4A16(group=64, calibrate=request)
+    targets = ExpertsToW4A16().targets if kind.startswith("experts") else ("Linear",)
+    step = ExpertsToW4A16(group=64, targets=targets, calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
     execute(plan, out, Options(jobs=1), files=files, backend=backend_for([plan]))
 
 
-@pytest.fixture(scope="module", params=["ignore", "correct"])
+@pytest.fixture(scope="module", params=["experts", "experts corrected", "dense", "all linears"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp(request.param)
-    assert in_child(lambda: make_model(made)) == 0
+    made = tmp_path_factory.mktemp("gptq-crash")
+    assert in_child(lambda: make_model(made, request.param)) == 0
 
     def count() -> None:
         counting = Counting()

@@ -36,10 +36,12 @@ def rounds(
     solver: Solver,
     layer_bytes: int,
     chunk: int,
+    keeps: bool,
 ) -> list[list[int]]:
     """Which sets of linears have their Hessians in memory together, one list after the other: numbers of
     sets in order. `shapes` are [rows, columns] of the matrices of each set, which share an input;
-    `layer_bytes` are the layer's weights, `chunk` the tokens that run through it together.
+    `layer_bytes` are the layer's weights, `chunk` the tokens that run through it together; `keeps`: it
+    has experts, for which something is kept of each token.
 
     Raises RunError where not one fits on a CPU, with the smallest budget that is enough."""
     every = [shape for some in shapes for shape in some]
@@ -51,11 +53,11 @@ def rounds(
     passing = chunk * (12 * wide + 2 * sum(some[0][1] for some in shapes))
     fixed = solving + aside + passing + layer_bytes
     on_cpu = device == "cpu"
-    of_process = budget.memory - budget.base - budget.states.get("cpu", 0)
+    of_process = budget.memory - budget.base - (budget.states.get("cpu", 0) if keeps else 0)
     free = of_process if on_cpu else budget.devices[0]
     widest = max(4 * columns * columns for _, columns in every)
     if on_cpu and free < fixed + widest:
-        need = budget.base + int((fixed + widest) / (1 - _STATES)) + (1 << 20)
+        need = budget.base + int((fixed + widest) / (1 - _STATES * keeps)) + (1 << 20)
         raise RunError(
             f"one linear layer with its Hessian needs {(fixed + widest) >> 20} MiB, and libraries "
             f"{budget.base >> 20} MiB, more than this run may take; give --memory "

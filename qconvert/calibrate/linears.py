@@ -215,6 +215,7 @@ class LinearBench:
         groups = rounds(
             self.budget, self.device, [[one.shape for one in some] for some in sets],
             schemes=len(linears[0].schemes), solver=self.settings.solver, chunk=self.chunk,
+            keeps=self.layer.sparse,
             layer_bytes=sum(p.nbytes for p in self.layer.module.parameters()),
         )  # fmt: skip
         noted = Noted()

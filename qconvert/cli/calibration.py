@@ -83,7 +83,7 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option(
         "--save-stats", metavar="DIR", type=Folder(),
-        help="Save expert counts, moments of activations, and a map of hot experts for "
+        help="Save counts of routed experts, moments of their activations, and a map of hot experts for "
         "--init-expert-location.",
     ),
     DEVICE,

@@ -151,10 +151,12 @@ def _calibration_lines(plan: Plan) -> list[str]:
     request = plan.calibration.request
     data = "random tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
     tokens = "its own tokens" if request.experts == "routed" else "all tokens"
+    sparse = plan.calibration.model.role_index.dims.num_experts
+    what = f"each expert calibrated on {tokens}" if sparse else "each linear on all tokens"
     disk = format_size(work_dir_bytes(plan.calibration))
     line = (
-        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), each "
-        f"expert calibrated on {tokens}; needs {disk} more disk while it runs, and memory as --memory "
+        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), "
+        f"{what}; needs {disk} more disk while it runs, and memory as --memory "
         f"says, or half of what is free"
     )
     return [line]

@@ -100,6 +100,7 @@ def w4a16(
       qconvert gptq4 Qwen3-30B-A3B out --rtn --packing gptq
       qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
       qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
+      qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.recipe.recipe import Recipe
