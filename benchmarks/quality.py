@@ -7,7 +7,8 @@ calibrates it as `qconvert w4a16 --gptq` and `amx --gptq` do, and compares what 
 it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor` with the
 paired standard error over samples, perplexity a byte, and the calibration's seconds. Three forms of the
 model compute the same function, two of them with outlier channels. `--steps` adds the refinements of
-`--solver best` one by one. Other projects' solvers are not run here.
+`--solver best` one by one, `--signs` searched scales with and without those below 0. Other projects'
+solvers are not run here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import quality_model
 import torch
 import transformers
@@ -28,7 +31,8 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Signs
+from qconvert.formats.int_packed.search import search_rows
 from qconvert.plan.plan import Plan
 
 hf: Any = transformers
@@ -39,12 +43,18 @@ SCHEMES = {
     "AMXINT4": IntScheme(4, None, scale_dtype="F32", narrow=True),
 }
 THEIRS = Settings(solver="llmcompressor")
-SOLVERS: dict[str, Settings | None] = {  # the first is what others are compared with
+SOLVERS: dict[str, Settings | Signs | None] = {  # the first is what others are compared with
     "--solver llmcompressor": THEIRS,
     "round to nearest": None,
     "--solver best": Settings(),
 }
-STEPS: dict[str, Settings | None] = {
+# Of symmetric INT4 alone: scales that are searched for, above 0 and of either sign.
+SIGNS: dict[str, Settings | Signs | None] = {
+    "--signs positive": Settings(signs="positive"),
+    "rtn searched, positive": "positive",
+    "rtn searched": "both",
+}
+STEPS: dict[str, Settings | Signs | None] = {
     "scales searched": Settings(order="stored", refit=0, descent=0),
     "+ order": Settings(refit=0, descent=0),
     "+ refit": Settings(descent=0),
@@ -78,6 +88,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--signs", action="store_true")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
@@ -100,7 +111,8 @@ def main() -> None:
             own = Path(where) / kind.replace(" ", "-")
             changed.save_pretrained(own)
             print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
-            _compare(own, tokens, test, device, asked.schemes, asked.steps)
+            more = {**(STEPS if asked.steps else {}), **(SIGNS if asked.signs else {})}
+            _compare(own, tokens, test, device, asked.schemes, more)
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
@@ -109,7 +121,7 @@ def _loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 def _compare(
     folder: Path, tokens: torch.Tensor, test: torch.Tensor, device: str, schemes: list[str],
-    steps: bool,
+    more: Mapping[str, Settings | Signs | None],
 ) -> None:  # fmt: skip
     model = _loaded(folder, torch.float32).to(device)
     before = _answers(model, test)
@@ -119,10 +131,12 @@ def _compare(
     }
     for name in schemes:
         base: torch.Tensor | None = None
-        for label, settings in {**SOLVERS, **(STEPS if steps else {})}.items():
+        for label, settings in {**SOLVERS, **more}.items():
+            if label in SIGNS and not SCHEMES[name].gains_by_signs:
+                continue
             start = time.monotonic()
-            if settings is None:
-                _round(model, SCHEMES[name])
+            if settings is None or isinstance(settings, str):
+                _round(model, SCHEMES[name], settings)
             else:
                 _calibrated(model, folder, tokens, SCHEMES[name], settings, device)
             seconds = time.monotonic() - start
@@ -169,13 +183,29 @@ def _calibrated(
                 _expert(model, event.layer, event.expert, event.kind).copy_(meaning)
 
 
-def _round(model: Any, scheme: IntScheme) -> None:
+def _round(model: Any, scheme: IntScheme, signs: Signs | None) -> None:
+    """As `--rtn` does, with `signs` `--scales search`."""
     settings = replace(THEIRS, search="none")
     for layer, block in enumerate(model.model.layers):
         for expert in range(block.mlp.experts.gate_up_proj.shape[0]):
             for kind in ("gate_proj", "up_proj", "down_proj"):
                 weight = _expert(model, layer, expert, kind)
+                if signs is not None:
+                    weight.copy_(_meaning(_searched(weight.bfloat16().cpu(), scheme, signs)))
+                    continue
                 weight.copy_(rounded(weight.bfloat16().cpu(), scheme, settings).weight.float())
+
+
+def _searched(weight: torch.Tensor, scheme: IntScheme, signs: Signs) -> Codes:
+    """A BF16 matrix rounded under scales that are searched for."""
+    shape = tuple(weight.shape)
+    scale = np.empty((shape[0], scheme.groups(shape[1])), np.float32)
+    codes, zero = np.empty(shape, np.int8), np.zeros(scale.shape, np.int8)
+    values, spare, third = (np.empty(shape, dtype) for dtype in ("<f4", "<i4", "<f4"))
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    both = signs == "both"
+    search_rows(bits, values, spare, third, scheme, codes, scale, zero, signed=both)
+    return Codes(codes, scale)
 
 
 def _expert(model: Any, layer: int, expert: int, kind: str) -> torch.Tensor:
