@@ -9,10 +9,12 @@ Run with `pytest -m peer tests/test_signed_peer.py`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import int_forms
 import numpy as np
@@ -45,8 +47,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(source: Path, out: Path, *options: str) -> Path:
-    words = ("w4a16", source, out, "--rtn", "--scales", "search", *options, "--jobs", "1")
-    done = run_cli(*words)
+    done = run_cli(
+        "w4a16", source, out, "--rtn", "--scales", "search", *options, "--jobs", "1"
+    )  # fmt: skip
     assert done.code == 0, done.err
     return out
 
@@ -149,8 +152,7 @@ def test_compressed_tensors_decompresses_them(group: str, source: Path, tmp_path
 
 def test_auto_round_makes_such_scales() -> None:
     """So published checkpoints hold them, and runtimes meet them."""
-    from auto_round.data_type.int import quant_tensor_opt_rtn_sym
-
+    theirs: Any = importlib.import_module("auto_round.data_type.int")
     weight = heavy_tailed((64, 256), torch.Generator().manual_seed(1))
-    _, scale, _ = quant_tensor_opt_rtn_sym(weight, bits=4, group_size=32)
+    _, scale, _ = theirs.quant_tensor_opt_rtn_sym(weight, bits=4, group_size=32)
     assert 0.2 < float((scale < 0).float().mean()) < 0.8
