@@ -8,8 +8,9 @@ calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares wha
 what it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor`
 (NVFP4: to rounding) with the paired standard error over samples, perplexity a byte, and seconds. Three
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
-refinements of `--solver best` one by one, without what corrects propagated errors, `--peers` AutoRound
-and GPTQModel where they are installed (quality_peers.py).
+refinements of `--solver best` one by one, without what corrects propagated errors, `--signs` searched
+scales with and without those below 0, `--peers` AutoRound and GPTQModel where they are installed
+(quality_peers.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import quality_model
 import quality_peers
 import torch
@@ -33,7 +35,8 @@ from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme, Signs
+from qconvert.formats.int_packed.search import search_rows
 from qconvert.plan.plan import Plan
 
 hf: Any = transformers
@@ -50,10 +53,12 @@ ALONE = Settings(propagated_error="ignore")
 
 @dataclass(frozen=True)
 class Way:
-    """How codes are found."""
+    """How codes are found: by a calibration, or by rounding, `searched` with scales that `w4a16 --rtn
+    --scales search` would take."""
 
     settings: Settings
     calibrated: bool = True
+    searched: Signs | None = None
 
 
 SOLVERS = {  # the first is what others are compared with
@@ -67,6 +72,12 @@ OF_NVFP4 = {
     "--scales search": Way(Settings(), calibrated=False),
     "--gptq": Way(Settings()),
     "--propagated-error ignore": Way(ALONE),
+}
+# Of symmetric INT4 alone: scales that are searched for, above 0 and of either sign.
+SIGNS = {
+    "--signs positive": Way(Settings(signs="positive")),
+    "rtn searched, positive": Way(THEIRS, calibrated=False, searched="positive"),
+    "rtn searched": Way(THEIRS, calibrated=False, searched="both"),
 }
 STEPS = {
     "scales searched": Way(replace(ALONE, order="stored", refit=0, descent=0)),
@@ -109,6 +120,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--signs", action="store_true")
     parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
@@ -132,7 +144,8 @@ def main() -> None:
             own = Path(where) / kind.replace(" ", "-")
             changed.save_pretrained(own)
             print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
-            _compare(own, tokens, test, device, asked.schemes, asked.steps, asked.peers)
+            ways = {name: _ways(SCHEMES[name], asked) for name in asked.schemes}
+            _compare(own, tokens, test, device, ways)
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
@@ -140,21 +153,19 @@ def _loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _compare(
-    folder: Path, tokens: torch.Tensor, test: torch.Tensor, device: str, schemes: list[str],
-    steps: bool, peers: bool,
+    folder: Path, tokens: torch.Tensor, test: torch.Tensor, device: str,
+    ways: Mapping[str, Mapping[str, Way | Peer]],
 ) -> None:  # fmt: skip
+    """`ways` by scheme; what the others are compared with is the first."""
     model = _loaded(folder, torch.float32).to(device)
     before = _answers(model, test)
     print(f"  BF16: perplexity {before.perplexity():.4f}", flush=True)
     weights = {
         name: p.detach().clone() for name, p in model.named_parameters() if "experts" in name
     }
-    for name in schemes:
+    for name, asked in ways.items():
         base: torch.Tensor | None = None
-        fp4 = isinstance(SCHEMES[name], Nvfp4Scheme)
-        more: dict[str, Way | Peer] = dict((STEPS_OF_NVFP4 if fp4 else STEPS) if steps else {})
-        more.update(_peers(name) if peers else {})
-        for label, way in {**(OF_NVFP4 if fp4 else SOLVERS), **more}.items():
+        for label, way in asked.items():
             start = time.monotonic()
             seconds: float | None = None
             if not isinstance(way, Way):
@@ -165,7 +176,7 @@ def _compare(
             elif way.calibrated:
                 _calibrated(model, folder, tokens, SCHEMES[name], way.settings, device)
             else:
-                _round(model, SCHEMES[name], way.settings)
+                _round(model, SCHEMES[name], way)
             if seconds is None:
                 seconds = time.monotonic() - start
             after = _answers(model, test)
@@ -186,12 +197,15 @@ def _compare(
 Peer = Callable[[Any, Path, torch.Tensor, str], float | None]
 
 
-def _peers(scheme: str) -> dict[str, Peer]:
-    """Those that write a scheme: symmetric INT4 in groups."""
-    found = SCHEMES[scheme]
-    if isinstance(found, Nvfp4Scheme) or not found.symmetric or found.group is None:
-        return {}
-    return {name: _peer(name, found.group) for name in quality_peers.PEERS}
+def _ways(scheme: Scheme, asked: argparse.Namespace) -> dict[str, Way | Peer]:
+    if isinstance(scheme, Nvfp4Scheme):
+        return {**OF_NVFP4, **(STEPS_OF_NVFP4 if asked.steps else {})}
+    found: dict[str, Way | Peer] = {**SOLVERS, **(STEPS if asked.steps else {})}
+    if asked.signs and scheme.gains_by_signs:
+        found.update(SIGNS)
+    if asked.peers and scheme.symmetric and scheme.group is not None:
+        found.update({name: _peer(name, scheme.group) for name in quality_peers.PEERS})
+    return found
 
 
 def _peer(name: str, group_size: int) -> Peer:
@@ -245,12 +259,30 @@ def _calibrated(
                 _expert(model, event.layer, event.expert, event.kind).copy_(meaning)
 
 
-def _round(model: Any, scheme: Scheme, settings: Settings) -> None:
+def _round(model: Any, scheme: Scheme, way: Way) -> None:
+    """As `--rtn` does."""
     for block in model.model.layers:
         experts = block.mlp.experts
         for expert in range(experts.gate_up_proj.shape[0]):
             for weight in (experts.gate_up_proj.data[expert], experts.down_proj.data[expert]):
-                weight.copy_(rounded(weight.bfloat16().cpu(), scheme, settings).weight.float())
+                given = weight.bfloat16().cpu()
+                if way.searched is None:
+                    weight.copy_(rounded(given, scheme, way.settings).weight.float())
+                else:
+                    assert isinstance(scheme, IntScheme)
+                    weight.copy_(_meaning(_searched(given, scheme, way.searched)))
+
+
+def _searched(weight: torch.Tensor, scheme: IntScheme, signs: Signs) -> Codes:
+    """A BF16 matrix rounded under scales that are searched for."""
+    shape = tuple(weight.shape)
+    scale = np.empty((shape[0], scheme.groups(shape[1])), np.float32)
+    codes, zero = np.empty(shape, np.int8), np.zeros(scale.shape, np.int8)
+    values, spare, third = (np.empty(shape, dtype) for dtype in ("<f4", "<i4", "<f4"))
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    both = signs == "both"
+    search_rows(bits, values, spare, third, scheme, codes, scale, zero, signed=both)
+    return Codes(codes, scale)
 
 
 def _expert(model: Any, layer: int, expert: int, kind: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from calibrate_models import qwen3_moe, samples, saved
-from checkpoints import copied, read_tensors, run_cli
+from checkpoints import copied, edit_json, read_tensors, run_cli
 from data_folders import Array, home, store
 from safetensors.torch import save_file
 
@@ -112,7 +112,8 @@ def searched_breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
     raw = np.frombuffer(home(folder, name)[1].data, "<u2").reshape(256, -1)
     for what, where, factor in (
         ("a scale halved", (9, 1), 0.5), ("a scale of 8", (9, 1), 8), ("a row doubled", 9, 2),
-        ("a scale of zero", (9, 1), 0), ("a scale of minus", (9, 1), -1),
+        ("a scale of zero", (9, 1), 0), ("a scale of the other sign", (9, 1), -1),
+        ("a row of the other sign", 9, -1),
     ):  # fmt: skip
         wide = (raw.astype(np.uint32) << 16).view(np.float32)
         wide[where] *= factor
@@ -130,7 +131,23 @@ def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
         found = [f for f in findings(out, made) if f.rule == "QC060"]
         assert [f.where for f in found] == [f"{UP}.weight_packed"], what
         seen += 1
-    assert seen == 8
+    assert seen == 9
+
+
+@pytest.mark.parametrize("way", ["packed", "gptq"])
+def test_the_best_solver_makes_scales_of_both_signs(
+    way: str, made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """And a folder that says it has none is held to it."""
+    name = f"{UP}.weight_scale" if way == "packed" else f"{UP}.scales"
+    out = copied(made[BEST + way], tmp_path / "out")
+    bits = np.frombuffer(home(out, name)[1].data, "<u2")
+    assert 0.2 < np.mean(bits >> 15) < 0.8
+    manifest = (out / "qconvert.json").read_text()
+    (out / "qconvert.json").write_text(manifest.replace("signs='both', ", ""))
+    edit_json(out / "qconvert.json", lambda said: said["calibration"].pop("signs"))
+    found = [f for f in findings(out, made) if f.rule == "QC068"]
+    assert any(f.where == name and "0 or more" in f.message for f in found)
 
 
 @pytest.mark.parametrize("way", [before + way for before in BEFORE for way in WAYS if way != "amx"])

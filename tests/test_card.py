@@ -26,6 +26,7 @@ from qconvert.hub.card.front import base_of
 from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.readme import account_for_readme, new_card
 from qconvert.passes.stages import split_plan
+from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
@@ -33,6 +34,7 @@ from qconvert.run.executor import execute
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.staging import manifest_of
 from qconvert.runtimes.serving import Loading
+from qconvert.samples.request import Calibration, identity
 from qconvert.validation import judgement
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.runner import Report, validate_folder
@@ -417,6 +419,9 @@ def test_nothing_checked_is_said_so() -> None:
                     "environment": {"SGLANG_PP_LAYER_PARTITION": "15,15,15,16"}}}, BF16,
          ["pipeline stage 1 of 4, layers 15 to 29", "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),
         ({"calibration": {"data": "0f", "seed": 1}}, FP8, ["- calibrated: data 0f, seed 1"]),
+        ({"passes": [{"name": "w4a16", "spec": repr(ExpertsToW4A16(scales="search")), "matched": 1,
+                      "expected": 1}]}, BF16,
+         ["- scales of both signs: transformers, compressed-tensors and kt-kernel were run on such"]),
     ],
 )  # fmt: skip
 def test_how_it_was_made_and_is_served(
@@ -425,6 +430,29 @@ def test_how_it_was_made_and_is_served(
     text = card(manifest(**changes), config, {}, base_model=BASE)
     for words in said:
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("step", "signed"),
+    [
+        (ExpertsToW4A16(scales="search"), True),
+        (ExpertsToW4A16(scales="search", packing="gptq"), True),
+        (ExpertsToW4A16(scales="search", signs="positive"), False),
+        (ExpertsToW4A16(scales="search", symmetric=False), False),
+        (ExpertsToW4A16(scales="search", bits=8), False),
+        (ExpertsToW4A16(), False),
+        (ExpertsToW4A16(calibrate=Calibration(synthetic=True)), True),
+        (ExpertsToW4A16(calibrate=Calibration(synthetic=True), symmetric=False), False),
+        (ExpertsToW4A16(calibrate=Calibration(synthetic=True, signs="positive")), False),
+        (ExpertsToW4A16(calibrate=Calibration(synthetic=True, scales="amax")), False),
+        (ExpertsToW4A16(calibrate=Calibration(synthetic=True, solver="llmcompressor")), False),
+    ],
+)
+def test_which_folders_may_hold_scales_below_0(step: ExpertsToW4A16, signed: bool) -> None:
+    spec = identity(step, None if step.calibrate is None else "0f")
+    made = {"name": "w4a16", "spec": spec, "matched": 1, "expected": 1}
+    text = card(manifest(passes=[made]), BF16, {}, base_model=BASE)
+    assert ("- scales of both signs: " in text) == signed
 
 
 @pytest.mark.parametrize(

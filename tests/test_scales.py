@@ -14,8 +14,9 @@ import int_forms
 import numpy as np
 import pytest
 from amx_rows import bf16
-from checkpoints import Model, run_cli
+from checkpoints import Model, Tensor, run_cli
 from data_folders import floats, lines, store, unsealed
+from models import qwen3_moe
 from ops_harness import buffer, run_op
 from test_w4a16 import ordinary
 
@@ -303,6 +304,43 @@ def test_scales_below_0_that_others_wrote_are_valid(tmp_path: Path) -> None:
     done = run_cli("dequant", out, tmp_path / "bf16", "--jobs", "1")
     assert done.code == 0, done.err
     assert not findings(tmp_path / "bf16", out)
+
+
+READERS: dict[str, tuple[str, ...]] = {
+    "dequant": ("dequant",),
+    "fp8": ("fp8", "--targets", "experts", "--block", "16"),
+    "amx": ("amx", "--method", "int4", "--numa", "1"),
+    "amx int8": ("amx", "--method", "int8", "--numa", "1"),
+    "nvfp4": ("nvfp4", "--dialect", "modelopt"),
+    "mx": ("mx",),
+    "gptq-v2": ("relabel", "--to", "gptq-v2"),
+    "compressed-tensors": ("relabel", "--to", "compressed-tensors"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_command_that_reads_int4_reads_scales_below_0(reader: str, tmp_path: Path) -> None:
+    """Judged by readers that share no code with conversions, against what the INT4 folder means."""
+    relabelled = reader in ("gptq-v2", "compressed-tensors")
+    form = ("--packing", "gptq") if relabelled else ()
+    model = aligned()
+    model.config |= {"torch_dtype": "bfloat16"}
+    _, packed = converted(model, tmp_path, "--group-size", "32", *form)
+    command, *options = READERS[reader]
+    out = tmp_path / "again"
+    done = run_cli(command, packed, out, *options, "--jobs", "1")
+    assert done.code == 0, done.err
+    assert not findings(out, packed)
+
+
+def aligned() -> Model:
+    """Sizes that every format holds."""
+    model = qwen3_moe(hidden=256, intermediate=256, layers=1)
+    for number, (name, (_, shape, _)) in enumerate(model.tensors.items()):
+        if len(shape) == 2:
+            data = bytes(int_forms.weight(*shape, number).data)
+            model.tensors[name] = Tensor("BF16", shape, data)
+    return model
 
 
 def test_a_broken_scale_is_found(tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def test_transformers_computes_what_packed_weights_mean(
     done = run_cli("w4a16", source, out, "--rtn", *ROUNDED[case], "--jobs", "1")
     assert done.code == 0, done.err
     rounded = reference(source, out, tmp_path / "reference")
+    if "searched" in case:
+        scales = [one for name, one in tensors(out).items() if name.endswith(".weight_scale")]
+        assert all(0.2 < float((one < 0).float().mean()) < 0.8 for one in scales)
     before, after = tensors(source), tensors(rounded)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

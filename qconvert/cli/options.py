@@ -478,8 +478,9 @@ SCALES = click.option(
     "--scales", type=click.Choice(["amax", "search"]), default="amax", show_default=True,
     help="Of rounding to nearest. `amax`: the largest weight of each group or block decides. `search`: "
     "the same format, with the scales whose codes have the least squared error: on heavy-tailed weights "
-    ".83 of the other's in INT4 (groups of 128), .95 in INT8, .81 in NVFP4 (gaussian: .73). A core "
-    "searches .3 to .5 GB/s in compiled loops, which long runs take (extra `fast`), else .01 to .02.",
+    ".74 of the other's in INT4 (.83 to .86 with --signs positive), .95 in INT8, .81 in NVFP4 "
+    "(gaussian: .73). A core searches .2 to .5 GB/s in compiled loops, which long runs take (extra "
+    "`fast`), else .005 to .02.",
 )  # fmt: skip
 TP = click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",

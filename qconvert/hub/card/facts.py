@@ -30,3 +30,10 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 block: Mapping[str, Any] = level[key]
                 return block
     return None
+
+
+def has_signed_scales(manifest: Mapping[str, Any]) -> bool:
+    """Whether scales of its INT4 weights were searched for below 0, too."""
+    specs = (str(step["spec"]) for step in manifest["passes"] if step["name"] == "w4a16")
+    searched = [spec for spec in specs if "scales='search'" in spec and "signs='both'" in spec]
+    return any("symmetric=True" in spec and "bits=4" in spec for spec in searched)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
-from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
+from qconvert.hub.card.facts import amx_of, consumer_of, has_signed_scales, quantization_of
 from qconvert.hub.card.loaders import Loads, command, takers
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 _HUB = "https://huggingface.co"
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
 _MOST = 20
+_SIGNED = (
+    "- scales of both signs: transformers, compressed-tensors and kt-kernel were run on such; sglang "
+    "and vLLM hold them in memory as stored. Of kernels for GPUs, the sources of Marlin, ExLlama, "
+    "Machete and Triton's were only read: they multiply by the scale. Not read: FlashInfer's INT4 "
+    "experts for Blackwell, Humming. vLLM with VLLM_MARLIN_INPUT_DTYPE=int8 divides by the largest "
+    "scale first"
+)
 _DRAFT = """\
 This is the draft of a model, which is served beside the model itself. With MODEL as that one's
 folder and REPO as this one:
@@ -79,6 +86,8 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     if isinstance(calibration, Mapping):
         settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
         lines.append(f"- calibrated: {plain(settings)}")
+    if has_signed_scales(manifest):
+        lines.append(_SIGNED)
     if (constant := manifest.get("input_scale")) is not None:
         lines.append(
             f"- input scales of activations: the constant {constant:g}, found from no data"
