@@ -26,7 +26,8 @@ from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings, Solver
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.fp4_scheme import Nvfp4Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 
 every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 
@@ -89,8 +90,26 @@ def test_streaming_is_the_whole_model_bit_for_bit(
         assert torch.isfinite(ours[number]).all()
 
 
-@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
-def test_what_goes_on_is_the_whole_model_with_those_codes(solver: Solver, tmp_path: Path) -> None:
+def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
+    """What codes mean, BF16 [N, K]."""
+    steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
+    if isinstance(scheme, IntScheme):
+        return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
+    assert codes.own is not None
+    own = torch.tensor(codes.own)
+    factor = scale * own if scheme.dialect == "modelopt" else scale / own
+    return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("solver", "scheme"),
+    [("best", IntScheme(4, 32)), ("llmcompressor", IntScheme(4, 32)),
+     ("best", Nvfp4Scheme("modelopt")), ("best", Nvfp4Scheme("compressed-tensors"))],
+    ids=["best", "llmcompressor", "modelopt", "compressed-tensors"],
+)  # fmt: skip
+def test_what_goes_on_is_the_whole_model_with_those_codes(
+    solver: Solver, scheme: Scheme, tmp_path: Path
+) -> None:
     """Bit for bit: hidden states between layers are those of a model whose experts are what the codes
     mean, each a product in BF16."""
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
@@ -98,15 +117,13 @@ def test_what_goes_on_is_the_whole_model_with_those_codes(solver: Solver, tmp_pa
     settings = Settings(min_tokens=1, solver=solver)
     output = States(tmp_path / "room")
     output.take(calibrate(
-        plan_of(folder), tokens, [IntScheme(4, 32)], settings, work_dir=tmp_path / "room",
-        memory=None, key="test",
+        plan_of(folder), tokens, [scheme], settings, work_dir=tmp_path / "room", memory=None, key="test",
     ))  # fmt: skip
     stored = load_file(folder / "model.safetensors")
     for (layer, expert, kind), (codes,) in output.made.items():
         name = f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
-        scale = torch.from_numpy(codes.scale).bfloat16().repeat_interleave(32, 1)
         assert stored[name].shape == codes.codes.shape
-        stored[name] = torch.from_numpy(codes.codes).bfloat16() * scale
+        stored[name] = meant(codes, scheme)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     for number, states in enumerate(whole(folder, tokens, "sdpa")):
         assert torch.equal(output.after[number], states), number

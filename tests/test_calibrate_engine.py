@@ -36,7 +36,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 
@@ -65,7 +65,8 @@ def run(folder: Path, work_dir: Path, output: Kept | None = None, **over: Any) -
 
 
 def same(one: Codes, other: Codes) -> bool:
-    return np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+    codes = np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+    return codes and one.own == other.own
 
 
 def assert_same(one: Kept, other: Kept) -> None:
@@ -97,16 +98,22 @@ class Stopping(Kept):
             raise Stopped
 
 
-@pytest.fixture(scope="module", params=[ROUTED, THEIRS], ids=["best", "llmcompressor"])
-def settings(request: pytest.FixtureRequest) -> Settings:
-    """Of either solver."""
-    asked: Settings = request.param
-    return asked
+@pytest.fixture(
+    scope="module",
+    params=[{"settings": ROUTED}, {"settings": THEIRS}, {"settings": ROUTED, "schemes": [FP4]}],
+    ids=["best", "llmcompressor", "nvfp4"],
+)
+def asked(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of either solver, and of either kind of codes."""
+    found: dict[str, Any] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small: Path, settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    return run(small, tmp_path_factory.mktemp("undisturbed"), settings=settings)
+def undisturbed(
+    small: Path, asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Kept:
+    return run(small, tmp_path_factory.mktemp("undisturbed"), **asked)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +125,12 @@ def undisturbed(small: Path, settings: Settings, tmp_path_factory: pytest.TempPa
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_codes(
-    at: Any, small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
+    at: Any, small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path
 ) -> None:
     first = Stopping(at)
     with pytest.raises(Stopped):
-        run(small, tmp_path / "work", first, settings=settings)
-    second = run(small, tmp_path / "work", settings=settings)
+        run(small, tmp_path / "work", first, **asked)
+    second = run(small, tmp_path / "work", **asked)
     # The layer that was under way is done again, the one before it is not.
     begun = 1 if at in ((1, 3, "down_proj"), 1) else 0
     assert {layer for layer, _, _ in second.made} == set(range(begun, 2))
@@ -140,9 +147,9 @@ def test_a_finished_run_does_nothing_again(small: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_the_last_layer_wanted(
-    small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
+    small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path
 ) -> None:
-    first = run(small, tmp_path / "first", last=0, settings=settings)
+    first = run(small, tmp_path / "first", last=0, **asked)
     assert {layer for layer, _, _ in first.made} == {0}
     for key, codes in first.made.items():
         assert same(codes[0], undisturbed.made[key][0]), key
@@ -165,15 +172,20 @@ def test_a_cut_state_file_is_refused(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.big
 @pytest.mark.parametrize(
-    ("settings", "devices"),
-    [(ROUTED, ("cpu", "cpu")), (THEIRS, ("cpu", "cpu")), (Settings(experts="all"), ("cpu",))],
-    ids=["routed-two", "theirs-two", "all-one"],
+    ("settings", "scheme", "devices"),
+    [
+        (ROUTED, G32, ("cpu", "cpu")),
+        (THEIRS, G32, ("cpu", "cpu")),
+        (Settings(experts="all"), G32, ("cpu",)),
+        (ROUTED, FP4, ("cpu", "cpu")),
+    ],
+    ids=["routed-two", "theirs-two", "all-one", "nvfp4-two"],
 )
 def test_groups_and_devices_change_no_code(
-    settings: Settings, devices: tuple[str, ...], small: Path, tmp_path: Path,
+    settings: Settings, scheme: Scheme, devices: tuple[str, ...], small: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    at_once = run(small, tmp_path / "one", settings=settings)
+    at_once = run(small, tmp_path / "one", settings=settings, schemes=[scheme])
     seen: list[int] = []
 
     def few(*args: Any, **sizes: Any) -> list[int]:
@@ -181,7 +193,7 @@ def test_groups_and_devices_change_no_code(
         return [3, 2][: len(devices)]
 
     monkeypatch.setattr(layers, "group_sizes", few)
-    apart = run(small, tmp_path / "two", settings=settings, devices=devices)
+    apart = run(small, tmp_path / "two", settings=settings, schemes=[scheme], devices=devices)
     assert seen
     assert_same(at_once, apart)
 

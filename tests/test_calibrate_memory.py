@@ -27,6 +27,7 @@ import numpy as np
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.int_scheme import IntScheme
 from qconvert.plan.plan import Plan
 
@@ -34,7 +35,8 @@ count = 0
 plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
 tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
 settings = Settings(min_tokens=int(sys.argv[4]), few="rtn", solver=sys.argv[5])
-for event in calibrate(plan, tokens, [IntScheme(4, 128)], settings, work_dir=Path(sys.argv[2]),
+scheme = Nvfp4Scheme("modelopt") if sys.argv[6] == "nvfp4" else IntScheme(4, 128)
+for event in calibrate(plan, tokens, [scheme], settings, work_dir=Path(sys.argv[2]),
                        memory=int(sys.argv[3]), key="k"):
     if isinstance(event, Matrix):
         assert event.codes[0].codes.any()
@@ -46,10 +48,12 @@ print(count, int(peak.split()[1]) * 1024)
 """
 
 
-def child(folder: Path, room: Path, budget: int, min_tokens: int, solver: str) -> tuple[int, int]:
+def child(
+    folder: Path, room: Path, budget: int, min_tokens: int, solver: str, scheme: str = "int4"
+) -> tuple[int, int]:
     """Matrices handed in, and the process's largest resident size in bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens), solver],
+        [sys.executable, "-c", _CHILD, *map(str, (folder, room, budget, min_tokens)), solver, scheme],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -76,11 +80,12 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.big
-def test_the_best_solver_keeps_to_its_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
+def test_the_best_solver_keeps_to_its_budget(scheme: str, tmp_path: Path) -> None:
     """A layer in which some experts are solved: all would take minutes. Copies take 100 MB more."""
     write_model(tmp_path / "model", 1)
     budget = BUDGET + (100 << 20)
-    count, peak = child(tmp_path / "model", tmp_path / "room", budget, 20, "best")
+    count, peak = child(tmp_path / "model", tmp_path / "room", budget, 20, "best", scheme)
     print(f"peak {peak >> 20} MiB of {budget >> 20}")
     assert count == EXPERTS * 3
     assert peak <= budget
