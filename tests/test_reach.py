@@ -238,7 +238,7 @@ def test_calibration_waits_for_no_pipe(
     """transformers opens what it finds beside the weights."""
     pipe(source / name)
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    words = (
+    words: tuple[str | Path, ...] = (
         *command.split(),
         source,
         tmp_path / "out",
