@@ -26,7 +26,8 @@ from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.fp4_scheme import Nvfp4Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 
 every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 
@@ -93,17 +94,34 @@ def test_streaming_is_the_whole_model_bit_for_bit(
         assert torch.isfinite(ours[number]).all()
 
 
+def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
+    """What codes mean, BF16 [N, K]."""
+    steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
+    if isinstance(scheme, IntScheme):
+        return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
+    assert codes.own is not None
+    own = torch.tensor(codes.own)
+    factor = scale * own if scheme.dialect == "modelopt" else scale / own
+    return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
+
+
+ALONE = Settings(min_tokens=1, propagated_error="ignore")
+CORRECTED = Settings(min_tokens=1, propagated_error="correct")
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "scheme"),
     [
-        Settings(min_tokens=1, propagated_error="ignore"),
-        Settings(min_tokens=1, solver="llmcompressor"),
-        Settings(min_tokens=1, propagated_error="correct"),
+        (ALONE, IntScheme(4, 32)),
+        (Settings(min_tokens=1, solver="llmcompressor"), IntScheme(4, 32)),
+        (CORRECTED, IntScheme(4, 32)),
+        (ALONE, Nvfp4Scheme("modelopt")),
+        (CORRECTED, Nvfp4Scheme("compressed-tensors")),
     ],
-    ids=["best", "llmcompressor", "corrected"],
+    ids=["best", "llmcompressor", "corrected", "modelopt", "compressed-tensors-corrected"],
 )
 def test_what_goes_on_is_the_whole_model_with_those_codes(
-    settings: Settings, tmp_path: Path
+    settings: Settings, scheme: Scheme, tmp_path: Path
 ) -> None:
     """Bit for bit: hidden states between layers are those of a model whose experts are what the codes
     mean, each a product in BF16; and beside them, where propagated errors are corrected, those of the
@@ -113,15 +131,13 @@ def test_what_goes_on_is_the_whole_model_with_those_codes(
     as_it_is = whole(folder, tokens, "sdpa") if settings.corrects else []
     output = States(tmp_path / "room")
     output.take(calibrate(
-        plan_of(folder), tokens, [IntScheme(4, 32)], settings, work_dir=tmp_path / "room",
-        memory=None, key="test",
+        plan_of(folder), tokens, [scheme], settings, work_dir=tmp_path / "room", memory=None, key="test",
     ))  # fmt: skip
     stored = load_file(folder / "model.safetensors")
     for (layer, expert, kind), (codes,) in output.made.items():
         name = f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
-        scale = torch.from_numpy(codes.scale).bfloat16().repeat_interleave(32, 1)
         assert stored[name].shape == codes.codes.shape
-        stored[name] = torch.from_numpy(codes.codes).bfloat16() * scale
+        stored[name] = meant(codes, scheme)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     for number, states in enumerate(whole(folder, tokens, "sdpa")):
         assert torch.equal(output.after[number], states), number

@@ -36,7 +36,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 
@@ -66,7 +66,8 @@ def run(folder: Path, work_dir: Path, output: Kept | None = None, **over: Any) -
 
 
 def same(one: Codes, other: Codes) -> bool:
-    return np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+    codes = np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+    return codes and one.own == other.own
 
 
 def assert_same(one: Kept, other: Kept) -> None:
@@ -98,17 +99,28 @@ class Stopping(Kept):
             raise Stopped
 
 
-@pytest.fixture(scope="module", params=[ROUTED, THEIRS, CORRECTED],
-                ids=["best", "llmcompressor", "corrected"])  # fmt: skip
-def settings(request: pytest.FixtureRequest) -> Settings:
-    """Of either solver, and with propagated errors corrected."""
-    asked: Settings = request.param
-    return asked
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"settings": ROUTED},
+        {"settings": THEIRS},
+        {"settings": CORRECTED},
+        {"settings": ROUTED, "schemes": [FP4]},
+        {"settings": CORRECTED, "schemes": [FP4]},
+    ],
+    ids=["best", "llmcompressor", "corrected", "nvfp4", "nvfp4-corrected"],
+)
+def asked(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of either solver, of either kind of codes, and with propagated errors corrected."""
+    found: dict[str, Any] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small: Path, settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    return run(small, tmp_path_factory.mktemp("undisturbed"), settings=settings)
+def undisturbed(
+    small: Path, asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Kept:
+    return run(small, tmp_path_factory.mktemp("undisturbed"), **asked)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +132,12 @@ def undisturbed(small: Path, settings: Settings, tmp_path_factory: pytest.TempPa
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_codes(
-    at: Any, small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
+    at: Any, small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path
 ) -> None:
     first = Stopping(at)
     with pytest.raises(Stopped):
-        run(small, tmp_path / "work", first, settings=settings)
-    second = run(small, tmp_path / "work", settings=settings)
+        run(small, tmp_path / "work", first, **asked)
+    second = run(small, tmp_path / "work", **asked)
     # The layer that was under way is done again, the one before it is not.
     begun = 1 if at in ((1, 3, "down_proj"), 1) else 0
     assert {layer for layer, _, _ in second.made} == set(range(begun, 2))
@@ -135,18 +147,20 @@ def test_an_interrupted_run_goes_on_to_the_same_codes(
     assert both.keys() == undisturbed.made.keys()
 
 
-def test_a_finished_run_does_nothing_again(small: Path, settings: Settings, tmp_path: Path) -> None:
-    run(small, tmp_path / "work", settings=settings)
-    assert not run(small, tmp_path / "work", settings=settings).made
-    states = ["hidden.2.plain.rows"] if settings.corrects else []
+def test_a_finished_run_does_nothing_again(
+    small: Path, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    run(small, tmp_path / "work", **asked)
+    assert not run(small, tmp_path / "work", **asked).made
+    states = ["hidden.2.plain.rows"] if asked["settings"].corrects else []
     left = sorted(p.name for p in (tmp_path / "work").iterdir())
     assert left == [*states, "hidden.2.rows", "state.json"]
 
 
 def test_nothing_runs_after_the_last_layer_wanted(
-    small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path
+    small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path
 ) -> None:
-    first = run(small, tmp_path / "first", last=0, settings=settings)
+    first = run(small, tmp_path / "first", last=0, **asked)
     assert {layer for layer, _, _ in first.made} == {0}
     for key, codes in first.made.items():
         assert same(codes[0], undisturbed.made[key][0]), key
@@ -173,15 +187,17 @@ def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> 
 
 @pytest.mark.big
 @pytest.mark.parametrize(
-    ("settings", "devices"),
+    ("settings", "scheme", "devices"),
     [
-        (ROUTED, ("cpu", "cpu")),
-        (THEIRS, ("cpu", "cpu")),
-        (CORRECTED, ("cpu", "cpu")),
-        (Settings(experts="all", propagated_error="ignore"), ("cpu",)),
-        (Settings(experts="all", propagated_error="correct"), ("cpu", "cpu")),
-        (Settings(min_tokens=60, propagated_error="correct"), ("cpu", "cpu")),
-        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), ("cpu",)),
+        (ROUTED, G32, ("cpu", "cpu")),
+        (THEIRS, G32, ("cpu", "cpu")),
+        (CORRECTED, G32, ("cpu", "cpu")),
+        (Settings(experts="all", propagated_error="ignore"), G32, ("cpu",)),
+        (Settings(experts="all", propagated_error="correct"), G32, ("cpu", "cpu")),
+        (Settings(min_tokens=60, propagated_error="correct"), G32, ("cpu", "cpu")),
+        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32, ("cpu",)),
+        (ROUTED, FP4, ("cpu", "cpu")),
+        (CORRECTED, FP4, ("cpu", "cpu")),
     ],
     ids=[
         "routed-two",
@@ -191,13 +207,15 @@ def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> 
         "corrected-all-two",
         "corrected-few-two",
         "corrected-rounded-one",
+        "nvfp4-two",
+        "nvfp4-corrected-two",
     ],
 )
 def test_groups_and_devices_change_no_code(
-    settings: Settings, devices: tuple[str, ...], small: Path, tmp_path: Path,
+    settings: Settings, scheme: Scheme, devices: tuple[str, ...], small: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    at_once = run(small, tmp_path / "one", settings=settings)
+    at_once = run(small, tmp_path / "one", settings=settings, schemes=[scheme])
     if settings.min_tokens == 60:
         assert 0 < len(at_once.stats[0].few) < EXPERTS
     seen: list[int] = []
@@ -207,14 +225,14 @@ def test_groups_and_devices_change_no_code(
         return [3, 2][: len(devices)]
 
     monkeypatch.setattr(layers, "group_sizes", few)
-    apart = run(small, tmp_path / "two", settings=settings, devices=devices)
+    apart = run(small, tmp_path / "two", settings=settings, schemes=[scheme], devices=devices)
     assert seen
     assert_same(at_once, apart)
 
 
 @pytest.mark.big
 def test_states_in_files_change_no_code(
-    small: Path, settings: Settings, undisturbed: Kept, tmp_path: Path,
+    small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     names: set[str] = set()
@@ -228,10 +246,10 @@ def test_states_in_files_change_no_code(
             names.update(path.name for path in (tmp_path / "two").iterdir())
             super().put(matrix)
 
-    assert_same(undisturbed, run(small, tmp_path / "two", Looking(), settings=settings))
+    assert_same(undisturbed, run(small, tmp_path / "two", Looking(), **asked))
     kept = {f"{n}.rows" for n in ("inputs", "answers", "routes", "shares")}
     assert kept <= names
-    assert ({f"plain.{name}" for name in kept} <= names) == settings.corrects
+    assert ({f"plain.{name}" for name in kept} <= names) == asked["settings"].corrects
 
 
 @pytest.mark.big
@@ -349,6 +367,9 @@ def test_an_expert_without_a_token_is_never_zeroed(few: Any, tmp_path: Path) -> 
             assert np.count_nonzero(kept.made[0, expert, kind][0].codes) > 1000
 
 
+@pytest.mark.parametrize(
+    "settings", [ROUTED, THEIRS, CORRECTED], ids=["best", "theirs", "corrected"]
+)
 def test_dead_columns_are_counted(settings: Settings, tmp_path: Path) -> None:
     """A norm with two zero weights makes two input columns zero, in gate and up of all eight experts.
     llm-compressor's solver makes their weights zero; ours rounds them."""

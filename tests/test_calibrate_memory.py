@@ -27,6 +27,7 @@ import numpy as np
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.int_scheme import IntScheme
 from qconvert.plan.plan import Plan
 
@@ -35,7 +36,8 @@ plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
 tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
 settings = Settings(min_tokens=int(sys.argv[4]), few="rtn", solver=sys.argv[5],
                     propagated_error=sys.argv[6])
-for event in calibrate(plan, tokens, [IntScheme(4, 128)], settings, work_dir=Path(sys.argv[2]),
+scheme = Nvfp4Scheme("modelopt") if sys.argv[7] == "nvfp4" else IntScheme(4, 128)
+for event in calibrate(plan, tokens, [scheme], settings, work_dir=Path(sys.argv[2]),
                        memory=int(sys.argv[3]), key="k"):
     if isinstance(event, Matrix):
         assert event.codes[0].codes.any()
@@ -48,11 +50,11 @@ print(count, int(peak.split()[1]) * 1024)
 
 
 def child(folder: Path, room: Path, budget: int, min_tokens: int, solver: str,
-          propagated_error: str = "ignore") -> tuple[int, int]:  # fmt: skip
+          propagated_error: str = "ignore", scheme: str = "int4") -> tuple[int, int]:  # fmt: skip
     """Matrices handed in, and the process's largest resident size in bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), str(room), str(budget), str(min_tokens), solver,
-         propagated_error],
+        [sys.executable, "-c", _CHILD, *map(str, (folder, room, budget, min_tokens)), solver,
+         propagated_error, scheme],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -79,15 +81,23 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.big
-@pytest.mark.parametrize(("propagated_error", "more"), [("ignore", 100), ("correct", 120)])
+@pytest.mark.parametrize(
+    ("propagated_error", "more", "scheme"),
+    [
+        ("ignore", 100, "int4"),
+        ("correct", 120, "int4"),
+        ("correct", 120, "nvfp4"),
+    ],
+)
 def test_the_best_solver_keeps_to_its_budget(
-    propagated_error: str, more: int, tmp_path: Path
+    propagated_error: str, more: int, scheme: str, tmp_path: Path
 ) -> None:
     """A layer in which some experts are solved: all would take minutes. Copies take 100 MB more, what is
     corrected and solved against 20."""
     write_model(tmp_path / "model", 1)
     budget = BUDGET + (more << 20)
-    count, peak = child(tmp_path / "model", tmp_path / "room", budget, 20, "best", propagated_error)
+    asked = (propagated_error, scheme)
+    count, peak = child(tmp_path / "model", tmp_path / "room", budget, 20, "best", *asked)
     print(f"peak {peak >> 20} MiB of {budget >> 20}")
     assert count == EXPERTS * 3
     assert peak <= budget

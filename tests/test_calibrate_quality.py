@@ -16,6 +16,7 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import ExpertSchemes, Settings, Solver
 from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
+from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.formats.amx.encode import Amx
@@ -108,6 +109,37 @@ def test_it_beats_rounding_to_nearest_on_unseen_tokens(make: Make, tmp_path: Pat
     nearest = error(folder, to_nearest(folder, list(ours), scheme), unseen)
     print(f"{make.__name__}: relative error {found:.4f}, rounded to nearest {nearest:.4f}")
     assert found < 0.9 * nearest
+
+
+@pytest.mark.big
+def test_nvfp4_beats_rounding_to_nearest_on_unseen_tokens(tmp_path: Path) -> None:
+    """Also with scales searched for."""
+    folder = saved(qwen3_moe(), tmp_path / "model")
+    scheme = Nvfp4Scheme("modelopt")
+    kept = Kept()
+    kept.take(calibrate(
+        plan_of(folder), samples(24, 64), [scheme], SETTINGS, work_dir=tmp_path / "room",
+        memory=None, key="k",
+    ))  # fmt: skip
+
+    def fp4(codes: Codes) -> torch.Tensor:
+        assert codes.own is not None
+        scale = np.repeat(codes.scale * np.float32(codes.own), 16, axis=1)
+        return torch.from_numpy(codes.codes.astype(np.float32) / 2 * scale)
+
+    def nearest(settings: Settings) -> float:
+        model = loaded(folder)
+        matrices = {
+            key: fp4(rounded(experts(model, key).bfloat16(), scheme, settings).numpy())
+            for key in kept.made
+        }
+        return error(folder, matrices, unseen)
+
+    unseen = samples(7, 64, seed=99)
+    found = error(folder, {key: fp4(made[0]) for key, made in kept.made.items()}, unseen)
+    plain, searched = nearest(Settings(scales="amax")), nearest(Settings())
+    print(f"relative error {found:.4f}, rounded {plain:.4f}, scales searched {searched:.4f}")
+    assert found < 0.8 * min(plain, searched)
 
 
 def amx_searched(weight: torch.Tensor, shards: int) -> torch.Tensor:

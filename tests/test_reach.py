@@ -231,12 +231,15 @@ def test_a_recipe_that_is_none(change: Change, source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "notes.txt"])
-def test_calibration_waits_for_no_pipe(name: str, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["w4a16", "nvfp4 --dialect modelopt"])
+def test_calibration_waits_for_no_pipe(
+    command: str, name: str, source: Path, tmp_path: Path
+) -> None:
     """transformers opens what it finds beside the weights."""
     pipe(source / name)
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    words = (
-        "w4a16",
+    words: tuple[str | Path, ...] = (
+        *command.split(),
         source,
         tmp_path / "out",
         "--gptq",

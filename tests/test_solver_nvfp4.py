@@ -61,9 +61,9 @@ def meaning(made: Made, rows: int, dialect: Dialect) -> Array:
 def without_minus_zeros(codes: bytes) -> bytes:
     """E2M1 codes, two a byte, with 0 instead of -0."""
     both_halves = np.frombuffer(codes, np.uint8)
-    low, high = both_halves & 15, both_halves >> 4
-    low, high = (np.where(half == 8, 0, half).astype(np.uint8) for half in (low, high))
-    return (low | high << 4).tobytes()
+    parts = both_halves & 15, both_halves >> 4
+    low, high = (np.where(half == 8, 0, half).astype(np.uint8) for half in parts)
+    return bytes((low | high << 4).tobytes())
 
 
 def losses(weight: torch.Tensor, meant: Array, hessian: torch.Tensor) -> Doubles:
@@ -268,7 +268,7 @@ def test_gate_and_up_share_what_rounding_gives_them(dialect: Dialect) -> None:
     weights[0, :16] *= 5
     (both_halves,), _ = solved([weights[0]], hessians, Nvfp4Scheme(dialect), Settings())
     gate, up = (packed(both_halves.rows(at, at + 16), dialect) for at in (0, 16))
-    halves = (half.float().numpy() for half in weights[0].split(16))
+    halves = (half.float().numpy() for half in (weights[0, :16], weights[0, 16:]))
     first, second = ours(dialect, "BF16", *halves)
     assert gate.own == up.own == first.own == second.own
 

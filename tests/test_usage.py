@@ -116,6 +116,8 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             if isinstance(param, click.Option):
                 if words in (("w4a16",), ("gptq4",)) and key in _OF_GPTQ - {"data"}:
                     rest = ("--gptq", "--synthetic")
+                elif words == ("nvfp4",) and key in _OF_GPTQ - {"data"}:
+                    rest += ("--gptq", "--synthetic")
                 given += [*rest, f"{param.opts[0]}={value}"]
             else:
                 given += rest
@@ -160,6 +162,12 @@ def test_a_bad_value_is_a_usage_error(
         "w4a16 s o --gptq --synthetic --solver llmcompressor --propagated-error correct",
         "w4a16 s o --gptq --synthetic --data x.txt",
         "w4a16 s o --gptq --synthetic --column text",
+        "nvfp4 s o --dialect modelopt --gptq",
+        "nvfp4 s o --dialect modelopt --samples 3",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --scales search",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --solver llmcompressor",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --targets Linear",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --shared-experts quantize",
         "w4a16 s o --rtn --samples 3",
         "run dequant-fp8 s o --samples 3",
         "run dequant-fp8 s o --synthetic --data x.txt",
@@ -362,6 +370,12 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
             "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, descent: 4}}",
             "descent: solver llmcompressor has no such option, found 4",
         ),
+        (
+            "nvfp4: {calibrate: {synthetic: true, solver: llmcompressor}}",
+            "only integers are solved so here",
+        ),
+        ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration finds its own"),
+        ("nvfp4: {targets: all, calibrate: {synthetic: true}}", "solves routed experts alone"),
         ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [1]}", "'targets'"),

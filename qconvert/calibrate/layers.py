@@ -219,15 +219,15 @@ class Layers:
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
             # what it gives them then.
             yield from self._quantize(layer, linears, states.quantized, attend if looks else None)
-            kept.append(self.attend(layer, states.quantized, scratch, "after "))
+            kept.append(self.attend(layer, states.quantized, scratch, "after."))
         else:
             attend()
         seen = kept[0]
         streams = [Stream(kept[-1], answers)]
         plain: Rows | None = None
         if states.plain is not None:
-            answers = scratch.rows("plain answers", self.total, self.hidden, torch.bfloat16)
-            streams.append(Stream(self.attend(layer, states.plain, scratch, "plain "), answers))
+            answers = scratch.rows("plain.answers", self.total, self.hidden, torch.bfloat16)
+            streams.append(Stream(self.attend(layer, states.plain, scratch, "plain."), answers))
             plain = streams[1].seen.inputs
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]

@@ -62,7 +62,7 @@ def check_runs(plan: Plan) -> None:
     if plan.family.not_run:
         raise PlanError(
             f"{model_name(plan)} cannot be calibrated a layer at a time: {plan.family.not_run}; round "
-            "to nearest instead (w4a16 --rtn; amx without --gptq)"
+            "to nearest instead (w4a16 --rtn; amx and nvfp4 without --gptq)"
         )
 
 

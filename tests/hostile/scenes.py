@@ -162,6 +162,8 @@ _EVAL = f"--data {{root}}/data.jsonl --samples 2 --length 8 --device cpu --memor
 CALIBRATING = (
     _conversion("w4a16 gptq", f"w4a16 {{src}} {{out}} --group-size 32 {_GPTQ}", src="calibratable",
                 has="calibration", heavy=True),
+    _conversion("nvfp4 gptq", f"nvfp4 {{src}} {{out}} --dialect modelopt {_GPTQ}",
+                src="calibratable", has="calibration", heavy=True),
     _conversion("amx gptq", f"amx {{src}} {{out}} --method int8 --numa 1 {_GPTQ}",
         src="calibratable",
                 has="calibration", heavy=True),
