@@ -77,7 +77,7 @@ class GptqBackend:
             solver = self.calibration.request.solver
             memory = least_bytes(
                 dims.hidden_size, dims.moe_intermediate_size, schemes, solver,
-                corrects=_settings(self.calibration.request).corrects and not self.linears,
+                corrects=_settings(self.calibration.request).corrects,
             )  # fmt: skip
         if self.linears and "cpu" in self.calibration.request.devices:
             solver = self.calibration.request.solver
@@ -224,7 +224,7 @@ def work_dir_bytes(calibration: Calibrating) -> int:
 
     request, dims = calibration.request, calibration.model.role_index.dims
     twice = calibration.linears and bool(dims.num_experts)
-    corrects = _settings(request).corrects and not calibration.linears
+    corrects = _settings(request).corrects
     tokens = request.samples * request.length
     return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 

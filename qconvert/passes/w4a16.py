@@ -162,24 +162,24 @@ class ExpertsToW4A16:
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
         """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
-        run a layer at a time, for statistics of experts that it has not, and for what corrects experts
-        alone."""
-        if self.calibrate is None:
+        run a layer at a time, and for statistics of experts that it has not."""
+        request = self.request(plan, chosen)
+        if request is None:
             return None
         check_runs(plan)
-        if self.calibrate.save_stats is not None and not plan.role_index.dims.num_experts:
+        if request.save_stats is not None and not plan.role_index.dims.num_experts:
             raise PlanError(
                 "save_stats: statistics are of routed experts, and this model has none: leave it out"
             )
-        if self.calibrate.propagated_error == "correct":
-            dims = plan.role_index.dims
-            for module in chosen.linears:
-                if not plan.family.is_mtp(f"{module}.weight", dims):
-                    raise PlanError(
-                        f"{module}: is quantized beside routed experts, and propagated_error 'correct' "
-                        f"is for these alone: choose 'ignore', or target {EXPERTS}"
-                    )
-        return digest_of(self.calibrate, plan.checkpoint.root)
+        return digest_of(request, plan.checkpoint.root)
+
+    def request(self, plan: Plan, chosen: Selection) -> Calibration | None:
+        """The calibration that is run. What layers before lost is corrected in experts alone: where
+        other linears are solved too, no part of a layer is the unquantized model's any more."""
+        asked = self.calibrate
+        if asked is None or asked.solver != "best" or not _solved_beside(plan, chosen):
+            return asked
+        return replace(asked, propagated_error="ignore")
 
     def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:
         """An expert matrix's tensors by name; `digest` is of the calibration that finds its codes."""
@@ -359,9 +359,9 @@ class ExpertsToW4A16:
             dropped=chosen.dropped(plan),
             block=block,
             facts={"tp_sizes": self._loads_at(chosen)},
-            calibrate=self.calibrate,
+            calibrate=self.request(plan, chosen),
             digest=digest,
-            linears=bool(chosen.linears),
+            linears=_solved_beside(plan, chosen),
         )
 
     def _block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
@@ -436,6 +436,12 @@ def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none of the usual sizes"
+
+
+def _solved_beside(plan: Plan, chosen: Selection) -> bool:
+    """Whether linears beside the routed experts are calibrated: those of draft layers never are."""
+    dims, is_mtp = plan.role_index.dims, plan.family.is_mtp
+    return not all(is_mtp(f"{module}.weight", dims) for module in chosen.linears)
 
 
 PASSES = (ExpertsToW4A16,)
