@@ -100,8 +100,8 @@ CALIBRATION: Callable[[F], F] = stacked(
     click.option(
         "--propagated-error", type=click.Choice(["ignore", "correct"]),
         help="Of --solver best: what layers before lost. `correct`: codes make up for half of it, as "
-        "the unquantized model shows: .94 to .96 of the KL on a small model, for twice the hidden states "
-        "on disk and a second forward. [default: correct]",
+        "the unquantized model shows: .94 to .97 of the KL on a small model, for twice the hidden "
+        "states on disk and a second forward. [default: correct]",
     ),
     DATA,
 )  # fmt: skip
