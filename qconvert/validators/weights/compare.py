@@ -89,7 +89,7 @@ class Compare:
         if self.mine.format == RAW:
             yield self._first_byte(folders, tiles)
             return
-        sums, kept, misfit = Sums(), self._begin(), ""
+        sums, kept, misfit = Sums(), self._begin(folders), ""
         for start, stop in tiles:
             found = rows(folders.output, self.mine, start, stop)
             expected = rows(folders.source, self.yours, start, stop, bf16=self._from_codes)
@@ -109,7 +109,7 @@ class Compare:
             message = described(self.mine, misfit + self._kind())
             yield Finding("QC060", "error", self.mine.tensor, message)
 
-    def _begin(self) -> Kept:
+    def _begin(self, folders: Folders) -> Kept:
         """What is known of calibrated codes, from no tile yet."""
         return Kept(searched=self.how == "solved")
 

@@ -46,39 +46,37 @@ _USUAL = 0.16
 class CompareSolvedNvfp4(Compare):
     """One matrix against the source's, under codes and scales that a calibration found."""
 
-    def _begin(self) -> Kept:
-        return KeptNvfp4()
+    def _begin(self, folders: Folders) -> Kept:
+        grid = self.mine.form.grid
+        assert grid is not None
+        assert grid.global_scale is not None
+        return KeptNvfp4(grid.global_scale.unit(folders.output))
 
     def _misfit(
         self, folders: Folders, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
     ) -> str:
-        grid = self.mine.form.grid
-        assert grid is not None
-        assert grid.global_scale is not None
-        assert isinstance(kept, KeptNvfp4)
+        import numpy as np
+
         factor = scales(folders.output, self.mine, *tile)
-        return kept.blocks(expected, found, factor, grid.global_scale.unit(folders.output), tile[0])
+        zero = np.zeros_like(factor)
+        return kept.add(Tile(self.mine.form, expected, found, factor, zero, None), tile[0])
 
 
 class KeptNvfp4(Kept):
-    """How much of the source's weights calibrated codes keep, one tile after another."""
+    """How much of the source's weights calibrated codes keep, one tile after another; steps are block
+    scales times the global one, which is `unit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: float) -> None:
         super().__init__(searched=True)
+        self._unit = unit
         self._judged = self._off = 0
 
     def add(self, tile: Tile, first: int) -> str:
-        raise NotImplementedError  # of integers
-
-    def blocks(
-        self, expected: Floats, found: Floats, factor: Floats, unit: float, first: int
-    ) -> str:
-        """What is wrong with some rows, "" if nothing: weights [n, K], `factor` [n, K / 16] the
-        block scales times the global one, which is `unit`. `first` is their first row."""
         import numpy as np
 
+        expected, found, factor = tile.expected, tile.found, tile.step
         with np.errstate(all="ignore"):
-            wrong = self._scales(expected, found, factor, unit)
+            wrong = self._scales(expected, found, factor, self._unit)
             best = _nearest(expected, factor)
         if wrong is not None:
             return f"row {first + wrong[0]}, {wrong[1]}"
