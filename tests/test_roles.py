@@ -236,7 +236,7 @@ def test_what_a_known_family_does_not_know_is_left(tmp_path: Path) -> None:
 def test_examples_of_quantizing_are_of_families_that_are_known() -> None:
     known = {
         "DeepSeek-V3", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5-Air",
-        "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B",
+        "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B", "Qwen3-32B",
     }  # fmt: skip
     for command in ("nvfp4", "w4a16", "amx", "kt"):
         shown = re.findall(
