@@ -119,7 +119,11 @@ def test_what_a_run_needs_is_counted(dense: Path, sparse: Path) -> None:
     assert backend is not None
     widest = max(one.columns for one in backend._stored.values())
     assert backend.needs().memory > 4 * widest * widest
-    both, alone = (planned(sparse, one) for one in (LINEAR, replace(LINEAR, targets=(EXPERTS,))))
+    request = replace(REQUEST, propagated_error="ignore")  # as it is where linears are solved
+    experts = replace(LINEAR, targets=(EXPERTS,), calibrate=request)
+    both, alone = (planned(sparse, one) for one in (LINEAR, experts))
+    assert both.calibration is not None
+    assert both.calibration.request == request
     sizes = [work_dir_bytes(plan.calibration) for plan in (both, alone) if plan.calibration]
     hidden = both.role_index.dims.hidden_size
     assert sizes[0] - sizes[1] == 2 * 8 * (2 * hidden + 16 * 8)

@@ -120,8 +120,9 @@ def sets_of(layer: Layer, linears: Sequence[Linear], run: Callable[[], None]) ->
     called = [one.module for some in found.values() for one in some]
     for one in linears:
         if (times := called.count(one.module)) != 1:
+            shown = count(times, "time")
             raise RunError(
-                f"{one.module}: {type(layer.module).__name__} calls it {times} times, expected once; "
+                f"{one.module}: {type(layer.module).__name__} calls it {shown}, expected once; "
                 "ignore it, or round it to nearest"
             )
     return list(found.values())

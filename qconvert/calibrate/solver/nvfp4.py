@@ -59,7 +59,7 @@ def own_scale(weight: torch.Tensor, dialect: Dialect) -> torch.Tensor:
     """The scale that BF16 weights [..., N, K] share, float32 [...]: see formats/nvfp4/scales.py."""
     import torch
 
-    largest = weight.abs().amax((-2, -1)).float()
+    largest = weight.abs().amax((-2, -1)).bfloat16().float()
     if dialect == "modelopt":
         own = largest / RANGE
         return torch.where(own > 0, own, 1.0)
@@ -117,7 +117,7 @@ def _found(
     batch, rows, columns = weights.shape
     steps = torch.empty(weights.shape, dtype=torch.int8, device=weights.device)
     scale = weights.new_empty((batch, rows, columns // BLOCK), dtype=torch.float32)
-    meaning = torch.empty_like(weights)
+    meaning = torch.empty(weights.shape, dtype=torch.bfloat16, device=weights.device)
     for start, stop in row_parts(weights):
         one = made(weights[:, start:stop].float().transpose(1, 2).contiguous())
         steps[:, start:stop] = (2 * one.steps).to(torch.int8).transpose(1, 2)
