@@ -10,6 +10,7 @@ from qconvert.ops.compiled.loops.bits import NAN, e4m3, largest, rounded
 from qconvert.ops.compiled.loops.jit import inner, loop
 
 _LEAST_SCALE = np.float32(2.0**-9)
+_LEAST = np.float32(2.0**-149)
 _HALF_LEAST = np.float32(2.0**-134)  # formats/mx/encode.py says why
 
 
@@ -45,32 +46,70 @@ def fp4_decode(source: Any, factor: Any, target: Any) -> bool:
 
 
 @inner
-def _e2m1(value: np.float32) -> np.int32:
-    """The code of a number: `to_codes` of ops/fp4.py."""
-    size = np.float32(abs(value))
-    code = np.int32(8) if value < np.float32(0) else np.int32(0)
-    code = np.int32(code + np.int32(size > np.float32(0.25)))
-    code = np.int32(code + np.int32(size >= np.float32(0.75)))
-    code = np.int32(code + np.int32(size > np.float32(1.25)))
-    code = np.int32(code + np.int32(size >= np.float32(1.75)))
-    code = np.int32(code + np.int32(size > np.float32(2.5)))
-    code = np.int32(code + np.int32(size >= np.float32(3.5)))
-    return np.int32(code + np.int32(size > np.float32(5)))
+def _size_code(quotient: np.float32) -> np.int32:
+    """The code of a number without its sign, by one rounding: a rounder whose last bit is worth a step
+    of E2M1 between the number's powers of two, .5 below 2. As `to_codes` of ops/fp4.py, of what is no
+    NaN."""
+    size = np.float32(abs(quotient))
+    size = size if size < np.float32(6) else np.float32(6)
+    power = np.int32(np.float32(size).view(np.int32) & np.int32(0x7F800000))
+    power = power if power > np.int32(127 << 23) else np.int32(127 << 23)
+    rounder = np.int32(power + np.int32(22 << 23))
+    total = np.float32(size + np.int32(rounder).view(np.float32))
+    steps = np.int32(np.float32(total).view(np.int32) - rounder)
+    return np.int32(steps + np.int32(np.int32(power >> np.int32(22)) - np.int32(254)))
 
 
 @inner
-def _pack(codes: Any, packed: Any) -> None:
-    """Pairs of codes, one a byte, to bytes."""
+def _byte(low: np.float32, high: np.float32) -> np.uint8:
+    """The codes of two numbers."""
+    code = np.int32(_size_code(low) | np.int32(_size_code(high) << np.int32(4)))
+    code = np.int32(code | (np.int32(0x08) if low < np.float32(0) else np.int32(0)))
+    return np.uint8(np.int32(code | (np.int32(0x80) if high < np.float32(0) else np.int32(0))))
+
+
+@inner
+def _nvfp4_codes(pairs: Any, factors: Any, packed: Any) -> None:
+    """Two bf16 a word, the even column's in its lower half, and what they are divided by -> two codes a
+    byte."""
     for at in range(packed.size):
-        pair = np.int32(codes[at])
-        packed[at] = np.uint8(np.int32(pair | np.int32(pair >> np.int32(4))))
+        word = np.int32(pairs[at])
+        low = np.float32(np.int32(word << np.int32(16)).view(np.float32) / factors[at])
+        high = np.float32(np.int32(word & np.int32(-0x10000)).view(np.float32) / factors[at])
+        packed[at] = _byte(low, high)
 
 
 @inner
-def _nvfp4_block(weight: Any, scale: np.float32, codes: Any) -> None:
-    for column in range(16):
-        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
-        codes[column] = np.uint8(_e2m1(np.float32(value / scale)))
+def _nvfp4_scales(sizes: Any, own: np.float32, modelopt: bool, codes: Any, factors: Any) -> None:
+    """The largest weights of blocks, as float32 -> the codes of their scales, and what their weights are
+    divided by."""
+    for block in range(sizes.size):
+        each = sizes[block]
+        if modelopt:
+            each = np.float32(each / np.float32(np.float32(6) * own))
+            each = each if each != np.float32(0) else np.float32(1)
+            each = each if each > _LEAST_SCALE else _LEAST_SCALE
+        else:
+            each = np.float32(rounded(np.float32(each / np.float32(6))) * own)
+        each = each if each < np.float32(448) else np.float32(448)
+        # `e4m3` of ops/fp4.py.
+        power = np.int32(np.float32(each).view(np.int32) & np.int32(0x7F800000))
+        power = power if power > np.int32(121 << 23) else np.int32(121 << 23)
+        rounder = np.int32(power + np.int32(20 << 23)).view(np.float32)
+        total = np.float32(each + rounder)
+        steps = np.int32(np.float32(total).view(np.int32) & np.int32(0xFF))
+        code = np.int32(np.int32(np.int32(power >> np.int32(23)) - np.int32(121)) * np.int32(8))
+        code = np.int32(code + steps)
+        each = np.float32(total - rounder)
+        if modelopt:
+            each = np.float32(each * own)
+        else:
+            code = code if each != np.float32(0) else np.int32(0x20)
+            each = each if each != np.float32(0) else np.float32(0.125)
+            each = np.float32(each / own)
+        codes[block] = np.uint8(code)
+        # Of 0 the least number makes the same codes: 0 of zeros, 7 of all others.
+        factors[block] = each if each != np.float32(0) else _LEAST
 
 
 # Of lanes 0 to 15, in E4M3 codes: formats/nvfp4/search.py.
@@ -123,57 +162,55 @@ def _nvfp4_best(
     return best, found
 
 
+# A tile's maxima, scales and spread factors stay in the first cache: 64 blocks are 4.5 KB of it.
+_TILE = 64
+
+
 @loop("u2[2]", "float", "bool", "bool", "u1[2]", "u1[1]")
 def nvfp4_encode(
     weight: Any, own: np.float32, modelopt: bool, search: bool, packed: Any, scales: Any
 ) -> bool:
     """Blocks [n, 16] of BF16 and the matrix's own scale -> packed [n, 8] and E4M3 scales [n], or the
-    best around them."""
-    codes = np.empty((weight.shape[0], 16), np.uint8)
+    best around them. Tiles of blocks: maxima, then scales side by side, then codes side by side."""
     lanes = np.empty(3 * _TRIED, np.float32)
-    for block in range(weight.shape[0]):
-        size = largest(weight[block])
-        if size >= NAN:
+    sizes, factors = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
+    spread = np.empty((_TILE, 8), np.float32)
+    pairs, made = weight.reshape(weight.size).view(np.uint32), packed.reshape(packed.size)
+    for first in range(0, weight.shape[0], _TILE):
+        count = min(_TILE, weight.shape[0] - first)
+        most = np.int32(0)
+        for block in range(count):
+            size = largest(weight[first + block])
+            most = size if size > most else most
+            sizes[block] = np.int32(size << np.int32(16)).view(np.float32)
+        if most >= NAN:
             return False
-        each = np.int32(size << np.int32(16)).view(np.float32)
-        if modelopt:
-            each = np.float32(each / np.float32(np.float32(6) * own))
-            each = each if each != np.float32(0) else np.float32(1)
-            each = each if each > _LEAST_SCALE else _LEAST_SCALE
-        else:
-            each = np.float32(rounded(np.float32(each / np.float32(6))) * own)
-        each = each if each < np.float32(448) else np.float32(448)
-        # `e4m3` of ops/fp4.py.
-        power = np.int32(np.float32(each).view(np.int32) & np.int32(0x7F800000))
-        power = power if power > np.int32(121 << 23) else np.int32(121 << 23)
-        rounder = np.int32(power + np.int32(20 << 23)).view(np.float32)
-        total = np.float32(each + rounder)
-        steps = np.int32(np.float32(total).view(np.int32) & np.int32(0xFF))
-        code = np.int32(np.int32(np.int32(power >> np.int32(23)) - np.int32(121)) * np.int32(8))
-        code = np.int32(code + steps)
-        each = np.float32(total - rounder)
-        if modelopt:
-            each = np.float32(each * own)
-        else:
-            if each == np.float32(0):
-                each = np.float32(0.125)
-                code = np.int32(0x20)
-            each = np.float32(each / own)
-        if search:
-            code, each = _nvfp4_best(weight[block], lanes, code, each, own, modelopt)
-        scales[block] = np.uint8(code)
-        _nvfp4_block(weight[block], each, codes[block])
-    _pack(codes.reshape(codes.size).view(np.uint16), packed.reshape(packed.size))
+        codes = scales[first : first + count]
+        _nvfp4_scales(sizes[:count], own, modelopt, codes, factors[:count])
+        for block in range(count):
+            each = factors[block]
+            if search:
+                code, each = _nvfp4_best(
+                    weight[first + block], lanes, np.int32(codes[block]), each, own, modelopt
+                )
+                codes[block] = np.uint8(code)
+            for word in range(8):
+                spread[block, word] = each
+        words = slice(8 * first, 8 * (first + count))
+        _nvfp4_codes(pairs[words], spread.reshape(spread.size)[: 8 * count], made[words])
     return True
 
 
 @inner
-def _mxfp4_group(weight: Any, inverse: np.float32, codes: Any) -> None:
-    for column in range(32):
-        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
-        value = np.float32(value * inverse)
-        value = value if abs(value) > _HALF_LEAST else np.float32(0)
-        codes[column] = np.uint8(_e2m1(value))
+def _mxfp4_codes(pairs: Any, inverses: Any, packed: Any) -> None:
+    """As `_nvfp4_codes`, with factors to multiply by."""
+    for at in range(packed.size):
+        word = np.int32(pairs[at])
+        low = np.float32(np.int32(word << np.int32(16)).view(np.float32) * inverses[at])
+        high = np.float32(np.int32(word & np.int32(-0x10000)).view(np.float32) * inverses[at])
+        low = low if abs(low) > _HALF_LEAST else np.float32(0)
+        high = high if abs(high) > _HALF_LEAST else np.float32(0)
+        packed[at] = _byte(low, high)
 
 
 @inner
@@ -197,16 +234,21 @@ def _exponent(size: np.int32, less: int) -> np.int32:
 
 @loop("u2[2]", "u1[2]", "u1[1]")
 def mxfp4_encode(weight: Any, packed: Any, exponents: Any) -> bool:
-    """Groups [n, 32] of BF16 -> packed [n, 16] and exponents [n]."""
-    codes = np.empty((weight.shape[0], 32), np.uint8)
-    for group in range(weight.shape[0]):
-        power = _exponent(largest(weight[group]), 2)
-        if power == np.int32(255):
-            return False
-        exponents[group] = np.uint8(power)
-        inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
-        _mxfp4_group(weight[group], inverse, codes[group])
-    _pack(codes.reshape(codes.size).view(np.uint16), packed.reshape(packed.size))
+    """Groups [n, 32] of BF16 -> packed [n, 16] and exponents [n], in tiles as NVFP4's."""
+    spread = np.empty((_TILE, 16), np.float32)
+    pairs, made = weight.reshape(weight.size).view(np.uint32), packed.reshape(packed.size)
+    for first in range(0, weight.shape[0], _TILE):
+        count = min(_TILE, weight.shape[0] - first)
+        for group in range(count):
+            power = _exponent(largest(weight[first + group]), 2)
+            if power == np.int32(255):
+                return False
+            exponents[first + group] = np.uint8(power)
+            inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
+            for word in range(16):
+                spread[group, word] = inverse
+        words = slice(16 * first, 16 * (first + count))
+        _mxfp4_codes(pairs[words], spread.reshape(spread.size)[: 16 * count], made[words])
     return True
 
 
