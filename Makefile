@@ -63,7 +63,7 @@ $(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loade
 		> "$$($(VENV)-loaders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
 	touch $@
 
-# Against other tools and this machine's limits; minutes, and 25 GB of disk. CASES="dequant fuse" for some.
+# Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg

@@ -23,6 +23,8 @@ Cases:
   encoders  BF16 experts to FP8 (blocks, rows), INT8, MXFP4, MXFP8 and NVFP4, compared with
            llm-compressor's model_free_ptq
   decoders  what those and w4a16 make, back to BF16, compared with compressed-tensors' converter
+  long     the same encoders, AMX and decoders over 12 GB of matrices as large as Qwen3-235B's: what they
+           take beside the limit where a conversion's start weighs as little as it does for users
   replica  layers of Qwen3-235B-A22B, BF16, to packed INT4 with 10 and 16 jobs, scaled to its 94
   kernels  row ops alone, numpy's form and compiled loops (the extra `fast`), on one core
   validate  dequant's and amx's results against their source, at every level, from a cold cache
@@ -366,8 +368,7 @@ def _replica(work: Path, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _encoders(work: Path, options: argparse.Namespace) -> Iterator[Row]:
-    model = _bf16_moe(options)
-    source, read = _made(work, model)
+    source, read = _made(work, _bf16_moe(options))
     out, cores = str(work / "out"), str(len(os.sched_getaffinity(0)))
     for name, ((command, *more), scheme, each) in _ENCODED.items():
         if scheme is None:  # a case of its own
@@ -398,6 +399,28 @@ def _decoders(work: Path, options: argparse.Namespace) -> Iterator[Row]:
             contenders.append(Contender(peer, theirs))
         case = f"decoders {name}"
         yield from _compare(case, source, read, written, contenders, options.runs, peer)
+        remove(source)
+
+
+def _long(work: Path, options: argparse.Namespace) -> Iterator[Row]:
+    model = qwen3_235b(1, _FEW) if options.smallest else qwen3_235b(options.layers, 53)
+    plain, read = _made(work, model)
+    out, runs = str(work / "out"), options.runs
+    for method, divisor in (("int4", 4), ("int8", 2)):
+        ours = [
+            Contender(
+                "qconvert", _qconvert("amx", str(plain), out, "--method", method, "--numa", "2")
+            )
+        ]
+        yield from _compare(f"long amx {method}", plain, read, read // divisor, ours, runs)
+    for name, ((command, *more), _, each) in _ENCODED.items():
+        source = work / name.replace(" ", "-")
+        ours = [Contender("qconvert", _qconvert(command, str(plain), out, *more))]
+        yield from _compare(f"long to {name}", plain, read, int(read / 2 * each), ours, runs)
+        timed(_qconvert(command, str(plain), str(source), *more))
+        packed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        back = [Contender("qconvert", _qconvert("dequant", str(source), out))]
+        yield from _compare(f"long from {name}", source, packed, read, back, runs)
         remove(source)
 
 
@@ -487,6 +510,7 @@ _CASES: dict[str, Callable[[Path, argparse.Namespace], Iterator[Row]]] = {
     "w4a16": _w4a16,
     "encoders": _encoders,
     "decoders": _decoders,
+    "long": _long,
     "kernels": _kernels,
     "validate": _validate,
     "replica": _replica,

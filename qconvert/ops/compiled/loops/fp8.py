@@ -99,27 +99,62 @@ def _scale(size: np.int32, exponents: bool, whole: bool) -> np.float32:
     return step if step > np.float32(0) else np.float32(2.0**-7)
 
 
+@inner
+def _codes_spread(weight: Any, steps: Any, whole: bool, codes: Any) -> None:
+    """A row of weights, with a scale for each -> E4M3."""
+    for column in range(weight.size):
+        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
+        bits = np.float32(value / steps[column]).view(np.int32)
+        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
+        size = np.int32(bits & np.int32(0x7FFFFFFF))
+        if not whole:
+            size = np.int32(np.int32(size + np.int32(0x8000)) & np.int32(-0x10000))
+        codes[column] = np.uint8(np.int32(e4m3(size) | sign))
+
+
+@inner
+def _larger(row: Any, most: Any) -> None:
+    """Sizes as bf16, each the larger of the row's and what was found before."""
+    for column in range(row.size):
+        size = np.uint16(row[column] & np.uint16(0x7FFF))
+        most[column] = size if size > most[column] else most[column]
+
+
 @loop("ru2[2]", "int", "int", "bool", "bool", "u1[2]", "f4[2]")
 def fp8_encode(
     weight: Any, height: int, width: int, exponents: bool, whole: bool, codes: Any, scale: Any
 ) -> bool:
     """BF16 [N, K] -> E4M3 and the scale of each `height` x `width`, as float32. `whole`: of dialect fp8.
-    Declines NaN and infinity."""
+    Declines NaN and infinity. Blocks take whole rows at a time, with maxima and scales of columns: row
+    by row of a block is a vector's end every 128 columns, and .25 to .5 of the speed."""
     rows, columns = weight.shape
+    if height == 1:
+        for row in range(rows):
+            for block in range(scale.shape[1]):
+                first, last = block * width, min(columns, (block + 1) * width)
+                size = largest(weight[row, first:last])
+                if size >= NAN:
+                    return False
+                step = _scale(size, exponents, whole)
+                scale[row, block] = step
+                _codes(weight[row, first:last], step, whole, codes[row, first:last])
+        return True
+    most, steps = np.empty(columns, np.uint16), np.empty(columns, np.float32)
     for top in range(0, rows, height):
         bottom = min(rows, top + height)
+        most[:] = 0
+        for row in range(top, bottom):
+            _larger(weight[row], most)
         for block in range(scale.shape[1]):
             first, last = block * width, min(columns, (block + 1) * width)
-            size = np.int32(0)
-            for row in range(top, bottom):
-                found = largest(weight[row, first:last])
-                size = found if found > size else size
+            size = largest(most[first:last])
             if size >= NAN:
                 return False
             step = _scale(size, exponents, whole)
             scale[top // height, block] = step
-            for row in range(top, bottom):
-                _codes(weight[row, first:last], step, whole, codes[row, first:last])
+            steps[first:last] = step
+        for row in range(top, bottom):
+            _codes_spread(weight[row], steps, whole, codes[row])
     return True
 
 
