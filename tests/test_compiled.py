@@ -391,7 +391,7 @@ def test_nvfp4_every_byte_under_every_scale(dialect: Any, accepted: set[str]) ->
             buffer(_F32, np.float32(own).tobytes()),
         ]
         same(DequantNvfp4(dialect), ins)
-    assert accepted == {"fp4_decode"}
+    assert accepted == {"nvfp4_decode"}
 
 
 @settings(max_examples=60, deadline=None)

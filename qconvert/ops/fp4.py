@@ -180,25 +180,23 @@ class DequantNvfp4:
                 "whether it is of the other dialect"
             )
         risky = factor * _E4M3_MAX * SIZES[-1] >= _BF16_OVERFLOW
+        target = array(outs[0].data, np.uint16, (total, BLOCK))
+        if not risky:
+            codes, how = source.reshape(-1, BLOCK // 2), self.dialect == "modelopt"
+            if done("nvfp4_decode", codes, scale, global_scale, how, target.view(np.uint32)):
+                return {}
         broken = np.flatnonzero((scale & 0x7F) == _E4M3_NAN)
         if broken.size:
             row = int(broken[0]) // blocks
             raise RowError(row, "has a scale of NaN; the checkpoint is broken")
         bits = array(scratch[: 4 * step * BLOCK], np.int32, (step, BLOCK))
         spare = array(scratch[4 * step * BLOCK :], np.int32, (step, BLOCK))
-        target = array(outs[0].data, np.uint16, (total, BLOCK))
         sizes = np.array((*SIZES, *(-size for size in SIZES)), np.float32)
         infinite = 0
         with np.errstate(all="ignore"):  # overflow to infinity is what float32 arithmetic does
             for start in range(0, total, max(1, step)):
                 stop = min(start + step, total)
                 each = factors(scale[start:stop], global_scale, self.dialect)
-                if not risky and done(
-                    "fp4_decode",
-                    source[start * BLOCK // 2 : stop * BLOCK // 2].reshape(-1, BLOCK // 2),
-                    each, target[start:stop].view(np.uint32),
-                ):  # fmt: skip
-                    continue
                 count, size = stop - start, (stop - start) * BLOCK
                 halves = spare.reshape(-1).view(np.uint16)
                 spread_nibbles(

@@ -1,7 +1,13 @@
 """The loops by their names. This package needs numba whole, and is imported where loops run."""
 
 from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8, amx_search
-from qconvert.ops.compiled.loops.fp4 import fp4_decode, mxfp4_encode, mxfp8_encode, nvfp4_encode
+from qconvert.ops.compiled.loops.fp4 import (
+    fp4_decode,
+    mxfp4_encode,
+    mxfp8_encode,
+    nvfp4_decode,
+    nvfp4_encode,
+)
 from qconvert.ops.compiled.loops.fp8 import fp8_codes, fp8_decode, fp8_encode
 from qconvert.ops.compiled.loops.ints import (
     int4_decode,
@@ -28,5 +34,6 @@ __all__ = [
     "ints_search",
     "mxfp4_encode",
     "mxfp8_encode",
+    "nvfp4_decode",
     "nvfp4_encode",
 ]

@@ -14,13 +14,17 @@ _LEAST = np.float32(2.0**-149)
 _HALF_LEAST = np.float32(2.0**-134)  # formats/mx/encode.py says why
 
 
+# Of blocks: what a loop keeps of them, and factors spread over their bytes, stays in the first cache.
+_TILE = 64
+
+
 @inner
-def _decode_block(source: Any, factor: np.float32, target: Any) -> None:
-    """Two codes a byte times their factor -> two bf16 a word, the even column's in its lower half."""
+def _decode(source: Any, factors: Any, target: Any) -> None:
+    """Two codes a byte times its factor -> two bf16 a word, the even column's in its lower half."""
     for at in range(source.size):
         byte = np.int32(source[at])
-        low = _product(np.int32(byte & np.int32(0x0F)), factor)
-        high = _product(np.int32(byte >> np.int32(4)), factor)
+        low = _product(np.int32(byte & np.int32(0x0F)), factors[at])
+        high = _product(np.int32(byte >> np.int32(4)), factors[at])
         target[at] = np.uint32(np.int32(low | np.int32(high << np.int32(16))))
 
 
@@ -40,8 +44,50 @@ def _product(code: np.int32, factor: np.float32) -> np.int32:
 @loop("u1[2]", "f4[1]", "u4[2]")
 def fp4_decode(source: Any, factor: Any, target: Any) -> bool:
     """Bytes [n, B] of n blocks and a factor for each -> pairs of BF16 [n, B]."""
-    for block in range(source.shape[0]):
-        _decode_block(source[block], factor[block], target[block])
+    width = source.shape[1]
+    spread = np.empty((_TILE, width), np.float32)
+    each, codes = spread.reshape(spread.size), source.reshape(source.size)
+    made = target.reshape(target.size)
+    for first in range(0, source.shape[0], _TILE):
+        count = min(_TILE, source.shape[0] - first)
+        for block in range(count):
+            for byte in range(width):
+                spread[block, byte] = factor[first + block]
+        part = slice(first * width, (first + count) * width)
+        _decode(codes[part], each[: count * width], made[part])
+    return True
+
+
+@inner
+def _factors(scales: Any, own: np.float32, modelopt: bool, factors: Any) -> np.int32:
+    """`factors` of ops/fp4.py. Bit 7 of the answer: a scale is NaN."""
+    seen = np.int32(0)
+    for block in range(scales.size):
+        code = np.int32(scales[block])
+        seen = np.int32(seen | np.int32(np.int32(code & np.int32(0x7F)) + np.int32(1)))
+        bits = np.int32(np.int32(code & np.int32(0x7F)) << np.int32(20))
+        bits = np.int32(bits | np.int32(np.int32(code & np.int32(0x80)) << np.int32(24)))
+        scale = np.float32(np.int32(bits).view(np.float32) * np.float32(2.0**120))
+        factors[block] = np.float32(scale * own) if modelopt else np.float32(scale / own)
+    return seen
+
+
+@loop("u1[2]", "u1[1]", "float", "bool", "u4[2]")
+def nvfp4_decode(source: Any, scales: Any, own: np.float32, modelopt: bool, target: Any) -> bool:
+    """Bytes [n, 8] of n blocks, their E4M3 scales [n] and the matrix's own -> pairs of BF16 [n, 8].
+    Declines scales that are NaN; no product may be beyond bf16."""
+    factors, spread = np.empty(_TILE, np.float32), np.empty((_TILE, 8), np.float32)
+    each, codes = spread.reshape(spread.size), source.reshape(source.size)
+    made = target.reshape(target.size)
+    for first in range(0, source.shape[0], _TILE):
+        count = min(_TILE, source.shape[0] - first)
+        if _factors(scales[first : first + count], own, modelopt, factors[:count]) & 0x80:
+            return False
+        for block in range(count):
+            for byte in range(8):
+                spread[block, byte] = factors[block]
+        part = slice(first * 8, (first + count) * 8)
+        _decode(codes[part], each[: count * 8], made[part])
     return True
 
 
@@ -160,10 +206,6 @@ def _nvfp4_best(
         if np.int32(1) <= other <= np.int32(0x7E) and error < least:
             least, best, found = error, other, lanes[2 * _TRIED + lane]
     return best, found
-
-
-# A tile's maxima, scales and spread factors stay in the first cache: 64 blocks are 4.5 KB of it.
-_TILE = 64
 
 
 @loop("u2[2]", "float", "bool", "bool", "u1[2]", "u1[1]")
