@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE
@@ -22,22 +23,39 @@ DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """One safetensors file to be: its name, header bytes, and each tensor with its offset. `link` is
-    the source file that will stand in as it is, None for a file to be written."""
+    """One safetensors file to be: its name, each tensor with its offset, in the order of the file, and
+    the metadata of its header. `link` is the source file that will stand in as it is, None for a file
+    to be written."""
 
     name: str
-    header: bytes
     tensors: tuple[tuple[str, TensorType, int], ...]
     size: int
+    metadata: Mapping[str, str]
     link: Path | None = None
+
+    @property
+    def header(self) -> bytes:
+        """The header's bytes, b"" of a file that is not written. Made when they are written or compared,
+        not kept: those of Kimi-K2's 276,480 tiles take 28 MB."""
+        if self.link is not None:
+            return b""
+        return build_header([(name, kind) for name, kind, _ in self.tensors], self.metadata)[0]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """All files of an output. `places` maps a tensor to (file index, offset in that file)."""
+    """All files of an output."""
 
     files: tuple[OutFile, ...]
-    places: Mapping[str, tuple[int, int]]
+
+    @cached_property
+    def places(self) -> Mapping[str, tuple[int, int]]:
+        """A tensor's (file index, offset in that file)."""
+        return {
+            name: (number, at)
+            for number, file in enumerate(self.files)
+            for name, _, at in file.tensors
+        }
 
     @property
     def nbytes(self) -> int:
@@ -96,18 +114,15 @@ def lay_out(
         groups.pop()
     count = len(links) + len(groups)
     files = []
-    places = {}
     for number, link in enumerate(links):
-        files.append(OutFile(_name(number, count), b"", link.tensors, link.size, link.path))
-        places.update({name: (number, at) for name, _, at in link.tensors})
+        files.append(OutFile(_name(number, count), link.tensors, link.size, {}, link.path))
     for number, group in enumerate(groups, len(links)):
         ordered = _aligned_order([(name, outputs[name].type) for name in group])
         header, offsets = build_header(ordered, metadata)
         last = offsets[-1] + ordered[-1][1].nbytes if ordered else len(header)
         placed = tuple((n, t, at) for (n, t), at in zip(ordered, offsets, strict=True))
-        files.append(OutFile(_name(number, count), header, placed, last))
-        places.update({n: (number, at) for n, _, at in placed})
-    return ShardLayout(tuple(files), places)
+        files.append(OutFile(_name(number, count), placed, last, metadata))
+    return ShardLayout(tuple(files))
 
 
 def _name(number: int, count: int) -> str:
