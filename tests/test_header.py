@@ -77,7 +77,6 @@ def tensor_types(draw: st.DrawFn) -> TensorType:
     return TensorType(dtype, tuple(shape))
 
 
-
 def _as_json(tensors: dict[str, TensorType], metadata: dict[str, str]) -> bytes:
     """A header's text as `json` writes it."""
     table: dict[str, Any] = {"__metadata__": metadata}

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qconvert.core.names import (
+    _WEIGHT_OF_SCALE,
     Parsed,
     is_scale,
     natural_key,
@@ -99,6 +100,21 @@ def test_any_names_are_in_the_order_defined(names: list[str]) -> None:
     assert sorted(names, key=natural_key) == sorted(names, key=_order)
     for one, other in itertools.combinations(names, 2):
         assert (natural_key(one) == natural_key(other)) == (_order(one) == _order(other))
+
+
+_ENDS = st.sampled_from(
+    [suffix for suffix, _ in _WEIGHT_OF_SCALE] + ["weight", ".bias", "scale", "."]
+)
+
+
+@given(st.text("ab._", max_size=6), _ENDS)
+def test_a_scale_is_what_the_longest_suffix_says(stem: str, end: str) -> None:
+    """By the whole name, where the code looks at its last component."""
+    name = stem + end
+    found = [(ends, own) for ends, own in _WEIGHT_OF_SCALE if name.endswith(ends)]
+    assert is_scale(name) == bool(found)
+    wanted = [name.removesuffix(found[0][0]) + own for own in found[0][1]] if found else []
+    assert weight_candidates(name) == tuple(wanted)
 
 
 @pytest.mark.parametrize("weight", ["a.b.weight", "a.experts.gate_up_proj", "a.experts.down_proj"])

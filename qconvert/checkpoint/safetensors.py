@@ -324,7 +324,10 @@ def build_header(
     at = 0
     starts = []
     # Written entry by entry: json.dumps takes three times as long. A model has few types.
-    text = ['{"__metadata__":', json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)]
+    text = [
+        '{"__metadata__":',
+        json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False),
+    ]
     spelled: dict[TensorType, str] = {}
     for name, kind in tensors:
         begin = spelled.get(kind)
