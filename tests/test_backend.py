@@ -22,7 +22,8 @@ from qconvert.core.errors import OutputError, PlanError, RunError
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
-from qconvert.plan.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.plan.walk import nodes
 from qconvert.run.backend import Barrier, Item, Job
 from qconvert.run.events import Silent
 from qconvert.run.executor import execute

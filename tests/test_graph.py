@@ -30,6 +30,26 @@ def test_taking_experts_apart_and_stacking_them_gives_back_one_piece() -> None:
     assert again == _WEIGHT.output
 
 
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(0, 3),
+    cut=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_rows_of_a_whole_source_are_the_range_of_their_bytes(
+    rows: int, columns: int, cut: tuple[int, int]
+) -> None:
+    source = Source("w", TensorType("BF16", (rows, columns)), 0, 4096).output
+    start, stop = cut
+    if not start <= stop <= rows:
+        with pytest.raises(PlanError, match="lie outside"):
+            source.rows(start, stop)
+        return
+    pieces = source.bytes_range(2 * columns * start, 2 * columns * stop)
+    found = source.rows(start, stop)
+    assert found.type == TensorType("BF16", (stop - start, columns))
+    assert found.pieces == tuple(piece for piece in pieces if piece.nbytes)
+
+
 def test_cutting_gate_from_up_in_every_expert() -> None:
     gates = [_WEIGHT.output.index(e).rows(0, 128) for e in range(6)]
     assert [gate.pieces[0].start for gate in gates] == [e * 256 * 128 for e in range(6)]

@@ -77,6 +77,17 @@ def tensor_types(draw: st.DrawFn) -> TensorType:
     return TensorType(dtype, tuple(shape))
 
 
+def _as_json(tensors: dict[str, TensorType], metadata: dict[str, str]) -> bytes:
+    """A header's text as `json` writes it."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, kind in tensors.items():
+        spans = [at, at + kind.nbytes]
+        table[name] = {"dtype": kind.dtype, "shape": list(kind.shape), "data_offsets": spans}
+        at += kind.nbytes
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+
+
 # Half surrogates are no text; everything else may stand in a name.
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 
@@ -90,6 +101,7 @@ def test_what_is_built_is_read_back(
     tensors: dict[str, TensorType], metadata: dict[str, str]
 ) -> None:
     raw, offsets = build_header(list(tensors.items()), metadata)
+    assert raw[8:].rstrip(b" ") == _as_json(tensors, metadata)
     body = sum(kind.nbytes for kind in tensors.values())
     with TemporaryDirectory() as folder:
         file = Path(folder, "x.safetensors")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qconvert.core.names import (
+    _WEIGHT_OF_SCALE,
     Parsed,
     is_scale,
     natural_key,
@@ -67,9 +71,50 @@ def test_order_is_that_of_a_run() -> None:
     assert sorted(ordered, key=natural_key) == ordered
 
 
-@given(st.lists(st.text("ab019.", min_size=1, max_size=8), max_size=20))
-def test_any_names_can_be_sorted(names: list[str]) -> None:
-    assert sorted(names, key=natural_key) == sorted(names, key=natural_key)
+def _order(name: str) -> tuple[int, int, list[tuple[int, int | str]]]:
+    """The order as it is defined: by the part of the model, by layer, then component by component."""
+    rank, layer = 3, 0
+    if name.startswith(("mtp.", "model.mtp.")):
+        rank = 4
+    elif "visual." in name or "vision" in name:
+        rank = 0
+    elif ".layers." in name:
+        rank = 2
+        found = re.match(r"[0-9]{1,9}", name.split(".layers.", 1)[1])
+        layer = int(found[0]) if found else 0
+    elif "embed" in name:
+        rank = 1
+    parts = name.split(".")
+    return rank, layer, [(0, int(p)) if re.fullmatch("[0-9]{1,9}", p) else (1, p) for p in parts]
+
+
+_PARTS = st.sampled_from(
+    ["layers", "mtp", "model", "visual", "embed", "9", "10", "09", "1234567890", "a", "ab", ""]
+)
+
+
+@given(st.lists(st.one_of(st.text(), st.lists(_PARTS).map(".".join)), max_size=20))
+@example(["a", "a.", "a.\0", "a\0b", "a\1.b", "a\3", "a\4", "a.b", "a.1", "a.02", "a.2", "", "."])
+@example(["x.layers.10", "x.layers.9", "x.layers.999999999.b", "x.layers.1234567890", "x.layers.a"])
+def test_any_names_are_in_the_order_defined(names: list[str]) -> None:
+    assert sorted(names, key=natural_key) == sorted(names, key=_order)
+    for one, other in itertools.combinations(names, 2):
+        assert (natural_key(one) == natural_key(other)) == (_order(one) == _order(other))
+
+
+_ENDS = st.sampled_from(
+    [suffix for suffix, _ in _WEIGHT_OF_SCALE] + ["weight", ".bias", "scale", "."]
+)
+
+
+@given(st.text("ab._", max_size=6), _ENDS)
+def test_a_scale_is_what_the_longest_suffix_says(stem: str, end: str) -> None:
+    """By the whole name, where the code looks at its last component."""
+    name = stem + end
+    found = [(ends, own) for ends, own in _WEIGHT_OF_SCALE if name.endswith(ends)]
+    assert is_scale(name) == bool(found)
+    wanted = [name.removesuffix(found[0][0]) + own for own in found[0][1]] if found else []
+    assert weight_candidates(name) == tuple(wanted)
 
 
 @pytest.mark.parametrize("weight", ["a.b.weight", "a.experts.gate_up_proj", "a.experts.down_proj"])

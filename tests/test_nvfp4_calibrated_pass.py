@@ -25,7 +25,8 @@ from qconvert.core.int_scheme import Codes
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
-from qconvert.plan.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.plan.walk import nodes
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

@@ -9,14 +9,21 @@ from typing import Any
 import headers
 import pytest
 from header_checkpoints import ANY, checkpoint, published
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source, Value, concat
+from qconvert.core.graph import Output, Source, Value, apply, concat
+from qconvert.formats.amx.encode import Amx
+from qconvert.ops.cast import ToBf16
+from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import STALE_RULE, Dequant
 from qconvert.passes.drop import Drop
-from qconvert.plan.plan import LogEntry, Plan, nodes, run_passes
-from qconvert.plan.units import Compute, Copy, units
+from qconvert.plan.plan import LogEntry, Plan, run_passes
+from qconvert.plan.units import Compute, Copy, _unit, units
+from qconvert.plan.walk import nodes, only_node
+from qconvert.run.memory import searched
 
 
 def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
@@ -334,6 +341,74 @@ def test_every_output_byte_is_written_once() -> None:
         assert spans[-1][1] == output.type.nbytes
         assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     assert sum(isinstance(step, Compute) for step in unit.steps) == 1, "computed once"
+
+
+def test_a_unit_of_one_node_is_that_of_any_nodes() -> None:
+    """Its steps and bytes, which are made in a shorter way, against the general one."""
+    steps = (ExpertsToAmx("int4", numa=2),)
+    plans = [
+        run_passes(Plan.identity(published("deepseek-v3")), (Dequant(),)),
+        run_passes(_few("deepseek-v3"), steps),
+        run_passes(_few("deepseek-v3"), (ExpertsToAmx("int8", numa=1),)),
+    ]
+    for plan in plans:
+        cut = units(plan.tensors)
+        short = [unit for unit in cut if unit.node is not None]
+        assert len(short) > 50
+        for unit in short:
+            slow = _unit(unit.outputs)
+            assert slow.node is None
+            assert (unit.steps, unit.read, unit.write, unit.peak) == (
+                slow.steps, slow.read, slow.write, slow.peak
+            )  # fmt: skip
+        assert searched(cut) == searched([_unit(unit.outputs) for unit in cut])
+
+
+def test_walks_find_the_same_nodes_in_one_piece_or_several() -> None:
+    plan = run_passes(Plan.identity(checkpoint(fp8(384, 256), FP8_BLOCKS)), (Dequant(),))
+    result = plan.tensors["a.weight"]
+    again, _ = apply(Amx("int8", 1, "peer"), result.rows(0, 128))
+    cut = concat([result.rows(128, 256), result.rows(0, 128)])
+    first, second = nodes([again])
+    assert only_node(result) is first
+    assert only_node(result.rows(1, 3)) is first
+    assert only_node(again) is None, "it depends on two"
+    assert only_node(cut) is None, "two pieces"
+    assert only_node(plan.checkpoint["a.weight"].output) is None
+    assert list(nodes([again, result, cut])) == [first, second]
+    assert list(nodes([result, cut, again])) == [first, second]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=8))
+def test_check_finds_the_first_byte_that_no_node_reads(cuts: list[tuple[int, int]]) -> None:
+    """Rows of one source, read in any order, twice or not at all, against a set of its bytes."""
+    start = Plan.identity(checkpoint({"a": TensorType("F32", (16,))}, {"model_type": ANY}))
+    source = start.checkpoint["a"]
+    made = [apply(ToBf16(), source.rows(at, at + size))[0] for at, size in cuts]
+    plan = replace(start, tensors={f"b.{number}": output for number, output in enumerate(made)})
+    read = {byte for at, size in cuts for byte in range(4 * at, 4 * (at + size))}
+    hole = min(set(range(64)) - read, default=None)
+    if hole is None:
+        assert plan.check() is plan
+    else:
+        with pytest.raises(PlanError, match=f"tensor 'a', bytes from {hole} on, reaches no output"):
+            plan.check()
+
+
+def test_other_files_leave_what_is_known_of_the_tensors() -> None:
+    plan = run_passes(Plan.identity(published("deepseek-v3")), (Dequant(),))
+    other = plan.beside(new_files={"README.md": "text"})
+    assert other.new_files == {"README.md": "text"}
+    assert other.nodes is plan.nodes
+    fresh = replace(plan, new_files={"README.md": "text"})
+    assert other.losses() == fresh.losses()
+    assert other.role_index.places == fresh.role_index.places
+    assert other.fingerprint() == fresh.fingerprint() != plan.fingerprint()
+
+
+def _few(model: str) -> Plan:
+    found = headers.few(model)
+    return Plan.identity(checkpoint(found.tensors, found.config))
 
 
 def test_fingerprint_tells_plans_apart() -> None:

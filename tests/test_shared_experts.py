@@ -16,7 +16,8 @@ from qconvert.hub.card.of_plan import with_card
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.plan import Pass, Plan, nodes, run_passes
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.plan.walk import nodes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.shared_experts import NO_FUSION, fuses, kept_apart, loses_shared
 from qconvert.samples.request import Calibration

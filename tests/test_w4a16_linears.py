@@ -29,7 +29,8 @@ from qconvert.matrices.stored import Stored
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
-from qconvert.plan.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.plan.walk import nodes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.samples.request import Calibration
 

@@ -21,7 +21,8 @@ from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
-from qconvert.plan.plan import Calibrating, Plan, nodes
+from qconvert.plan.plan import Calibrating, Plan
+from qconvert.plan.walk import nodes
 from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
 from qconvert.run.files import Files
 from qconvert.run.workspace import check_apart, check_folders_apart

@@ -208,7 +208,11 @@ class Family:
         it."""
         other = False
         seen: set[str] = set()
+        openings = self.openings
         for name in names:
+            opening = name.partition(".")[0]
+            if opening not in openings and not opening.isdecimal():
+                continue  # below, too, only names with the opening of a module would count
             template, layer, _ = parse(name)
             if layer is None or template in seen:
                 continue
@@ -249,6 +253,12 @@ class Family:
             and ".layers.{L}." in f".{found.template}"
             and dims.num_layers <= found.layer < dims.num_layers + dims.mtp_layers
         )
+
+    def any_mtp(self, names: Iterable[str], dims: Dims) -> bool:
+        """Whether any of these tensors belongs to the draft layers."""
+        if not self.mtp and not dims.mtp_layers:
+            return False
+        return any(self.is_mtp(name, dims) for name in names)
 
 
 def expert_inputs(config: Config, dims: Dims) -> int:
@@ -360,6 +370,8 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
     present: dict[str, dict[str, set[tuple[int | None, int | None]]]] = {}
     groups = {name: frozenset(layers) for name, layers in dims.groups.items()}
     candidates, openings = family.candidates, family.openings
+    # One object for each expert, whose weights and scales are of six roles and parameters.
+    known: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = {}
     for name in names:
         # What another program names (blk.0.ffn_up_exps.3.numa.0.weight) fits no template.
         opening, dotted, _ = name.partition(".")
@@ -376,7 +388,8 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
                 pairs = by_parameter.get(parameter)
                 if pairs is None:
                     pairs = by_parameter[parameter] = set()
-                pairs.add((layer if role.layers else None, expert))
+                pair = layer if role.layers else None, expert
+                pairs.add(known.setdefault(pair, pair))
                 break
         else:
             unknown.append(name)

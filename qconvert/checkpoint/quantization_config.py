@@ -144,6 +144,18 @@ def _texts(value: Any) -> Iterable[str]:
 def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
     """The one scheme all quantization blocks agree on; for a module, if groups differ, that of the
     group that covers it. Raises PlanError for none or several."""
+    if any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs):
+        return _agreed(checkpoint, module)
+    return _of_all(checkpoint)
+
+
+@lru_cache(maxsize=8)  # asked once for each matrix
+def _of_all(checkpoint: Checkpoint) -> Fp8Scheme:
+    """The scheme where no groups tell modules apart."""
+    return _agreed(checkpoint, None)
+
+
+def _agreed(checkpoint: Checkpoint, module: str | None) -> Fp8Scheme:
     found = [
         (_one_scheme(checkpoint, config, module), config)
         for config in checkpoint.quantization_configs

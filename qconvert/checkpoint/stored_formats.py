@@ -17,6 +17,8 @@ from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 
+# Dtypes that do not say what is stored.
+OF_CODES = ("I8", "U8", "I32")
 _AMX = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.\d+\.numa\.\d+\.(?:weight|scale)")
 _FUSED = re.compile(r".*\.experts\.(w13|w2)_([a-z0-9_]+)")
 
@@ -39,16 +41,14 @@ class Formats:
     def label(self, name: str) -> str:
         """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of every tensor that its dtype fully
         describes."""
-        return self._packed(name) or self.tensors[name].dtype
+        dtype = self.tensors[name].dtype
+        return dtype if dtype not in OF_CODES else self._packed(name, dtype) or dtype
 
-    def _packed(self, name: str) -> str | None:
+    def _packed(self, name: str, dtype: str) -> str | None:
         """The format of a matrix of codes, None for any other tensor. If the config does not say how
         they are packed, it is `packed integers`."""
-        dtype = self.tensors[name].dtype
-        if dtype not in ("I8", "U8", "I32"):
-            return None
         if dtype == "I8" and _AMX.fullmatch(name) and name.endswith(".weight"):
-            return self._amx()
+            return self._amx
         fused = _FUSED.fullmatch(name)
         if fused is not None and dtype == "U8" and fused[2] in ("weight", "weight_packed"):
             return "NVFP4 (trtllm-gen)" if self._is_prepared() else None
@@ -63,6 +63,7 @@ class Formats:
             )
         return self._bytes(name, module, parameter)
 
+    @cached_property
     def _amx(self) -> str | None:
         fact = self.facts.get("amx")
         method = fact.get("method") if isinstance(fact, Mapping) else None

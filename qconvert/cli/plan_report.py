@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from qconvert.calibrate.backend import work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.stored_formats import Formats, own_role
+from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
@@ -186,6 +186,7 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
     """Outputs grouped by role and by what becomes of them."""
     places = plan.role_index.places
     first = _first_ports(plan)
+    read: dict[int, int] = {}
     rows: dict[tuple[str, str], _Row] = {}
     becomes = _Becomes.of(plan)
     for name, output in plan.tensors.items():
@@ -198,19 +199,24 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
             role = role.rpartition(".")[0] or role
         if is_scale(name):
             role += " scales"
-        row = rows.setdefault((role, becomes(name, output)), _Row())
+        key = role, becomes(name, output)
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = _Row()
         row.tensors += 1
-        row.bytes_in += _bytes_in(output, first)
+        row.bytes_in += _bytes_in(output, first, read)
         row.bytes_out += output.type.nbytes
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Becomes:
-    """What a tensor becomes, in words: its formats before and after."""
+    """What a tensor becomes, in words: its formats before and after. `by_kind` remembers what kinds of
+    nodes read, by the identity of their types, where no name decides."""
 
     stored: Formats
     planned: Formats
+    by_kind: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> _Becomes:
@@ -219,8 +225,16 @@ class _Becomes:
         return cls(Formats.of(plan.checkpoint), Formats(types, then, plan.facts))
 
     def __call__(self, name: str, output: Output) -> str:
-        origins = [piece.origin for piece in output.pieces]
         made = self.planned.label(name)
+        if len(output.pieces) == 1 and not isinstance(origin := output.pieces[0].origin, Source):
+            node = origin.node
+            before = self.by_kind.get(id(node.types))
+            if before is None and node.args:
+                before = self._read(node.args[0])
+                if node.args[0].type.dtype not in OF_CODES:
+                    self.by_kind[id(node.types)] = before
+            return f"{before} -> {made}" if before is not None else f"{made} made here"
+        origins = [piece.origin for piece in output.pieces]
         if all(isinstance(origin, Source) for origin in origins):
             whole = len(origins) == 1 and output.pieces[0].nbytes == origins[0].type.nbytes
             return f"{made} {'as it is' if whole else 'rows moved'}"
@@ -236,10 +250,12 @@ class _Becomes:
 
     def _read(self, arg: Output) -> str:
         """The format of an argument read from a source tensor, else its dtype."""
-        origin = arg.pieces[0].origin
-        if isinstance(origin, Source) and origin.type.dtype == arg.type.dtype:
-            return self.stored.label(origin.name)
-        return arg.type.dtype
+        dtype = arg.type.dtype
+        if dtype in OF_CODES:
+            origin = arg.pieces[0].origin
+            if isinstance(origin, Source) and origin.type.dtype == dtype:
+                return self.stored.label(origin.name)
+        return dtype
 
 
 def _first_ports(plan: Plan) -> dict[int, int]:
@@ -248,19 +264,25 @@ def _first_ports(plan: Plan) -> dict[int, int]:
     for output in plan.tensors.values():
         for origin, _, _ in output.pieces:
             if not isinstance(origin, Source):
-                known = first.get(id(origin.node), origin.port)
-                first[id(origin.node)] = min(known, origin.port)
+                node, port = id(origin.node), origin.port
+                if first.get(node, port) >= port:
+                    first[node] = port
     return first
 
 
-def _bytes_in(output: Output, first: Mapping[int, int]) -> int:
+def _bytes_in(output: Output, first: Mapping[int, int], read: dict[int, int]) -> int:
+    """Bytes that an output is made of, where it is the `first` of its node. `read` remembers what a kind
+    of node reads."""
     total = 0
     for origin, start, stop in output.pieces:
         if isinstance(origin, Source):
             total += stop - start
         elif origin.port == first[id(origin.node)]:
-            read = sum(arg.type.nbytes for arg in origin.node.args)
-            total += read * (stop - start) // max(1, origin.type.nbytes)
+            kind = origin.node.types
+            size = read.get(id(kind))
+            if size is None:
+                size = read[id(kind)] = sum(arg.type.nbytes for arg in origin.node.args)
+            total += size * (stop - start) // max(1, kind[origin.port].nbytes)
     return total
 
 

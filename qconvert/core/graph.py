@@ -10,7 +10,7 @@ in just the same way, so it too is an `Output`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -117,6 +117,14 @@ class Apply:
     op: Op
     args: tuple[Output, ...]
     types: tuple[TensorType, ...]
+    # Whether all arguments are read from sources: asked for each result, by each walk over a plan.
+    reads_sources: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        origins = [piece.origin for arg in self.args for piece in arg.pieces]
+        object.__setattr__(
+            self, "reads_sources", not any(isinstance(one, Value) for one in origins)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +178,15 @@ def _merge(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
+@lru_cache(maxsize=4096)
+def _rows(kind: TensorType, start: int, stop: int) -> tuple[TensorType, int, int]:
+    """The type of rows [start, stop), and their bytes. Raises PlanError outside the tensor."""
+    if not kind.shape or not 0 <= start <= stop <= kind.shape[0]:
+        raise PlanError(f"rows [{start}, {stop}) lie outside {kind}")
+    size = kind.row_nbytes
+    return kind.with_rows(stop - start), start * size, stop * size
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """A tensor that shall exist: its type, and the byte ranges that fill it in order."""
@@ -191,13 +208,12 @@ class Output:
 
     def rows(self, start: int, stop: int) -> Output:
         """Rows [start, stop) of the first dimension. Raises PlanError outside the tensor."""
-        if not self.type.shape or not 0 <= start <= stop <= self.type.shape[0]:
-            raise PlanError(f"rows [{start}, {stop}) lie outside {self.type}")
-        size = self.type.row_nbytes
-        return Output(
-            self.type.with_rows(stop - start),
-            _merge(self.bytes_range(start * size, stop * size)),
-        )
+        kind, first, last = _rows(self.type, start, stop)
+        if len(self.pieces) == 1 and first != last:
+            origin, low, high = self.pieces[0]
+            if low == 0 and high == self.type.nbytes:  # most are cut from a whole source
+                return Output(kind, (Piece(origin, first, last),))
+        return Output(kind, _merge(self.bytes_range(first, last)))
 
     def index(self, i: int) -> Output:
         """Entry i of the first dimension, that dimension taken away: expert i of [E, N, K]."""
@@ -231,7 +247,9 @@ def apply(op: Op, *args: Output) -> tuple[Output, ...]:
     """Apply an op lazily. Returns one output per result; raises PlanError as `op.infer` does."""
     known, types = inferred(op, tuple([arg.type for arg in args]))
     node = Apply(known, args, types)
-    return tuple([Value(node, port).output for port in range(len(types))])
+    return tuple(
+        [Output(t, (Piece(Value(node, port), 0, t.nbytes),)) for port, t in enumerate(types)]
+    )
 
 
 # A model has few shapes and many tensors: what an op makes of them is asked once.

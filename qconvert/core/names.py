@@ -56,9 +56,6 @@ _WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-_SCALES = tuple(suffix for suffix, _ in _WEIGHT_OF_SCALE)
-
-
 class Parsed(NamedTuple):
     """A name's template and numbers. `layer` and `expert` are None where the name has none."""
 
@@ -170,39 +167,63 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
 
 def is_scale(name: str) -> bool:
     """Whether a name is that of a weight's scale: whether it has `weight_candidates`."""
-    return name.endswith(_SCALES)
+    return _weights_at(name[name.rfind(".") :] if "." in name else name) is not None
 
 
 def weight_candidates(scale: str) -> tuple[str, ...]:
     """Names of the weights that a scale may belong to, () if the name is not a weight's scale."""
-    if not is_scale(scale):
-        return ()
+    stem, dot, last = scale.rpartition(".")
+    found = _weights_at(dot + last)
+    return () if found is None else tuple([stem + weight for weight in found])
+
+
+# No suffix of a scale has a second dot, so that a name's last component decides.
+@lru_cache(maxsize=4096)
+def _weights_at(last: str) -> tuple[str, ...] | None:
+    """What a scale's last component, with the dot before it, becomes in the names of its weights; None
+    where it is not a scale's."""
     for suffix, weights in _WEIGHT_OF_SCALE:
-        if scale.endswith(suffix):
-            return tuple(scale.removesuffix(suffix) + weight for weight in weights)
-    return ()
+        if last.endswith(suffix):
+            return tuple(last.removesuffix(suffix) + weight for weight in weights)
+    return None
 
 
-def natural_key(name: str) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
+def natural_key(name: str) -> str:
     """Sort key of the order a model runs in.
 
     Vision tower, embeddings, layers by number, final norm and head, MTP. Numbers compare as
-    numbers, so layer 10 follows layer 9.
+    numbers, so layer 10 follows layer 9. A text, not a tuple of components: texts of 280,000 names are
+    made and compared in a third of the time.
     """
     rank, layer = 3, 0
     if name.startswith(("mtp.", "model.mtp.")):
         rank = 4
     elif "visual." in name or "vision" in name:
         rank = 0
-    elif ".layers." in name:
+    elif (at := name.find(".layers.")) >= 0:
         rank = 2
-        found = _NUMBER.match(name, name.index(".layers.") + len(".layers."))
-        layer = int(found.group()) if found else 0
+        found = _NUMBER.match(name, at + len(".layers."))
+        layer = int(found[0]) if found else 0
     elif "embed" in name:
         rank = 1
-    return rank, layer, tuple(map(_component_key, name.split(".")))
+    return f"{rank}{layer:09}" + "\0".join(map(_KEYS.__getitem__, name.split(".")))
 
 
-@lru_cache(maxsize=4096)
-def _component_key(part: str) -> tuple[int, int | str]:
-    return (0, int(part)) if _is_number(part) else (1, part)
+# What would compare as the end of a component, or before it.
+_LOWEST = {code: f"\3{chr(code)}" for code in range(4)}
+
+
+class _Keys(dict[str, str]):
+    """Keys of components: numbers before words, a component before all that it begins. A model has few
+    of them; lru_cache takes twice as long to find one."""
+
+    def __missing__(self, part: str) -> str:
+        if len(self) > 4096:
+            self.clear()
+        number = _is_number(part)
+        found = f"\1{int(part):09}" if number else "\2" + part.translate(_LOWEST)
+        self[part] = found
+        return found
+
+
+_KEYS = _Keys()

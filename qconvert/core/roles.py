@@ -16,6 +16,9 @@ from enum import Enum, auto
 class Kind(Enum):
     """What a module is. Matrices are [outputs, inputs], unless stated otherwise."""
 
+    # Enum's own hashes the name, in Python: kinds of 140,000 tensors are looked up a few times each.
+    __hash__ = object.__hash__
+
     UNKNOWN = auto()  # not described by a family
 
     EMBEDDING = auto()  # tokens to hidden states, [vocabulary, hidden]

@@ -27,6 +27,8 @@ _STACKED: Mapping[Kind, tuple[str, ...]] = {
     Kind.STACKED_UP: ("up_proj",), Kind.STACKED_DOWN: ("down_proj",),
 }  # fmt: skip
 _READ = frozenset((*_PROJECTION, *_STACKED))
+# Of a matrix stored alone, the parameter that holds its numbers or codes.
+_PARAMETERS = ("weight", "weight_packed", "qweight")
 # Ends of names beside a quantized weight that describe it alone: the shape of a packed one, the scale of
 # its activations.
 STALE = (".weight_shape", ".input_scale")
@@ -104,7 +106,9 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
     stored twice, that the config does not count, or of another shape than it says."""
     found: _Found = {}
     read: set[str] = set()
-    counted = plan.role_index.dims.num_experts
+    dims = plan.role_index.dims
+    counted = dims.num_experts
+    inputs, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
     for name, place in plan.role_index.places.items():
         for projection, names in _read(plan, name, place):
             key = projection.layer, projection.expert, projection.kind
@@ -112,7 +116,10 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
                 raise PlanError(f"{name!r}: {found[key].module!r} already exists in another form")
             if projection.expert >= counted:
                 raise PlanError(f"{name!r}: the config counts {counted} experts")
-            _check_shape(plan, projection, name)
+            down = projection.kind == "down_proj"
+            wanted = (inputs, intermediate) if down else (intermediate, inputs)
+            if (projection.weight.rows, projection.weight.columns) != wanted:
+                raise PlanError(_wrong_shape(plan, projection, name, wanted))
             found[key] = projection
             read.update(names)
     if not found:
@@ -211,7 +218,7 @@ def _draft_layers(plan: Plan) -> list[int]:
     """Numbers of the draft layers that must have experts: all the config counts, where there is any
     draft tensor; none where they were left out as a whole."""
     dims = plan.role_index.dims
-    if not any(plan.family.is_mtp(name, dims) for name in plan.tensors):
+    if not plan.family.any_mtp(plan.tensors, dims):
         return []
     groups = dims.groups.get("mtp_moe", ())
     return [n if n >= dims.num_layers else n + dims.num_layers for n in groups]
@@ -222,21 +229,19 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
     role = place.role.kind
     if role not in _READ or place.layer is None:
         return
-    draft = plan.family.is_mtp(name, plan.role_index.dims)
+    if place.parameter not in (_PARAMETERS if role in _PROJECTION else ("", "weight")):
+        return
+    dims = plan.role_index.dims
+    draft = plan.family.is_mtp(name, dims)
     layer = place.layer
-    if draft and layer < plan.role_index.dims.num_layers:
-        layer += plan.role_index.dims.num_layers
+    if draft and layer < dims.num_layers:
+        layer += dims.num_layers
     if role in _PROJECTION:
-        if place.parameter not in ("weight", "weight_packed", "qweight"):
-            return
         assert place.expert is not None
         module, _ = split_parameter(name)
         stored, names = read_matrix(plan, module)
         yield Projection(layer, place.expert, _PROJECTION[role], draft, module, stored), names
         return
-    if place.parameter not in ("", "weight"):
-        return
-    dims = plan.role_index.dims
     shape = plan.tensors[name].type.shape
     if len(shape) != 3 or shape[0] != dims.num_experts:
         raise PlanError(
@@ -268,16 +273,12 @@ def is_transposed(plan: Plan) -> bool:
     return True
 
 
-def _check_shape(plan: Plan, projection: Projection, name: str) -> None:
-    dims = plan.role_index.dims
-    hidden, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
-    wanted = (hidden, intermediate) if projection.kind == "down_proj" else (intermediate, hidden)
+def _wrong_shape(plan: Plan, projection: Projection, name: str, wanted: tuple[int, int]) -> str:
     found = projection.weight.rows, projection.weight.columns
-    if found != wanted:
-        order = "[E, inputs, outputs]" if plan.family.stacked_transposed else "[E, outputs, inputs]"
-        note = f" (stacks of {plan.family.name} are {order})"
-        raise PlanError(
-            f"{projection.module}: expected [{wanted[0]}, {wanted[1]}] by the config's hidden_size "
-            f"and moe_intermediate_size, found [{found[0]}, {found[1]}]"
-            + (note if len(plan.tensors[name].type.shape) == 3 else "")
-        )
+    order = "[E, inputs, outputs]" if plan.family.stacked_transposed else "[E, outputs, inputs]"
+    note = f" (stacks of {plan.family.name} are {order})"
+    return (
+        f"{projection.module}: expected [{wanted[0]}, {wanted[1]}] by the config's hidden_size "
+        f"and moe_intermediate_size, found [{found[0]}, {found[1]}]"
+        + (note if len(plan.tensors[name].type.shape) == 3 else "")
+    )

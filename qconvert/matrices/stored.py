@@ -43,15 +43,16 @@ class Stored:
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantFp8):
             block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
-            decoder = replace(self.decoder, block=block)
-            return replace(self, decoder=decoder, args=(first, scale), rows=height)
+            same = block == self.decoder.block
+            decoder = self.decoder if same else replace(self.decoder, block=block)
+            return Stored(decoder, (first, scale), height, self.columns)
         if isinstance(self.decoder, DequantInts):
             return self._cut_ints(self.decoder, start, stop)
         if isinstance(self.decoder, DequantNvfp4):
             scale, global_scale = self.args[1:]
             return replace(self, args=(first, scale.rows(start, stop), global_scale), rows=height)
         rest = [arg.rows(start, stop) for arg in self.args[1:]]
-        return replace(self, args=(first, *rest), rows=height)
+        return Stored(self.decoder, (first, *rest), height, self.columns)
 
     def _cut_ints(self, decoder: DequantInts, start: int, stop: int) -> Stored:
         """Zero points are packed along the rows; which group a column is of, all rows share."""

@@ -13,7 +13,8 @@ from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.matrices.causes import check_experts
-from qconvert.plan.plan import Plan, nodes
+from qconvert.plan.plan import Plan
+from qconvert.plan.walk import nodes
 from qconvert.runtimes.balance import Weights
 from qconvert.runtimes.pipeline import (
     HEAD_EVERYWHERE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -14,12 +14,12 @@ from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
-from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Apply, Output, Several, Source, Value
+from qconvert.core.graph import Apply, Output, Several, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import apart_experts, natural_key, scale_candidates, weight_candidates
 from qconvert.core.profiling import phase
+from qconvert.plan.walk import nodes, ports
 from qconvert.samples.request import Calibration
 
 # How rules begin that leave a tensor out because another folder holds it.
@@ -93,7 +93,7 @@ class Plan:
             facts=facts,
         )
 
-    @property
+    @cached_property
     def family(self) -> Family:
         """The family of what is planned: the source's, unless a pass changed the model's class."""
         if self.config.get("model_type") == self.checkpoint.config.get("model_type"):
@@ -111,6 +111,14 @@ class Plan:
     def logged(self, entry: LogEntry, **changes: Any) -> Plan:
         """This plan with some fields replaced and a pass added to the log."""
         return replace(self, log=(*self.log, entry), **changes)
+
+    def beside(self, **changes: Any) -> Plan:
+        """This plan with other files beside its weights. What is known of its tensors is kept."""
+        made = replace(self, **changes)
+        for known in ("nodes", "_losses", "role_index"):
+            if known in self.__dict__:
+                made.__dict__[known] = self.__dict__[known]
+        return made
 
     def check(self) -> Plan:
         """Prove the plan sound; returns it. Raises PlanError naming the first tensor at fault.
@@ -162,7 +170,7 @@ class Plan:
         shared = any(
             getattr(op, "several", False) for op in {id(n.op): n.op for n in order}.values()
         )
-        wanted = _ports(self.tensors.values(), order) if shared else {}
+        wanted = ports(self.tensors.values(), order) if shared else {}
         known: dict[tuple[int, frozenset[int] | None], str | None] = {}
         found: dict[str, int] = {}
         for node in order:
@@ -181,34 +189,40 @@ class Plan:
         """
         digest = sha256(self.checkpoint.header_digest.encode())
         numbers: dict[int, int] = {}
-        spelled_types: dict[TensorType, str] = {}
+        # By identity: what is spelled lives as long as the plan.
+        spelled_types: dict[int, str] = {}
         spelled_ops: dict[int, str] = {}
+        lines: list[str] = []
 
         def spell(output: Output) -> str:
-            kind = spelled_types.get(output.type)
-            if kind is None:
-                kind = spelled_types[output.type] = str(output.type)
-            parts = [kind]
+            spelled = spelled_types.get(id(output.type))
+            if spelled is None:
+                spelled = spelled_types[id(output.type)] = str(output.type)
             for origin, start, stop in output.pieces:
                 if isinstance(origin, Source):
-                    parts.append(f"{origin.name}[{start}:{stop}]")
+                    spelled += f";{origin.name}[{start}:{stop}]"
                 else:
-                    parts.append(f"%{visit(origin.node)}.{origin.port}[{start}:{stop}]")
-            return ";".join(parts)
+                    number = numbers.get(id(origin.node))
+                    if number is None:
+                        number = visit(origin.node)
+                    spelled += f";%{number}.{origin.port}[{start}:{stop}]"
+            return spelled
 
         def visit(node: Apply) -> int:
-            known = numbers.get(id(node))
-            if known is None:
-                spelled = [spell(arg) for arg in node.args]
-                known = numbers[id(node)] = len(numbers)
-                op = spelled_ops.get(id(node.op))
-                if op is None:
-                    op = spelled_ops[id(node.op)] = repr(node.op)
-                digest.update(f"%{known}={op}({','.join(spelled)})\n".encode())
-            return known
+            args = ",".join([spell(arg) for arg in node.args])
+            number = numbers[id(node)] = len(numbers)
+            op = spelled_ops.get(id(node.op))
+            if op is None:
+                op = spelled_ops[id(node.op)] = repr(node.op)
+            lines.append(f"%{number}={op}({args})\n")
+            return number
 
         for name in sorted(self.tensors):
-            digest.update(f"{name}={spell(self.tensors[name])}\n".encode())
+            lines.append(f"{name}={spell(self.tensors[name])}\n")
+            if len(lines) > 1000:
+                digest.update("".join(lines).encode())
+                lines.clear()
+        digest.update("".join(lines).encode())
         rest = [self.config, self.side_files, dict(self.dropped), dict(self.facts)]
         if self.new_files:
             rest.append(dict(self.new_files))
@@ -261,41 +275,6 @@ def counted(plan: Plan) -> Plan:
     return plan
 
 
-def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
-    """Every node the outputs depend on, arguments before users, each once."""
-    seen: set[int] = set()
-    for output in outputs:
-        stack: list[tuple[Apply, bool]] = [
-            (piece.origin.node, False)
-            for piece in output.pieces
-            if isinstance(piece.origin, Value) and id(piece.origin.node) not in seen
-        ]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                yield node
-            elif id(node) not in seen:
-                seen.add(id(node))
-                stack.append((node, True))
-                stack.extend(
-                    (piece.origin.node, False)
-                    for arg in node.args
-                    for piece in arg.pieces
-                    if isinstance(piece.origin, Value)
-                )
-
-
-def _ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozenset[int]]:
-    """By a node's identity, which of its results are used: by outputs, or by the other nodes."""
-    args = (arg for node in order for arg in node.args)
-    found: dict[int, set[int]] = {}
-    for output in itertools.chain(outputs, args):
-        for origin, _, _ in output.pieces:
-            if isinstance(origin, Value):
-                found.setdefault(id(origin.node), set()).add(origin.port)
-    return {node: frozenset(ports) for node, ports in found.items()}
-
-
 def _check_filled(plan: Plan) -> None:
     for name, output in plan.tensors.items():
         filled = sum(piece.nbytes for piece in output.pieces)
@@ -311,7 +290,9 @@ Intervals = dict[str, list[tuple[int, int]]]
 
 def _check_conservation(plan: Plan) -> None:
     copied: Intervals = {}
-    used: Intervals = {}
+    # Most sources are used from their first byte on: up to where, and what is used behind a hole.
+    reached: dict[str, int] = {}
+    behind: Intervals = {}
     writer: dict[tuple[str, int], str] = {}
     for name, output in plan.tensors.items():
         if name in plan.aliases:
@@ -324,7 +305,11 @@ def _check_conservation(plan: Plan) -> None:
         for arg in node.args:
             for origin, start, stop in arg.pieces:
                 if isinstance(origin, Source):
-                    used.setdefault(origin.name, []).append((start, stop))
+                    at = reached.get(origin.name, 0)
+                    if start <= at:
+                        reached[origin.name] = max(at, stop)
+                    else:
+                        behind.setdefault(origin.name, []).append((start, stop))
     for source_name, spans in copied.items():
         spans.sort()
         for (_, end), (start, _) in itertools.pairwise(spans):
@@ -335,12 +320,17 @@ def _check_conservation(plan: Plan) -> None:
                 )
     for source_name, source in plan.checkpoint.items():
         rule = plan.dropped.get(source_name)
-        spans = copied.get(source_name, []) + used.get(source_name, [])
+        size = source.type.nbytes
+        if rule is None and reached.get(source_name) == size:
+            continue
+        spans = copied.get(source_name, []) + behind.get(source_name, [])
+        if source_name in reached:
+            spans.append((0, reached[source_name]))
         if rule is not None:
             if spans:
                 raise PlanError(f"tensor {source_name!r} is dropped by {rule!r} and used as well")
             continue
-        hole = _first_hole(sorted(spans), source.type.nbytes)
+        hole = _first_hole(sorted(spans), size)
         if hole is not None:
             part = "" if not spans else f", bytes from {hole} on,"
             raise PlanError(
@@ -399,21 +389,21 @@ def _check_ties(plan: Plan) -> None:
 def _check_whole_groups(plan: Plan) -> None:
     """Routed experts of a layer, and MTP layers, are dropped as a whole or not at all: half of either
     would load without error and generate garbage."""
-    if not plan.dropped:
+    if all(map(_is_stale, set(plan.dropped.values()))):
         return
     role_index = plan.checkpoint.role_index
     dims, family = role_index.dims, plan.checkpoint.family
     kept: dict[str, str] = {}
     gone: dict[str, str] = {}
     for name in plan.checkpoint:
+        rule = plan.dropped.get(name)
+        if rule is not None and _is_stale(rule):
+            continue
         groups = []
         if role_index.kind(name).routed:
             groups.append(f"the experts of {apart_experts(name).rpartition('.')[0]}")
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")
-        rule = plan.dropped.get(name)
-        if rule is not None and _is_stale(rule):
-            continue
         for group in groups:
             (gone if rule is not None else kept).setdefault(group, name)
     for group, name in gone.items():

@@ -8,13 +8,13 @@ each node is further cut by its op, so the memory a unit needs is far below its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned
-from qconvert.plan.plan import nodes
+from qconvert.plan.walk import nodes, only_node
 
 # Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
 # through a buffer no smaller than the second figure.
@@ -64,14 +64,22 @@ Step = Copy | Compute
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Outputs that must be made together, the steps that make them, and their bytes. `peak` is the
-    least memory that the step with the largest buffers can run in."""
+    """Outputs that must be made together, and their bytes. `peak` is the least memory that the step with
+    the largest buffers can run in. Where all are results of one `node` that reads sources, as most are
+    (a matrix in its new encoding), that is the one step, made when it is asked for: Kimi-K2 to AMX has
+    115,200, of 400 bytes each. `cut` are the steps of others."""
 
     outputs: tuple[tuple[str, Output], ...]
-    steps: tuple[Step, ...]
+    cut: tuple[Step, ...]
     read: int
     write: int
     peak: int
+    node: Apply | None = None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What makes the outputs, in order."""
+        return self.cut if self.node is None else (_of_results(self.node, self.outputs),)
 
 
 def part_bytes(op: Op, part: Part) -> int:
@@ -129,11 +137,11 @@ class _Groups:
         self._parent: dict[int, int] = {}
 
     def find(self, key: int) -> int:
+        """Numbers that were never joined are not kept."""
         parent = self._parent
-        parent.setdefault(key, key)
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
+        while (above := parent.get(key, key)) != key:
+            parent[key] = parent.get(above, above)
+            key = above
         return key
 
     def join(self, a: int, b: int) -> None:
@@ -144,65 +152,53 @@ class _Groups:
 
 def units(tensors: Mapping[str, Output]) -> list[Unit]:
     """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
+    items = list(tensors.items())
+    alone = [only_node(output) for _, output in items]
     joined = _Groups()
     owner: dict[int, int] = {}
-    for i, output in enumerate(tensors.values()):
-        for node in _all_nodes(output):
+    for i, only in enumerate(alone):
+        for node in (only,) if only is not None else nodes([items[i][1]]):
             first = owner.setdefault(id(node), i)
             if first != i:
                 joined.join(first, i)
-    groups: dict[int, list[tuple[str, Output]]] = {}
-    for i, item in enumerate(tensors.items()):
-        groups.setdefault(joined.find(i), []).append(item)
-    peaks: dict[int, int] = {}
-    return [_of_one_node(group, peaks) or _unit(group) for group in groups.values()]
+    groups: dict[int, list[int]] = {}
+    for i in range(len(items)):
+        groups.setdefault(joined.find(i), []).append(i)
+    kinds: dict[int, tuple[int, int]] = {}
+    made = []
+    for group in groups.values():
+        outputs, only = tuple([items[i] for i in group]), alone[group[0]]
+        if only is not None and all(alone[i] is only for i in group):
+            made.append(_of_one_node(only, outputs, kinds))
+        else:
+            made.append(_unit(outputs))
+    return made
 
 
-def _all_nodes(output: Output) -> Iterable[Apply]:
-    """`nodes([output])`, quicker where it is a result of one node that reads sources."""
-    node = _only_node(output)
-    return (node,) if node is not None else nodes([output])
+def _of_one_node(
+    node: Apply, outputs: tuple[tuple[str, Output], ...], kinds: dict[int, tuple[int, int]]
+) -> Unit:
+    """As `_unit`, for pieces of results of one node that reads sources. `kinds` remembers what a kind of
+    node reads, and its memory."""
+    known = kinds.get(id(node.types))
+    if known is None:
+        read = sum(arg.type.nbytes for arg in node.args)
+        known = kinds[id(node.types)] = read, compute_bytes(_of_results(node, outputs))
+    written = sum([output.type.nbytes for _, output in outputs])
+    return Unit(outputs, (), known[0], written, known[1], node)
 
 
-def _only_node(output: Output) -> Apply | None:
-    """The node that an output depends on, if there is but one and the output is in one piece."""
-    if len(output.pieces) != 1:
-        return None
-    origin = output.pieces[0].origin
-    if isinstance(origin, Source):
-        return None
-    for arg in origin.node.args:
-        for piece in arg.pieces:
-            if isinstance(piece.origin, Value):
-                return None
-    return origin.node
-
-
-def _of_one_node(outputs: Sequence[tuple[str, Output]], peaks: dict[int, int]) -> Unit | None:
-    """As `_unit`, for pieces of results of one node that reads sources, as most are (a matrix in its
-    new encoding); None for others. `peaks` remembers the memory of each kind of node."""
-    node = _only_node(outputs[0][1])
-    if node is None:
-        return None
+def _of_results(node: Apply, outputs: Sequence[tuple[str, Output]]) -> Compute:
+    """The step that makes outputs of one piece each, of this node's results."""
     writes = []
-    written = 0
     for index, (_, output) in enumerate(outputs):
-        if len(output.pieces) != 1:
-            return None
         origin, start, stop = output.pieces[0]
-        if isinstance(origin, Source) or origin.node is not node:
-            return None
+        assert isinstance(origin, Value)
         writes.append(Write(0, origin.port, start, stop, index, 0))
-        written += output.type.nbytes
-    step = Compute((node,), tuple(writes))
-    peak = peaks.get(id(node.types))
-    if peak is None:
-        peak = peaks[id(node.types)] = compute_bytes(step)
-    read = sum(piece.nbytes for arg in node.args for piece in arg.pieces)
-    return Unit(tuple(outputs), (step,), read, written, peak)
+    return Compute((node,), tuple(writes))
 
 
-def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:
+def _unit(outputs: tuple[tuple[str, Output], ...]) -> Unit:
     component = _components([output for _, output in outputs])
     steps: list[Copy | int] = []
     writes: dict[int, list[tuple[Value, Write]]] = {}
@@ -231,7 +227,7 @@ def _unit(outputs: Sequence[tuple[str, Output]]) -> Unit:
             read += sum(_source_bytes(arg.pieces) for node in made.nodes for arg in node.args)
             peak = max(peak, compute_bytes(made))
     write_bytes = sum(output.type.nbytes for _, output in outputs)
-    return Unit(tuple(outputs), built, read, write_bytes, peak)
+    return Unit(outputs, built, read, write_bytes, peak)
 
 
 def _source_bytes(pieces: Sequence[Piece]) -> int:

@@ -110,7 +110,9 @@ class Backend(Protocol):
 
 def calibrated_in(unit: Unit) -> Calibrated | None:
     """The op of a unit that is a backend's to compute, None for a worker's unit."""
-    for step in unit.steps:
+    if unit.node is not None:
+        return calibrated_op(unit.node)
+    for step in unit.cut:
         if isinstance(step, Compute):
             for node in step.nodes:
                 if (op := calibrated_op(node)) is not None:

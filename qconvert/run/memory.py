@@ -7,11 +7,12 @@ in the kernel's cache are not counted: they are given back on demand.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import Apply
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
@@ -144,20 +145,37 @@ def share_on_cluster(
 def _computed(units: Sequence[Unit]) -> int:
     """Bytes that are read or written of units that are not all copies, whichever are more, with a search
     for scales as what else takes as long in numpy."""
-    moved = sum(max(unit.read, unit.write) for unit in units if any(map(_computes, unit.steps)))
+    moved = sum(
+        max(unit.read, unit.write)
+        for unit in units
+        if unit.node is not None or any(map(_computes, unit.cut))
+    )
     return moved + _SEARCH_WEIGHT * sum(searched(units).values())
 
 
 def searched(units: Sequence[Unit]) -> dict[str, int]:
     """The loops that search for scales, and the bytes of BF16 weights that each is given."""
     found: dict[str, int] = {}
-    for unit in units:
-        for step in unit.steps:
-            for node in step.nodes if isinstance(step, Compute) else ():
-                for loop in search_loops(node.op):
-                    matrix = encoded(node.op, [arg.type for arg in node.args])
-                    found[loop] = found.get(loop, 0) + 2 * matrix.numel
+    for node, times in _kinds(units):
+        for loop in search_loops(node.op):
+            matrix = encoded(node.op, [arg.type for arg in node.args])
+            found[loop] = found.get(loop, 0) + times * 2 * matrix.numel
     return found
+
+
+def _kinds(units: Sequence[Unit]) -> Iterator[tuple[Apply, int]]:
+    """A node of each kind, and how many there are of it in these units; those of units of several nodes
+    one by one."""
+    times: dict[int, tuple[Apply, int]] = {}
+    for unit in units:
+        if unit.node is not None:
+            first, count = times.get(id(unit.node.types), (unit.node, 0))
+            times[id(unit.node.types)] = first, count + 1
+            continue
+        for step in unit.cut:
+            for node in step.nodes if isinstance(step, Compute) else ():
+                yield node, 1
+    yield from times.values()
 
 
 def _computes(step: Step) -> bool:
@@ -170,6 +188,8 @@ def _comfort(units: Sequence[Unit]) -> int:
     seen: set[int] = set()
     most = 0
     for unit in units:
+        if unit.node is not None and id(unit.node.types) in seen:
+            continue
         for step in unit.steps:
             if not isinstance(step, Compute):
                 continue

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
-from qconvert.core.graph import Output
+from qconvert.core.graph import Output, Source
 from qconvert.core.names import natural_key
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
@@ -22,22 +23,35 @@ DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """One safetensors file to be: its name, header bytes, and each tensor with its offset. `link` is
-    the source file that will stand in as it is, None for a file to be written."""
+    """One safetensors file to be: its name, its tensors as one who opens the folder finds them, in the
+    order of the file, and the metadata of its header. `link` is the source file that will stand in as it
+    is, None for a file to be written."""
 
     name: str
-    header: bytes
-    tensors: tuple[tuple[str, TensorType, int], ...]
+    tensors: tuple[Source, ...]
     size: int
+    metadata: Mapping[str, str]
     link: Path | None = None
+
+    @property
+    def header(self) -> bytes:
+        """The header's bytes, b"" of a file that is not written. Made when they are written or compared,
+        not kept: those of Kimi-K2's 276,480 tiles take 28 MB."""
+        if self.link is not None:
+            return b""
+        return build_header([(one.name, one.type) for one in self.tensors], self.metadata)[0]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """All files of an output. `places` maps a tensor to (file index, offset in that file)."""
+    """All files of an output."""
 
     files: tuple[OutFile, ...]
-    places: Mapping[str, tuple[int, int]]
+
+    @cached_property
+    def places(self) -> Mapping[str, tuple[int, int]]:
+        """A tensor's (file index, offset in that file)."""
+        return {one.name: (one.shard, one.offset) for file in self.files for one in file.tensors}
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +67,8 @@ class ShardLayout:
         """The index, or None for a single file (which needs none)."""
         if len(self.files) == 1:
             return None
-        weight_map = {name: file.name for file in self.files for name, _, _ in file.tensors}
-        total = sum(t.nbytes for file in self.files for _, t, _ in file.tensors)
+        weight_map = {one.name: file.name for file in self.files for one in file.tensors}
+        total = sum(one.type.nbytes for file in self.files for one in file.tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         return (json.dumps(index, indent=2) + "\n").encode()
 
@@ -85,7 +99,7 @@ def lay_out(
     linked = {name for link in links for name, _, _ in link.tensors}
     groups: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(outputs.keys() - linked, key=natural_key):
+    for name in sorted([name for name in outputs if name not in linked], key=natural_key):
         size = outputs[name].type.nbytes
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
@@ -96,18 +110,18 @@ def lay_out(
         groups.pop()
     count = len(links) + len(groups)
     files = []
-    places = {}
     for number, link in enumerate(links):
-        files.append(OutFile(_name(number, count), b"", link.tensors, link.size, link.path))
-        places.update({name: (number, at) for name, _, at in link.tensors})
+        held = tuple([Source(name, kind, number, at) for name, kind, at in link.tensors])
+        files.append(OutFile(_name(number, count), held, link.size, {}, link.path))
     for number, group in enumerate(groups, len(links)):
         ordered = _aligned_order([(name, outputs[name].type) for name in group])
         header, offsets = build_header(ordered, metadata)
         last = offsets[-1] + ordered[-1][1].nbytes if ordered else len(header)
-        placed = tuple((n, t, at) for (n, t), at in zip(ordered, offsets, strict=True))
-        files.append(OutFile(_name(number, count), header, placed, last))
-        places.update({n: (number, at) for n, _, at in placed})
-    return ShardLayout(tuple(files), places)
+        placed = tuple(
+            [Source(n, t, number, at) for (n, t), at in zip(ordered, offsets, strict=True)]
+        )
+        files.append(OutFile(_name(number, count), placed, last, metadata))
+    return ShardLayout(tuple(files))
 
 
 def _name(number: int, count: int) -> str:

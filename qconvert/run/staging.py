@@ -117,7 +117,7 @@ def stage_the_rest(ready: Prepared, space: Workspace, records: Mapping[int, Sequ
         for number, made in records.items()
         for (name, _), record in zip(ready.units[number].outputs, made, strict=True)
     }
-    lines = [by_name[name] for file in ready.layout.files for name, _, _ in file.tensors]
+    lines = [by_name[one.name] for file in ready.layout.files for one in file.tensors]
     for record in _file_records(ready, space, [*plan.side_files, *texts]):
         lines.append(json.dumps(record, separators=(",", ":")))
     space.stage_lines(RECEIPT, sealed_lines(lines))
@@ -218,4 +218,4 @@ def lost_shards(ready: Prepared, folder: Path) -> dict[str, str]:
 
 def planned_places(files: Sequence[OutFile]) -> dict[str, tuple[str, int]]:
     """File name and offset of every tensor."""
-    return {name: (file.name, at) for file in files for name, _, at in file.tensors}
+    return {one.name: (file.name, one.offset) for file in files for one in file.tensors}

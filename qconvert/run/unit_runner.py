@@ -13,7 +13,6 @@ import xxhash
 
 from qconvert.core.errors import RowError, RunError, ScaleError
 from qconvert.core.graph import Apply, Buffer, Output, Part, Source
-from qconvert.plan.plan import nodes
 from qconvert.plan.units import (
     COPY_BYTES,
     PART_BYTES,
@@ -25,6 +24,7 @@ from qconvert.plan.units import (
     node_bytes,
     taken_by_others,
 )
+from qconvert.plan.walk import nodes
 from qconvert.run.arena import Arena
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink

@@ -73,7 +73,7 @@ def check_entries(path: Path, file: OutFile) -> None:
     except CheckpointError as error:
         raise OutputError(f"{error}; nothing was published") from error
     found = {entry.name: (entry.type, entry.offset) for entry in header.entries}
-    planned = {name: (kind, at) for name, kind, at in file.tensors}
+    planned = {one.name: (one.type, one.offset) for one in file.tensors}
     for name in sorted(found.keys() | planned.keys()):
         if found.get(name) != planned.get(name):
             raise OutputError(

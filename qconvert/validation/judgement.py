@@ -25,7 +25,7 @@ from qconvert.checkpoint.checkpoint import (
 )
 from qconvert.checkpoint.family import RoleIndex, role_index
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.graph import Output, Source, Value
+from qconvert.core.graph import Output, Value
 from qconvert.core.profiling import phase
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
@@ -110,11 +110,7 @@ def _loads(ready: Prepared, here: PlannedCheckpoint) -> tuple[str, ...]:
 def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
     """The folder that a prepared plan would make, as its headers will describe it."""
     plan, layout = ready.plan, ready.layout
-    sources = {
-        name: Source(name, kind, number, offset)
-        for number, file in enumerate(layout.files)
-        for name, kind, offset in file.tensors
-    }
+    sources = {source.name: source for file in layout.files for source in file.tensors}
     root = Path("OUT")  # a name for messages: nothing is opened
     return PlannedCheckpoint(
         root,

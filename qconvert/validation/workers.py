@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
@@ -312,7 +312,7 @@ def _matrix(task: AnyTask) -> str:
     return split_parameter(name)[0].partition(".numa.")[0]
 
 
-def _place(name: str) -> tuple[int, tuple[Any, ...]]:
+def _place(name: str) -> tuple[int, str]:
     """By layer first: CPU experts (`blk.3.`) and draft layers' names follow other conventions."""
     layer = parse(name).layer
     return -1 if layer is None else layer, natural_key(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from qconvert import __version__
@@ -29,8 +28,7 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
     tensors = {name: output.type for name, output in plan.tensors.items()}
     said = loads(plan.config, tensors, plan.facts)
     left = {README: _RULE} if README in plan.side_files else {}
-    return replace(
-        plan,
+    return plan.beside(
         side_files=tuple(name for name in plan.side_files if name != README),
         dropped_files={**left, **plan.dropped_files},
         new_files={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
@@ -56,7 +57,7 @@ def fp8_reading(
     [E] or [E, 1, 1] for each expert of a stack. Raises PlanError for anything else.
     """
     if scheme.block is not None:
-        return DequantFp8(scheme.block), weight, scale
+        return _in_blocks(scheme.block), weight, scale
     *lead, rows, columns = weight.type.shape
     shape = scale.type.shape
     if scale.type.numel == 1:
@@ -70,6 +71,12 @@ def fp8_reading(
         f"the config states no block size, so the scale must be per tensor ([] or [1]) or per "
         f"channel ({[*lead, rows]} or {[*lead, rows, 1]}), found {list(shape)}"
     )
+
+
+@lru_cache(maxsize=64)
+def _in_blocks(block: tuple[int, int]) -> DequantFp8:
+    """One op for all matrices of a block size."""
+    return DequantFp8(block)
 
 
 def fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> Stored:

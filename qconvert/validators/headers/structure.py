@@ -182,13 +182,14 @@ def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
-    for name, source in checkpoint.items():
+    there = checkpoint.sources
+    for name, source in there.items():
         weights = weight_candidates(name)
-        if weights and not any(weight in checkpoint for weight in weights):
+        if weights and there.keys().isdisjoint(weights):
             yield Finding("QC011", "error", name, f"has no weight ({' or '.join(weights)})")
         elif source.type.dtype in FP8 and not weights:
             tried = scale_candidates(name)
-            if not any(scale in checkpoint for scale in tried):
+            if there.keys().isdisjoint(tried):
                 yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(tried)})")
         elif name.endswith(".weight_packed"):
             parts = ["weight_scale", *(["weight_shape"] if source.type.dtype == "I32" else [])]
@@ -229,7 +230,7 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name, source in checkpoint.items():
         if source.type.dtype not in FP8 or len(source.type.shape) < 2 or is_scale(name):
             continue
-        scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
+        scale = next((s for s in scale_candidates(name) if s in checkpoint.sources), None)
         if scale is None:
             continue
         module, found = split_parameter(name)[0], checkpoint[scale].type
@@ -287,7 +288,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
             for name, source in checkpoint.items()
             if (source.type.dtype in (*FP8, "F4") and not is_scale(name))
             or name.endswith(_PACKED)
-            or int8_scale(checkpoint, name) is not None
+            or (source.type.dtype == "I8" and int8_scale(checkpoint, name) is not None)
         ),
         None,
     )

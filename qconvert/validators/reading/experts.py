@@ -95,7 +95,7 @@ def _check_whole(
     """Raises PlanError if an expert is missing in a layer that has some, or that must have them."""
     dims = checkpoint.role_index.dims
     wanted = layers | set(dims.groups.get("moe", ()))
-    if any(checkpoint.family.is_mtp(name, dims) for name in checkpoint):
+    if checkpoint.family.any_mtp(checkpoint, dims):
         drafts = dims.groups.get("mtp_moe", ())
         wanted |= {n if n >= dims.num_layers else n + dims.num_layers for n in drafts}
     for layer in sorted(wanted):

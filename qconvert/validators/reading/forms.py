@@ -164,10 +164,11 @@ class Forms:
 
     def scale_of(self, weight: str) -> Source:
         """The scale of an FP8 weight."""
-        found = [name for name in scale_candidates(weight) if name in self.checkpoint]
+        sources = self.checkpoint.sources
+        found = [name for name in scale_candidates(weight) if name in sources]
         if len(found) != 1:
             raise Unread(f"it has {len(found)} scales")
-        scale = self.checkpoint[found[0]]
+        scale = sources[found[0]]
         if scale.type.dtype not in SCALES:
             raise Unread(f"its scale is {scale.type.dtype}")
         if scale.type.dtype == "U8" and not self.u8_exponents:
@@ -177,7 +178,7 @@ class Forms:
     def of(self, name: str) -> Form:
         """A tensor that is not a stack of matrices, seen as [rows, columns]; a vector as a column.
         Raises Unread where its numbers cannot be told."""
-        weight = self.checkpoint[name]
+        weight = self.checkpoint.sources[name]
         shape = weight.type.shape
         nvfp4 = parts_of(self.checkpoint, name)
         if nvfp4 is not None:
@@ -192,9 +193,9 @@ class Forms:
             beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
             if beside is not None and beside.type.dtype == "F8_E8M0":
                 return _mx(weight, beside)
-        scale = int8_scale(self.checkpoint, name)
-        if scale is not None:
-            return self._int8(name, weight, scale)
+            scale = int8_scale(self.checkpoint, name)
+            if scale is not None:
+                return self._int8(name, weight, scale)
         rows, columns = _flat(shape)
         if weight.type.dtype in FP8:
             if len(shape) != 2:

@@ -256,7 +256,7 @@ def _of_gdn(
 
 
 def _made(key: Key, name: str, place: Place | None, form: Form, runs: Runs) -> Matrix:
-    runs = runs or ((0, form.rows),)
+    runs = runs or _all_rows(form.rows)
     if place is None:
         return Matrix(
             key, name, split_parameter(name)[0].rpartition(".")[2], None, None, form, runs
@@ -264,6 +264,12 @@ def _made(key: Key, name: str, place: Place | None, form: Form, runs: Runs) -> M
     return Matrix(key, name, _label(place.role.name), place.layer, place.expert, form, runs)
 
 
+@lru_cache(maxsize=1024)  # one object for each size: a model has few
+def _all_rows(rows: int) -> Runs:
+    return ((0, rows),)
+
+
+@lru_cache(maxsize=1024)
 def _label(role: str) -> str:
     for plain in _PLAIN_ROLES:
         if role.startswith(plain):
@@ -302,5 +308,5 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
         ends = ("weight_scale", "weight_zero_point", "scale")
         return {f"{name.removesuffix('.weight')}.{end}" for end in ends}
     if dtype in FP8:
-        return {scale for scale in scale_candidates(name) if scale in checkpoint}
+        return {scale for scale in scale_candidates(name) if scale in checkpoint.sources}
     return set()
