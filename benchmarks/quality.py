@@ -8,9 +8,9 @@ calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares wha
 what it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor`
 (NVFP4: to rounding) with the paired standard error over samples, perplexity a byte, and seconds. Three
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
-refinements of `--solver best` one by one, without what corrects propagated errors, `--signs` searched
-scales with and without those below 0, `--peers` AutoRound and GPTQModel where they are installed
-(quality_peers.py).
+refinements of `--solver best` one by one, and each left out, without what corrects propagated errors,
+`--signs` searched scales with and without those below 0, `--peers` AutoRound and GPTQModel where they
+are installed (quality_peers.py).
 """
 
 from __future__ import annotations
@@ -79,18 +79,24 @@ SIGNS = {
     "rtn searched, positive": Way(THEIRS, calibrated=False, searched="positive"),
     "rtn searched": Way(THEIRS, calibrated=False, searched="both"),
 }
+# The refinements one after the other, then each of them alone left out.
 STEPS = {
     "scales searched": Way(replace(ALONE, order="stored", refit=0, descent=0)),
     "+ order": Way(replace(ALONE, refit=0, descent=0)),
-    "+ refit": Way(replace(ALONE, descent=0)),
-    "no refit": Way(replace(ALONE, refit=0)),
+    "+ refit: --descent 0": Way(replace(ALONE, descent=0)),
+    "--refit 0": Way(replace(ALONE, refit=0)),
+    "--order stored": Way(replace(ALONE, order="stored")),
+    "--scales amax": Way(replace(ALONE, scales="amax")),
 }
 STEPS_OF_NVFP4 = {
     "scales of amax": Way(replace(ALONE, scales="amax", order="stored", refit=0, descent=0)),
     "scales in the loop": Way(replace(ALONE, order="stored", refit=0, descent=0)),
     "+ order": Way(replace(ALONE, refit=0, descent=0)),
-    "no refit": Way(replace(ALONE, refit=0)),
-    "refit and descent 4": Way(replace(ALONE, refit=4, descent=4)),
+    "--refit 0": Way(replace(ALONE, refit=0)),
+    "--descent 0": Way(replace(ALONE, descent=0)),
+    "--order stored": Way(replace(ALONE, order="stored")),
+    "--scales amax": Way(replace(ALONE, scales="amax")),
+    "--refit 4 --descent 4": Way(replace(ALONE, refit=4, descent=4)),
 }
 
 

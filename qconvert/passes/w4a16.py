@@ -120,8 +120,14 @@ class ExpertsToW4A16:
             )
         if self.scales != "amax" and self.calibrate is not None:
             raise PlanError(
-                f"scales {self.scales!r} are for rounding to nearest, and a calibration finds codes "
-                "under scales of amax: leave one of the two out"
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
+                "`calibrate`: leave one of the two out"
+            )
+        asked = self.calibrate
+        if asked is not None and asked.order == "stored" and self.actorder is not None:
+            raise PlanError(
+                f"order 'stored' solves columns as they are stored, and actorder {self.actorder!r} "
+                "by importance: leave one of the two out"
             )
         if self.tp is not None and self.tp < 1:
             raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
@@ -254,8 +260,8 @@ class ExpertsToW4A16:
                 return None
         return routed_experts(plan)
 
-    def _check_targets(self, modules: Sequence[str], experts: Experts | None) -> None:
-        """Raises PlanError for a target that matches nothing."""
+    def _check_targets(self, plan: Plan, modules: Sequence[str], experts: Experts | None) -> None:
+        """Raises PlanError for a target that matches nothing that can be quantized, and why."""
         first = [p.module for p in experts.projections[:1]] if experts is not None else []
         for target in self.targets:
             named = any(matches(module, (target,)) for module in (*modules, *first))
