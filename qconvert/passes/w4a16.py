@@ -36,6 +36,7 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
+from qconvert.matrices.left_linears import why_left
 from qconvert.matrices.linears import check_sets, matches, runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
@@ -224,7 +225,7 @@ class ExpertsToW4A16:
             lambda one: not self.leave_bf16 or self._fits(one),
             keep=SHARED if self.shared_experts == "keep" else (),
         )
-        self._check_targets([*linears, *left], experts)
+        self._check_targets(plan, [*linears, *left], experts)
         check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
         found = self._with_shared(plan, Selection(experts, linears, tuple(left)))
         self._check_sizes(found)
@@ -266,7 +267,11 @@ class ExpertsToW4A16:
         for target in self.targets:
             named = any(matches(module, (target,)) for module in (*modules, *first))
             if not named and not (target == EXPERTS and experts is not None):
-                raise PlanError(f"target {target!r} matches no weight that can be quantized")
+                why = why_left(plan, target, calibrated=self.calibrate is not None)
+                raise PlanError(
+                    f"target {target!r} matches no weight that can be quantized"
+                    + (f"; {why}: leave this target out" if why else "")
+                )
 
     def _wants(self, module: str, *, expert: bool = False) -> bool:
         def listed(patterns: tuple[str, ...]) -> bool:
