@@ -6,15 +6,23 @@ Run with `pytest -m peer tests/test_calibrated_validate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from broken_codes import (
+    SIGNS,
+    SIZES,
+    Breaking,
+    codes_moved,
+    scale_rounded_up,
+    scales_times,
+)
 from calibrate_models import qwen3_moe, samples, saved
 from checkpoints import copied, edit_json, read_tensors, run_cli
-from data_folders import Array, home, store
+from data_folders import home, store
 from safetensors.torch import save_file
 
 from qconvert.validation.findings import Finding
@@ -77,61 +85,32 @@ def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) 
         assert findings(made[way], made, level) == []
 
 
-def breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
-    """What is done to it, to which tensor, and the new bytes."""
-    name = f"{UP}.weight_packed"
-    raw = np.frombuffer(home(folder, name)[1].data, np.uint8).reshape(256, 64)
-    yield "codes of the next group", name, np.roll(raw, 16, 1)
-    yield "rows one further down", name, np.roll(raw, 1, 0)
-    one = raw.copy()
-    one[:, 16:32] = raw[:, 32:48]
-    yield "one group twice", name, one
-    name = f"{UP}.weight_scale"
-    scales = np.frombuffer(home(folder, name)[1].data, "<u2").copy()
-    scales[77] += 1  # a last bit
-    yield "a scale rounded up", name, scales.view(np.uint8)
-
-
-def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
+def held(breakings: Iterable[Breaking], way: str, made: Mapping[str, Path], tmp_path: Path) -> int:
+    """How many were done, each of which is found."""
     seen = 0
-    for what, name, data in breakings(made["packed"]):
-        out = copied(made["packed"], tmp_path / str(seen))
+    for what, name, data in breakings:
+        out = copied(made[way], tmp_path / str(seen))
         store(out, name, np.ascontiguousarray(data).reshape(-1))
         found = [f for f in findings(out, made) if f.rule == "QC060"]
         assert [f.where for f in found] == [f"{UP}.weight_packed"], what
         seen += 1
-    assert seen == 4
+    return seen
 
 
-def searched_breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
-    """The same under scales that were searched for: codes of other places, scales of another size."""
-    for what, name, data in breakings(folder):
-        if what != "a scale rounded up":
-            yield what, name, data
-    name = f"{UP}.weight_scale"
-    raw = np.frombuffer(home(folder, name)[1].data, "<u2").reshape(256, -1)
-    for what, where, factor in (
-        ("a scale halved", (9, 1), 0.5), ("a scale of 8", (9, 1), 8), ("a row doubled", 9, 2),
-        ("a scale of zero", (9, 1), 0), ("a scale of the other sign", (9, 1), -1),
-        ("a row of the other sign", 9, -1),
-    ):  # fmt: skip
-        wide = (raw.astype(np.uint32) << 16).view(np.float32)
-        wide[where] *= factor
-        yield what, name, (wide.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
+    sound = made["packed"]
+    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
+    assert held(breakings, "packed", made, tmp_path) == 4
 
 
 @pytest.mark.parametrize("way", [BEST + "packed", CORRECTED + "packed"])
 def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
     way: str, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    seen = 0
-    for what, name, data in searched_breakings(made[way]):
-        out = copied(made[way], tmp_path / str(seen))
-        store(out, name, np.ascontiguousarray(data).reshape(-1))
-        found = [f for f in findings(out, made) if f.rule == "QC060"]
-        assert [f.where for f in found] == [f"{UP}.weight_packed"], what
-        seen += 1
-    assert seen == 9
+    """Codes of other places, scales of another size or sign."""
+    sound = made[way]
+    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
+    assert held(breakings, way, made, tmp_path) == 9
 
 
 @pytest.mark.parametrize("way", ["packed", "gptq"])
