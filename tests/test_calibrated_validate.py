@@ -85,6 +85,60 @@ def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) 
         assert findings(made[way], made, level) == []
 
 
+@pytest.fixture(scope="module")
+def of_amax(
+    made: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Path]:
+    """Scales of the largest weight that are never fitted, with and without corrected weights."""
+    folder = tmp_path_factory.mktemp("amax")
+    data = made["model"].parent / "tokens.safetensors"
+    options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH),
+               "--scales", "amax", "--refit", "0")  # fmt: skip
+    found = {"model": made["model"]}
+    for error in ("correct", "ignore"):
+        for name in ("packed", "amx"):
+            command, *more = WAYS[name]
+            out = found[f"{error} {name}"] = folder / f"{error} {name}"
+            done = run_cli(
+                command, made["model"], out, *more, *options, "--propagated-error", error
+            )
+            assert done.code == 0, done.err
+    return found
+
+
+@pytest.mark.parametrize("name", ["packed", "amx"])
+def test_scales_of_amax_follow_the_weights_that_were_solved_against(
+    name: str, of_amax: Mapping[str, Path]
+) -> None:
+    """Corrected weights have other largest ones than the source's, so their scales are none of those
+    that the source gives; without the correction they are."""
+    both = [of_amax[f"{error} {name}"] for error in ("correct", "ignore")]
+    one, other = (read_tensors(folder) for folder in both)
+    changed = {n for n in one if n.endswith("scale") and one[n].data != other[n].data}
+    later = "blk.1." if name == "amx" else "model.layers.1."
+    assert any(n.startswith(later) for n in changed)
+    for folder in both:
+        for level in ("sample", "full"):
+            assert findings(folder, of_amax, level) == []
+
+
+def test_corrected_scales_of_amax_are_held_to_what_searched_ones_are(
+    of_amax: Mapping[str, Path], tmp_path: Path
+) -> None:
+    sound = of_amax["correct packed"]
+    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
+    assert held(breakings, "correct packed", of_amax, tmp_path) == 9
+
+
+def test_scales_of_amax_that_nothing_corrects_are_the_source_s(
+    of_amax: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """To the last bit."""
+    sound = of_amax["ignore packed"]
+    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
+    assert held(breakings, "ignore packed", of_amax, tmp_path) == 4
+
+
 def held(breakings: Iterable[Breaking], way: str, made: Mapping[str, Path], tmp_path: Path) -> int:
     """How many were done, each of which is found."""
     seen = 0
