@@ -1,6 +1,6 @@
 """What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
 
-    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers]
+    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers] [--kt]
         [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
@@ -10,7 +10,7 @@ what it answered before, on text held out: KL in nats a byte, its ratio to `--so
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
 refinements of `--solver best` one by one, and each left out, without what corrects propagated errors,
 `--signs` searched scales with and without those below 0, `--peers` AutoRound and GPTQModel where they
-are installed (quality_peers.py).
+are installed (quality_peers.py); `--kt` shows what kt-kernel's client answers instead (quality_kt.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quality_kt
 import quality_model
 import quality_peers
 import torch
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--signs", action="store_true")
     parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
+    parser.add_argument("--kt", action="store_true", help="kt-kernel's client instead")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
@@ -150,6 +152,9 @@ def main() -> None:
             own = Path(where) / kind.replace(" ", "-")
             changed.save_pretrained(own)
             print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
+            if asked.kt:
+                quality_kt.compare(own, tokens, test[:4])
+                continue
             ways = {name: _ways(SCHEMES[name], asked) for name in asked.schemes}
             _compare(own, tokens, test, device, ways)
 
