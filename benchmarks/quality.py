@@ -1,6 +1,6 @@
 """What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
 
-    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers]
+    python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers] [--kt]
         [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
@@ -8,9 +8,9 @@ calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares wha
 what it answered before, on text held out: KL in nats a byte, its ratio to `--solver llmcompressor`
 (NVFP4: to rounding) with the paired standard error over samples, perplexity a byte, and seconds. Three
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
-refinements of `--solver best` one by one, without what corrects propagated errors, `--signs` searched
-scales with and without those below 0, `--peers` AutoRound and GPTQModel where they are installed
-(quality_peers.py).
+refinements of `--solver best` one by one, and each left out, without what corrects propagated errors,
+`--signs` searched scales with and without those below 0, `--peers` AutoRound and GPTQModel where they
+are installed (quality_peers.py); `--kt` shows what kt-kernel's client answers instead (quality_kt.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quality_kt
 import quality_model
 import quality_peers
 import torch
@@ -79,18 +80,24 @@ SIGNS = {
     "rtn searched, positive": Way(THEIRS, calibrated=False, searched="positive"),
     "rtn searched": Way(THEIRS, calibrated=False, searched="both"),
 }
+# The refinements one after the other, then each of them alone left out.
 STEPS = {
     "scales searched": Way(replace(ALONE, order="stored", refit=0, descent=0)),
     "+ order": Way(replace(ALONE, refit=0, descent=0)),
-    "+ refit": Way(replace(ALONE, descent=0)),
-    "no refit": Way(replace(ALONE, refit=0)),
+    "+ refit: --descent 0": Way(replace(ALONE, descent=0)),
+    "--refit 0": Way(replace(ALONE, refit=0)),
+    "--order stored": Way(replace(ALONE, order="stored")),
+    "--scales amax": Way(replace(ALONE, scales="amax")),
 }
 STEPS_OF_NVFP4 = {
     "scales of amax": Way(replace(ALONE, scales="amax", order="stored", refit=0, descent=0)),
     "scales in the loop": Way(replace(ALONE, order="stored", refit=0, descent=0)),
     "+ order": Way(replace(ALONE, refit=0, descent=0)),
-    "no refit": Way(replace(ALONE, refit=0)),
-    "refit and descent 4": Way(replace(ALONE, refit=4, descent=4)),
+    "--refit 0": Way(replace(ALONE, refit=0)),
+    "--descent 0": Way(replace(ALONE, descent=0)),
+    "--order stored": Way(replace(ALONE, order="stored")),
+    "--scales amax": Way(replace(ALONE, scales="amax")),
+    "--refit 4 --descent 4": Way(replace(ALONE, refit=4, descent=4)),
 }
 
 
@@ -122,6 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--signs", action="store_true")
     parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
+    parser.add_argument("--kt", action="store_true", help="kt-kernel's client instead")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
@@ -144,6 +152,9 @@ def main() -> None:
             own = Path(where) / kind.replace(" ", "-")
             changed.save_pretrained(own)
             print(f"\n{kind}: kurtosis of a gate_up matrix {kurtosis:.1f}")
+            if asked.kt:
+                quality_kt.compare(own, tokens, test[:4])
+                continue
             ways = {name: _ways(SCHEMES[name], asked) for name in asked.schemes}
             _compare(own, tokens, test, device, ways)
 

@@ -6,6 +6,7 @@ in runs of a small vocabulary, so that what an expert sees has directions worth 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from qconvert.calibrate.engine import Event
 from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix
@@ -116,6 +118,26 @@ def saved(config: Any, folder: Path) -> Path:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
+    return folder
+
+
+def with_outliers(folder: Path) -> Path:
+    """Input channels of experts by powers of two, and what goes into them by the inverse: the same
+    function. For families whose norm before the experts multiplies by its weight."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    random = np.random.default_rng(3)
+    config = json.loads((folder / "config.json").read_bytes())
+    for layer in range(config["num_hidden_layers"]):
+        powers = np.exp2(np.round(random.normal(0, 1, config["hidden_size"])))
+        powers = torch.from_numpy(powers).bfloat16()
+        base = f"model.layers.{layer}"
+        tensors[f"{base}.post_attention_layernorm.weight"] /= powers
+        for name in tensors:
+            into = "gate_proj" in name or "up_proj" in name or name.endswith("mlp.gate.weight")
+            if name.startswith(f"{base}.mlp") and into:
+                tensors[name] = tensors[name] * powers
+    save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 

@@ -328,6 +328,16 @@ def _settings(
     }  # fmt: skip
 
 
+class Saved:
+    """A model that transformers runs, whose experts have outlier channels."""
+
+    def write(self, folder: Path) -> Path:
+        from calibrate_models import qwen3_moe, saved, with_outliers
+
+        small = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 256}
+        return with_outliers(saved(qwen3_moe(**small), folder))
+
+
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 64]}
 _FP8_ROWS = {"quant_method": "fp8", "fmt": "e5m2"}
 _GPTQ = {
@@ -335,7 +345,7 @@ _GPTQ = {
     "checkpoint_format": "gptq",
 }  # fmt: skip
 
-SOURCES: Mapping[str, Callable[[], Model]] = {
+SOURCES: Mapping[str, Callable[[], Model | Saved]] = {
     "experts": lambda: moe(drafts=1),
     "wide experts": lambda: moe(intermediate=3712, experts=1),
     "fp8 experts": lambda: moe(fp8, _FP8),
@@ -368,6 +378,7 @@ SOURCES: Mapping[str, Callable[[], Model]] = {
     "bf16, experts of 32 columns": lambda: _in_32(gdn_models.model()),
     "fp8, experts of 32 columns": lambda: _in_32(gdn_models.model(scale="F32")),
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
+    "calibratable": Saved,
 }  # fmt: skip
 
 
@@ -450,6 +461,16 @@ CASES: Mapping[str, Case] = {
     "nvfp4 packed": Case("bf16", "recipe nvfp4: {dialect: compressed-tensors}"),
 }  # fmt: skip
 
+# Those that need transformers and llm-compressor: tests/test_mutants_calibrated.py.
+_GPTQ_OPTIONS = "--gptq --synthetic --samples 24 --length 64 --device cpu"
+CALIBRATED: Mapping[str, Case] = {
+    "nvfp4 gptq": Case("calibratable", f"nvfp4 --dialect modelopt {_GPTQ_OPTIONS}"),
+    "nvfp4 gptq packed": Case(
+        "calibratable", f"nvfp4 --dialect compressed-tensors {_GPTQ_OPTIONS}"
+    ),
+}
+_EVERY = {**CASES, **CALIBRATED}
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -462,7 +483,7 @@ class Bench:
         return where if where.is_dir() else SOURCES[name]().write(where)
 
     def converted(self, case: str, out: Path) -> Path:
-        source, command = CASES[case]
+        source, command = _EVERY[case]
         first, _, rest = command.partition(" ")
         head, more = [first], rest.split()
         if first == "recipe":
@@ -474,7 +495,8 @@ class Bench:
         with pytest.MonkeyPatch.context() as patch:
             # Most wrong lines are refused while planning: here the finished folder is to be judged.
             patch.setattr(judgement, "judged", lambda ready, source: [Verdict()] * len(ready))
-            done = run_cli(*head, self.source(source), out, *more, "--jobs", "1")
+            jobs = () if "--gptq" in more else ("--jobs", "1")
+            done = run_cli(*head, self.source(source), out, *more, *jobs)
         assert done.code == 0, done.err
         return out
 
@@ -485,7 +507,7 @@ class Bench:
     def findings(self, case: str, out: Path) -> list[Finding]:
         """What validation finds, in numpy's form and in validators' own compiled loops: the same.
         kt-kernel, where it is installed, is not asked: it takes seconds."""
-        source, find = self.source(CASES[case].source), importlib.util.find_spec
+        source, find = self.source(_EVERY[case].source), importlib.util.find_spec
 
         def found(name: str, package: str | None = None) -> Any:
             return None if name == "kt_kernel" else find(name, package)

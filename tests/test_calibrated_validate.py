@@ -6,15 +6,23 @@ Run with `pytest -m peer tests/test_calibrated_validate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from broken_codes import (
+    SIGNS,
+    SIZES,
+    Breaking,
+    codes_moved,
+    scale_rounded_up,
+    scales_times,
+)
 from calibrate_models import qwen3_moe, samples, saved
 from checkpoints import copied, edit_json, read_tensors, run_cli
-from data_folders import Array, home, store
+from data_folders import home, store
 from safetensors.torch import save_file
 
 from qconvert.validation.findings import Finding
@@ -77,61 +85,86 @@ def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) 
         assert findings(made[way], made, level) == []
 
 
-def breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
-    """What is done to it, to which tensor, and the new bytes."""
-    name = f"{UP}.weight_packed"
-    raw = np.frombuffer(home(folder, name)[1].data, np.uint8).reshape(256, 64)
-    yield "codes of the next group", name, np.roll(raw, 16, 1)
-    yield "rows one further down", name, np.roll(raw, 1, 0)
-    one = raw.copy()
-    one[:, 16:32] = raw[:, 32:48]
-    yield "one group twice", name, one
-    name = f"{UP}.weight_scale"
-    scales = np.frombuffer(home(folder, name)[1].data, "<u2").copy()
-    scales[77] += 1  # a last bit
-    yield "a scale rounded up", name, scales.view(np.uint8)
+@pytest.fixture(scope="module")
+def of_amax(
+    made: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Path]:
+    """Scales of the largest weight that are never fitted, with and without corrected weights."""
+    folder = tmp_path_factory.mktemp("amax")
+    data = made["model"].parent / "tokens.safetensors"
+    options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH),
+               "--scales", "amax", "--refit", "0")  # fmt: skip
+    found = {"model": made["model"]}
+    for error in ("correct", "ignore"):
+        for name in ("packed", "amx"):
+            command, *more = WAYS[name]
+            out = found[f"{error} {name}"] = folder / f"{error} {name}"
+            done = run_cli(
+                command, made["model"], out, *more, *options, "--propagated-error", error
+            )
+            assert done.code == 0, done.err
+    return found
 
 
-def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["packed", "amx"])
+def test_scales_of_amax_follow_the_weights_that_were_solved_against(
+    name: str, of_amax: Mapping[str, Path]
+) -> None:
+    """Corrected weights have other largest ones than the source's, so their scales are none of those
+    that the source gives; without the correction they are."""
+    both = [of_amax[f"{error} {name}"] for error in ("correct", "ignore")]
+    one, other = (read_tensors(folder) for folder in both)
+    changed = {n for n in one if n.endswith("scale") and one[n].data != other[n].data}
+    later = "blk.1." if name == "amx" else "model.layers.1."
+    assert any(n.startswith(later) for n in changed)
+    for folder in both:
+        for level in ("sample", "full"):
+            assert findings(folder, of_amax, level) == []
+
+
+def test_corrected_scales_of_amax_are_held_to_what_searched_ones_are(
+    of_amax: Mapping[str, Path], tmp_path: Path
+) -> None:
+    sound = of_amax["correct packed"]
+    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
+    assert held(breakings, "correct packed", of_amax, tmp_path) == 9
+
+
+def test_scales_of_amax_that_nothing_corrects_are_the_source_s(
+    of_amax: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """To the last bit."""
+    sound = of_amax["ignore packed"]
+    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
+    assert held(breakings, "ignore packed", of_amax, tmp_path) == 4
+
+
+def held(breakings: Iterable[Breaking], way: str, made: Mapping[str, Path], tmp_path: Path) -> int:
+    """How many were done, each of which is found."""
     seen = 0
-    for what, name, data in breakings(made["packed"]):
-        out = copied(made["packed"], tmp_path / str(seen))
+    for what, name, data in breakings:
+        out = copied(made[way], tmp_path / str(seen))
         store(out, name, np.ascontiguousarray(data).reshape(-1))
         found = [f for f in findings(out, made) if f.rule == "QC060"]
         assert [f.where for f in found] == [f"{UP}.weight_packed"], what
         seen += 1
-    assert seen == 4
+    return seen
 
 
-def searched_breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
-    """The same under scales that were searched for: codes of other places, scales of another size."""
-    for what, name, data in breakings(folder):
-        if what != "a scale rounded up":
-            yield what, name, data
-    name = f"{UP}.weight_scale"
-    raw = np.frombuffer(home(folder, name)[1].data, "<u2").reshape(256, -1)
-    for what, where, factor in (
-        ("a scale halved", (9, 1), 0.5), ("a scale of 8", (9, 1), 8), ("a row doubled", 9, 2),
-        ("a scale of zero", (9, 1), 0), ("a scale of the other sign", (9, 1), -1),
-        ("a row of the other sign", 9, -1),
-    ):  # fmt: skip
-        wide = (raw.astype(np.uint32) << 16).view(np.float32)
-        wide[where] *= factor
-        yield what, name, (wide.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
+    sound = made["packed"]
+    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
+    assert held(breakings, "packed", made, tmp_path) == 4
 
 
 @pytest.mark.parametrize("way", [BEST + "packed", CORRECTED + "packed"])
 def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
     way: str, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    seen = 0
-    for what, name, data in searched_breakings(made[way]):
-        out = copied(made[way], tmp_path / str(seen))
-        store(out, name, np.ascontiguousarray(data).reshape(-1))
-        found = [f for f in findings(out, made) if f.rule == "QC060"]
-        assert [f.where for f in found] == [f"{UP}.weight_packed"], what
-        seen += 1
-    assert seen == 9
+    """Codes of other places, scales of another size or sign."""
+    sound = made[way]
+    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
+    assert held(breakings, way, made, tmp_path) == 9
 
 
 @pytest.mark.parametrize("way", ["packed", "gptq"])

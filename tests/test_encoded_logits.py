@@ -41,6 +41,8 @@ from safetensors.torch import save_file
 from sampled import sampled
 from test_encodings import as_torch
 
+from qconvert.formats.nvfp4.config import group_config
+
 pytestmark = pytest.mark.peer
 
 Decoder = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -60,6 +62,15 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "INT4 rows": (f"w4a16 --rtn --group-size channel {ALL}", DENSE),
     "INT8 packed": (f"w4a16 --rtn --bits 8 --group-size 32 {ALL}", (*DENSE, *MOE)),
 }
+# Calibrated codes: experts of NVFP4 by the dialect's library, INT4 loaded by transformers.
+GPTQ = "--gptq --synthetic --samples 8 --length 48 --device cpu"
+CALIBRATED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "INT4": (f"w4a16 {GPTQ} --group-size 32 {ALL}", ("llama", "qwen3", *MOE, "qwen3_next")),
+    "INT4 rows": (f"w4a16 {GPTQ} --group-size channel {ALL}", ("deepseek_v3",)),
+    "NVFP4 modelopt": (f"nvfp4 --dialect modelopt {GPTQ}", MOE),
+    "NVFP4-packed": (f"nvfp4 --dialect compressed-tensors {GPTQ}", MOE),
+}
+SOLVED = [(name, family) for name, (_, families) in CALIBRATED.items() for family in families]
 LOADED = [(name, family) for name, (_, families) in COMMANDS.items() for family in families]
 # What makes the encoding, and whose decoder stands in for a loader.
 DECODED: Mapping[str, str] = {
@@ -128,6 +139,21 @@ def test_logits_are_those_of_the_library_s_own_loading(
     assert differs(source, plain)
 
 
+@pytest.mark.parametrize(("name", "family"), [pytest.param(*one.values[0], id=one.id, marks=one.marks)
+    for one in sampled(SOLVED, name=" of ".join)])  # fmt: skip
+def test_logits_of_calibrated_codes(name: str, family: str, folders: Path, tmp_path: Path) -> None:
+    source = saved(family, folders)
+    encoded = made(CALIBRATED[name][0], source, tmp_path / "encoded")
+    plain = dequantized(encoded)
+    if name.startswith("NVFP4"):
+        theirs = library(encoded, name, tmp_path / "theirs")
+    else:
+        to_be_decoded(encoded)
+        theirs = encoded
+    assert torch.equal(logits(plain), logits(theirs))
+    assert differs(source, plain)
+
+
 @pytest.mark.parametrize("family", sampled(DENSE))
 @pytest.mark.parametrize("name", DECODED)
 def test_logits_are_those_of_the_library_s_weights(
@@ -147,7 +173,7 @@ def library(folder: Path, name: str, out: Path) -> Path:
     config = json.loads((folder / "config.json").read_bytes())
     block = config.pop("quantization_config")
     decoders: dict[str, Decoder] = {
-        "NVFP4": _modelopt, "FP8": _fp8, "GPTQ": partial(_gptq, block),
+        "NVFP4": _modelopt, "NVFP4-packed": _compressed, "FP8": _fp8, "GPTQ": partial(_gptq, block),
     }  # fmt: skip
     decode = decoders[name.split()[0]]
     codes = {n.rpartition(".")[0] for n in found if n.endswith(("weight_scale", "scales"))}
@@ -176,6 +202,15 @@ def _modelopt(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     scales = {"scale": parts["weight_scale"], "double_scale": parts["weight_scale_2"]}
     found: torch.Tensor = made.dequantize(torch.float32, **scales, block_sizes={-1: 16})
     return found.bfloat16()
+
+
+def _compressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate(group_config(["Linear"], inputs=False))
+    found: torch.Tensor = NVFP4PackedCompressor.decompress(parts, scheme)["weight"]
+    return found
 
 
 def _fp8(parts: dict[str, torch.Tensor]) -> torch.Tensor:

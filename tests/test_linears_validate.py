@@ -7,15 +7,16 @@ Run with `pytest -m peer tests/test_linears_validate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from broken_codes import SIZES, codes_moved, scales_times
 from calibrate_models import hf, llama, qwen3_next, samples, saved
 from checkpoints import copied, read_tensors, run_cli
-from data_folders import Array, home, store
+from data_folders import store
 from families.loading import logits
 from safetensors.torch import save_file
 
@@ -91,29 +92,12 @@ def test_calibrated_linears_have_no_finding(
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= held.keys()
 
 
-def breakings(folder: Path) -> Iterator[tuple[str, str, Array]]:
-    """What is done to it, to which tensor, and the new bytes."""
-    name = f"{O}.weight_packed"
-    raw = np.frombuffer(home(folder, name)[1].data, np.uint8).reshape(256, 64)
-    yield "codes of the next group", name, np.roll(raw, 16, 1)
-    yield "rows one further down", name, np.roll(raw, 1, 0)
-    one = raw.copy()
-    one[:, 16:32] = raw[:, 32:48]
-    yield "one group twice", name, one
-    name = f"{O}.weight_scale"
-    scales = np.frombuffer(home(folder, name)[1].data, "<u2").reshape(256, 4)
-    for what, where, factor in (("halved", (9, 1), 0.5), ("of 8", (9, 1), 8), ("doubled", 9, 2)):
-        wide = (scales.astype(np.uint32) << 16).view(np.float32)
-        wide[where] *= factor
-        yield f"scale {what}", name, (wide.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_codes_and_scales_of_other_places(
     solver: str, dense: Mapping[str, Path], tmp_path: Path
 ) -> None:
     sound, seen = dense[f"{solver} packed"], 0
-    for what, name, data in breakings(sound):
+    for what, name, data in (*codes_moved(sound, O), *scales_times(sound, O, SIZES)):
         out = copied(sound, tmp_path / str(seen))
         store(out, name, np.ascontiguousarray(data).reshape(-1))
         found = [f for f in findings(out, dense["model"]) if f.rule == "QC060"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from calibrate_models import qwen3_moe, samples, saved
+from calibrate_models import qwen3_moe, samples, saved, with_outliers
 from checkpoints import copied, read_tensors, run_cli
 from data_folders import Array, home, store
 from safetensors.torch import load_file, save_file
@@ -31,24 +31,6 @@ UP = "model.layers.1.mlp.experts.1.up_proj"
 OTHER = UP.replace("experts.1", "experts.5")
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)
-
-
-def with_outliers(folder: Path) -> Path:
-    """Input channels of experts by powers of two, and what goes into them by the inverse: the same
-    function."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    random = np.random.default_rng(3)
-    for layer in range(2):
-        powers = torch.from_numpy(np.exp2(np.round(random.normal(0, 1, 128)))).bfloat16()
-        base = f"model.layers.{layer}"
-        tensors[f"{base}.post_attention_layernorm.weight"] /= powers
-        for name in tensors:
-            into = "gate_proj" in name or "up_proj" in name or name.endswith("mlp.gate.weight")
-            if name.startswith(f"{base}.mlp") and into:
-                tensors[name] = tensors[name] * powers
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")

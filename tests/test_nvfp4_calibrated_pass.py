@@ -105,7 +105,7 @@ def test_without_a_calibration_the_pass_is_called_as_it_was(tmp_path: Path) -> N
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"scales": "search"}, "a calibration finds its own"),
+        ({"scales": "search"}, "a calibration.s stand in"),
         ({"targets": "all"}, "targets all: calibration solves routed experts alone"),
         ({"shared_experts": "quantize"}, "shared_experts quantize: calibration solves"),
         ({"calibrate": replace(SYNTHETIC, solver="llmcompressor")}, "only integers are solved so"),

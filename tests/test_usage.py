@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ _BAD: dict[str, list[str]] = {
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
     "solver": _CHOICES, "propagated_error": _CHOICES, "signs": _CHOICES,
+    "order": _CHOICES, "refit": ["", "-1", "1.5", "two", "9" * 5000],
+    "descent": ["", "-1", "1.5", "two", "9" * 5000],
     "dampening": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
@@ -85,7 +88,8 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
 _OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder", "solver", "signs", "propagated_error"}  # fmt: skip
+            "save_stats", "devices", "actorder", "solver", "signs", "order", "refit", "descent",
+            "propagated_error"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -155,7 +159,19 @@ def test_a_bad_value_is_a_usage_error(
         "w4a16 s o",
         "w4a16 s o --rtn --gptq --synthetic",
         "w4a16 s o --rtn --actorder group",
-        "w4a16 s o --gptq --synthetic --scales search",
+        "w4a16 s o --rtn --order stored",
+        "w4a16 s o --rtn --refit 0",
+        "w4a16 s o --rtn --descent 0",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --scales search",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --scales amax",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --signs both",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --order importance",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --refit 0",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --descent 2",
+        "w4a16 s o --gptq --synthetic --asymmetric --scales search",
+        "w4a16 s o --gptq --synthetic --asymmetric --signs both",
+        "w4a16 s o --gptq --synthetic --asymmetric --refit 0",
+        "w4a16 s o --gptq --synthetic --actorder static --order stored",
         "w4a16 s o --rtn --signs both",
         "w4a16 s o --gptq",
         "w4a16 s o --rtn --propagated-error correct",
@@ -164,7 +180,14 @@ def test_a_bad_value_is_a_usage_error(
         "w4a16 s o --gptq --synthetic --column text",
         "nvfp4 s o --dialect modelopt --gptq",
         "nvfp4 s o --dialect modelopt --samples 3",
-        "nvfp4 s o --dialect modelopt --gptq --synthetic --scales search",
+        "nvfp4 s o --dialect modelopt --refit 0",
+        "nvfp4 s o --dialect modelopt --order stored",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --signs positive",
+        "amx s o --method int4 --numa 1 --scales search",
+        "amx s o --method int4 --numa 1 --descent 0",
+        "amx s o --method int4 --numa 1 --gptq --synthetic --signs positive",
+        "amx s o --method int4 --numa 1 --gptq --synthetic --solver llmcompressor --refit 1",
+        "kt s --cpu-out c --cpu int4 --numa 1 --order stored",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --solver llmcompressor",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --targets Linear",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --shared-experts quantize",
@@ -283,6 +306,45 @@ def test_an_option_means_one_thing_in_every_command(spelling: str) -> None:
     assert len(meanings) == 1, meanings
 
 
+def _step(line: str, *more: str) -> Any:
+    """The pass that a command line is."""
+    (step,) = parse_recipe(_printed(line, *more), "printed").passes
+    return step
+
+
+@pytest.mark.parametrize("command", [
+    "w4a16 s o", "amx s o --method int4 --numa 1", "nvfp4 s o --dialect modelopt",
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value", "default"),
+    [("scales", "amax", "search"), ("order", "stored", "importance"), ("refit", "0", "2"),
+     ("descent", "0", "2"), ("propagated_error", "ignore", "correct")],
+)  # fmt: skip
+def test_a_step_of_the_solver_is_an_option(
+    command: str, option: str, value: str, default: str
+) -> None:
+    """What is given goes into the recipe's `calibrate`, 0 too; the default is what is there without."""
+    flag = f"--{option.replace('_', '-')}"
+    plain = _step(f"{command} --gptq --synthetic")
+    given = _step(f"{command} --gptq --synthetic", flag, value)
+    same = _step(f"{command} --gptq --synthetic", flag, default)
+    assert same == plain
+    words = {f.name: getattr(given.calibrate, f.name) for f in fields(given.calibrate)}
+    before = {f.name: getattr(plain.calibrate, f.name) for f in fields(plain.calibrate)}
+    changed = {name: str(words[name]) for name in words if words[name] != before[name]}
+    assert changed == {option: value}
+
+
+def test_scales_of_rounding_are_not_those_of_a_calibration() -> None:
+    for command in ("w4a16 s o --rtn", "nvfp4 s o --dialect modelopt"):
+        step = _step(command, "--scales", "search")
+        assert (step.scales, step.calibrate) == ("search", None)
+    for command in ("w4a16 s o", "nvfp4 s o --dialect modelopt"):
+        line = f"{command} --gptq --synthetic"
+        step = _step(line, "--scales", "search")
+        assert (step.scales, step.calibrate.scales) == ("amax", "search")
+
+
 # Old spelling: new one, and a command with both. They go with 0.2.
 _OLD_OPTIONS = {
     "--target": ("--targets", "w4a16 s o --rtn", "Linear"),
@@ -374,7 +436,7 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
             "nvfp4: {calibrate: {synthetic: true, solver: llmcompressor}}",
             "only integers are solved so here",
         ),
-        ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration finds its own"),
+        ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration's stand in"),
         ("nvfp4: {targets: all, calibrate: {synthetic: true}}", "solves routed experts alone"),
         ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),

@@ -24,6 +24,7 @@ from qconvert.cli.options import (
 if TYPE_CHECKING:
     from qconvert.cli.convert import RunOptions
     from qconvert.core.int_scheme import Signs
+    from qconvert.formats.int_packed.encode import Scales
     from qconvert.samples.request import Calibration
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +35,11 @@ class CalibrationOptions(TypedDict):
 
     gptq: bool
     solver: Literal["best", "llmcompressor"] | None
+    scales: Scales | None
     signs: Signs | None
+    order: Literal["importance", "stored"] | None
+    refit: int | None
+    descent: int | None
     propagated_error: Literal["ignore", "correct"] | None
     data: str | None
     synthetic: bool
@@ -88,6 +93,17 @@ DATA: Callable[[F], F] = stacked(
     ),
     DEVICE,
 )  # fmt: skip
+SCALES = click.option(
+    "--scales", type=click.Choice(["amax", "search"]),
+    help="Which scale a group or block of weights gets, in the same format. `amax`: its largest weight "
+    "decides. `search`: the one whose codes lose least. Of rounding to nearest, by squared error: "
+    "on heavy-tailed weights .74 of the other's in INT4 (.83 to .86 with --signs positive), .95 in "
+    "INT8, .81 in NVFP4 (gaussian: .73); a core searches .2 to .5 GB/s in compiled loops, which "
+    "long runs take (extra `fast`), else .005 to .02. Of --gptq --solver best, by the error that "
+    "other columns cannot make up for: .4 of the KL of `amax` with outlier channels, .9 without, in "
+    "NVFP4 .75, for a tenth of solving. Asymmetric codes of --gptq keep an observer's; amx and kt "
+    "round as --rounding says. [default: amax; with --gptq search]",
+)  # fmt: skip
 SIGNS = click.option(
     "--signs", type=click.Choice(["both", "positive"]),
     help="Of scales that are searched for in symmetric INT4 (--gptq, or w4a16 --rtn --scales search). "
@@ -95,6 +111,39 @@ SIGNS = click.option(
     "squared error of rounding, for 1.4 times the search. Runtimes multiply by scales, whatever their "
     "sign; but with VLLM_MARLIN_INPUT_DTYPE=int8 vLLM divides by the largest first. AMX, asymmetric "
     "codes and INT8 have positive ones. [default: both]",
+)  # fmt: skip
+# The steps of --solver best. How much each gains and costs: benchmarks/README.md.
+_STEPS: Callable[[F], F] = stacked(
+    SCALES,
+    SIGNS,
+    click.option(
+        "--order", type=click.Choice(["importance", "stored"]),
+        help="Of --solver best: which columns are solved first. `importance`: those with the largest "
+        "inputs, whose error all others then make up for: .87 to .94 of the KL of `stored` with "
+        "outlier channels, as much without, for nothing. Groups stay as they are stored. [default: "
+        "importance]",
+    ),
+    click.option(
+        "--refit", metavar="N", type=click.IntRange(0, MOST),
+        help="Of --solver best and symmetric codes: how often scales are fitted to codes by least "
+        "squares, and codes found anew: with outlier channels 2 leave .94 to .97 of the KL of 0, "
+        "without as much, for half of solving. In NVFP4: in how many sweeps of --descent scales are "
+        "chosen, too. [default: 2]",
+    ),
+    click.option(
+        "--descent", metavar="N", type=click.IntRange(0, MOST),
+        help="Of --solver best: sweeps that end it, in which each code becomes the best one while all "
+        "others stay: with outlier channels 2 leave .7 of the KL of 0, without .95, for a third of "
+        "solving. In NVFP4 sweeps are over blocks, no fewer than --refit: .9 of the KL, for half of "
+        "solving. [default: 2]",
+    ),
+    click.option(
+        "--propagated-error", type=click.Choice(["ignore", "correct"]),
+        help="Of --solver best: what layers before lost. `correct`: codes make up for half of it, as "
+        "the unquantized model shows: .94 to .97 of the KL on a small model, for twice the hidden "
+        "states on disk and a second forward; never where linears beside the experts are solved too. "
+        "[default: correct]",
+    ),
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
     click.option(
@@ -107,14 +156,7 @@ CALIBRATION: Callable[[F], F] = stacked(
         "one by one: .6 to .7 of `llmcompressor`'s KL on a small model, less with outlier channels, "
         "in 6 times its solving. `llmcompressor`: llm-compressor's codes. [default: best]",
     ),
-    SIGNS,
-    click.option(
-        "--propagated-error", type=click.Choice(["ignore", "correct"]),
-        help="Of --solver best: what layers before lost. `correct`: codes make up for half of it, as "
-        "the unquantized model shows: .94 to .97 of the KL on a small model, for twice the hidden "
-        "states on disk and a second forward; never where linears beside the experts are solved too. "
-        "[default: correct]",
-    ),
+    _STEPS,
     DATA,
 )  # fmt: skip
 
@@ -124,7 +166,7 @@ _FIELDS = {"dampening": "dampening_frac"}
 def calibration_from(options: CalibrationOptions) -> Calibration | None:
     """The requested calibration, or None. Raises click.UsageError for options that need --gptq, and for
     --gptq without data."""
-    from qconvert.samples.request import Calibration
+    from qconvert.samples.request import OF_BEST, Calibration
 
     given = _given(options)
     if not options["gptq"]:
@@ -133,8 +175,10 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
             flag = {"devices": "device", "few": "undersampled"}.get(name, name.replace("_", "-"))
             raise click.UsageError(f"--{flag} needs --gptq")
         return None
-    if "propagated_error" in given and given.get("solver") == "llmcompressor":
-        raise click.UsageError("--propagated-error needs --solver best")
+    if given.get("solver") == "llmcompressor":
+        for name in OF_BEST:
+            if name in given:
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --solver best")
     if options["synthetic"] == (options["data"] is not None):
         raise click.UsageError(
             "--gptq needs --data FILE, or --synthetic (random tokens) for a trial"
@@ -148,7 +192,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         _FIELDS.get(name, name): str(value) if isinstance(value, Path) else value
         for name, value in options.items()
-        if name != "gptq" and value not in (None, False, ())
+        # A 0 equals False, and says something.
+        if name != "gptq" and value is not None and value is not False and value != ()
     }
 
 

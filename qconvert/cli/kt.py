@@ -79,6 +79,8 @@ def amx(
     from qconvert.recipe.words import fields_of
 
     asked, options = split_options(given)
+    if asked["signs"] is not None:
+        raise click.UsageError("--signs is of INT4 for GPUs: AMX has scales above 0, so omit it")
     known = fields_of("amx", {"rounding": rounding})
     steps = (ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)

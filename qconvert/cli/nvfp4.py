@@ -14,7 +14,6 @@ from qconvert.cli.options import (
     INPUT_SCALE,
     KV_SCALE,
     OUT,
-    SCALES,
     SHARED_EXPERTS,
     SOURCE,
     STATS,
@@ -25,7 +24,6 @@ from qconvert.cli.options import (
 
 if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
-    from qconvert.formats.nvfp4.encode import Scales
 
 
 @click.command()
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
     help=DIALECT_HELP,
 )  # fmt: skip
-@SCALES
 @TARGETS
 @SHARED_EXPERTS
 @TP
@@ -52,7 +49,6 @@ def nvfp4(
     source: str,
     out: Path | str,
     dialect: Dialect,
-    scales: Scales,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
@@ -86,8 +82,11 @@ def nvfp4(
     from qconvert.recipe.words import EXPERTS, fields_of
 
     asked, options = split_options(given)
-    if asked["gptq"] and scales != "amax":
-        raise click.UsageError(f"--scales {scales} rounds to nearest: omit --gptq, or this")
+    scales = None
+    if not asked["gptq"]:
+        scales, asked["scales"] = asked["scales"], None
+    elif asked["signs"] is not None:
+        raise click.UsageError("--signs is of INT4: block scales of NVFP4 are above 0, so omit it")
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
     if input_scale is not None and (stats is not None or weight_only):
@@ -97,7 +96,7 @@ def nvfp4(
         chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
         step = ToNvfp4(
             dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
-            input_scale, scales, calibration_from(asked),
+            input_scale, scales or "amax", calibration_from(asked),
         )  # fmt: skip
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)

@@ -474,14 +474,6 @@ SHARED_EXPERTS = click.option(
     help="Quantize shared experts as the routed ones, or keep them. [default: quantize where sglang "
     "fuses them with the routed ones, so that it loads the result without options; keep elsewhere]",
 )  # fmt: skip
-SCALES = click.option(
-    "--scales", type=click.Choice(["amax", "search"]), default="amax", show_default=True,
-    help="Of rounding to nearest. `amax`: the largest weight of each group or block decides. `search`: "
-    "the same format, with the scales whose codes have the least squared error: on heavy-tailed weights "
-    ".74 of the other's in INT4 (.83 to .86 with --signs positive), .95 in INT8, .81 in NVFP4 "
-    "(gaussian: .73). A core searches .2 to .5 GB/s in compiled loops, which long runs take (extra "
-    "`fast`), else .005 to .02.",
-)  # fmt: skip
 TP = click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",
     help="Refuse a result that would not load on N tensor-parallel ranks.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
@@ -13,7 +13,6 @@ from qconvert.cli.options import (
     IGNORE,
     KV_SCALE,
     OUT,
-    SCALES,
     SHARED_EXPERTS,
     SOURCE,
     TARGETS,
@@ -21,9 +20,6 @@ from qconvert.cli.options import (
     Renamed,
     from_options,
 )
-
-if TYPE_CHECKING:
-    from qconvert.formats.int_packed.encode import Scales
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -51,7 +47,6 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     show_default=True,
     help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
 )  # fmt: skip
-@SCALES
 @TARGETS
 @IGNORE
 @SHARED_EXPERTS
@@ -76,7 +71,6 @@ def w4a16(
     group: int | None,
     asymmetric: bool,
     packing: Literal["compressed-tensors", "gptq", "gptq-v2"],
-    scales: Scales,
     targets: tuple[str, ...],
     ignore: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
@@ -111,13 +105,19 @@ def w4a16(
         raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
     if rtn and actorder is not None:
         raise click.UsageError("--actorder needs --gptq")
-    if not rtn and scales != "amax":
-        raise click.UsageError(f"--scales {scales} needs --rtn")
-    signs = None
+    scales, signs = None, None
     if rtn:
+        scales, asked["scales"] = asked["scales"], None
         signs, asked["signs"] = asked["signs"], None
-        if signs is not None and scales == "amax":
+        if signs is not None and scales != "search":
             raise click.UsageError("--signs needs --gptq, or --rtn with --scales search")
+    if asymmetric and asked["gptq"]:
+        for name in ("scales", "signs", "refit"):
+            if asked[name] is not None:
+                raise click.UsageError(
+                    f"--{name} is of symmetric codes: --gptq keeps an observer's scales and zero "
+                    "points of asymmetric ones, so omit one of the two"
+                )
     with from_options():
         step = ExpertsToW4A16(
             group=group,
@@ -131,7 +131,7 @@ def w4a16(
             actorder=actorder,
             calibrate=calibration_from(asked),
             shared_experts=shared_experts,
-            scales=scales,
+            scales=scales or "amax",
             signs=signs or "both",
         )
     steps = with_kv_scale(step, kv_scale)

@@ -134,8 +134,8 @@ class ToNvfp4:
             )
         if self.scales != "amax":
             raise PlanError(
-                f"scales {self.scales!r} are for rounding to nearest, and a calibration finds its own: "
-                "leave one of the two out"
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
+                "`calibrate`: leave one of the two out"
             )
         if self.targets == "all" or self.shared_experts == "quantize":
             word = "targets all" if self.targets == "all" else "shared_experts quantize"

@@ -36,6 +36,7 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
+from qconvert.matrices.left_linears import why_left
 from qconvert.matrices.linears import check_sets, matches, runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
@@ -120,8 +121,14 @@ class ExpertsToW4A16:
             )
         if self.scales != "amax" and self.calibrate is not None:
             raise PlanError(
-                f"scales {self.scales!r} are for rounding to nearest, and a calibration finds codes "
-                "under scales of amax: leave one of the two out"
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
+                "`calibrate`: leave one of the two out"
+            )
+        asked = self.calibrate
+        if asked is not None and asked.order == "stored" and self.actorder is not None:
+            raise PlanError(
+                f"order 'stored' solves columns as they are stored, and actorder {self.actorder!r} "
+                "by importance: leave one of the two out"
             )
         if self.tp is not None and self.tp < 1:
             raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
@@ -218,7 +225,7 @@ class ExpertsToW4A16:
             lambda one: not self.leave_bf16 or self._fits(one),
             keep=SHARED if self.shared_experts == "keep" else (),
         )
-        self._check_targets([*linears, *left], experts)
+        self._check_targets(plan, [*linears, *left], experts)
         check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
         found = self._with_shared(plan, Selection(experts, linears, tuple(left)))
         self._check_sizes(found)
@@ -254,13 +261,17 @@ class ExpertsToW4A16:
                 return None
         return routed_experts(plan)
 
-    def _check_targets(self, modules: Sequence[str], experts: Experts | None) -> None:
-        """Raises PlanError for a target that matches nothing."""
+    def _check_targets(self, plan: Plan, modules: Sequence[str], experts: Experts | None) -> None:
+        """Raises PlanError for a target that matches nothing that can be quantized, and why."""
         first = [p.module for p in experts.projections[:1]] if experts is not None else []
         for target in self.targets:
             named = any(matches(module, (target,)) for module in (*modules, *first))
             if not named and not (target == EXPERTS and experts is not None):
-                raise PlanError(f"target {target!r} matches no weight that can be quantized")
+                why = why_left(plan, target, calibrated=self.calibrate is not None)
+                raise PlanError(
+                    f"target {target!r} matches no weight that can be quantized"
+                    + (f"; {why}: leave this target out" if why else "")
+                )
 
     def _wants(self, module: str, *, expert: bool = False) -> bool:
         def listed(patterns: tuple[str, ...]) -> bool:

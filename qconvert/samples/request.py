@@ -18,7 +18,8 @@ from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices")
-_OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
+# What only `solver: best` has.
+OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Calibration(DataSpec):
         if self.solver == "llmcompressor":
             for field in fields(self):
                 value = getattr(self, field.name)
-                if field.name in _OF_BEST and value != field.default:
+                if field.name in OF_BEST and value != field.default:
                     raise PlanError(
                         f"{field.name}: solver llmcompressor has no such option, found {value!r}; leave "
                         "it out, or take solver best"
@@ -100,7 +101,7 @@ def fact(request: Calibration, digest: str) -> dict[str, Any]:
     `signs` has positive scales: there was nothing else once."""
     hidden: tuple[str, ...] = _PLACES
     if request.solver == "llmcompressor":
-        hidden += ("solver", *_OF_BEST)
+        hidden += ("solver", *OF_BEST)
     if request.propagated_error == "ignore":
         hidden += ("propagated_error",)
     if request.signs == "positive":
