@@ -22,7 +22,17 @@ from qconvert.matrices.calibrated import calibrated_op
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, Plan, nodes
-from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
+from qconvert.run.backend import (
+    Barrier,
+    CalibratedUnit,
+    Item,
+    Job,
+    Needs,
+    Paused,
+    Phase,
+    Remark,
+    Solved,
+)
 from qconvert.run.files import Files
 from qconvert.run.workspace import check_apart, check_folders_apart
 from qconvert.samples.data import load_tokens
@@ -157,6 +167,7 @@ class GptqBackend:
                 for module, packers in self.linears.items()
             },
             statistics=request.save_stats is not None,
+            until=job.until,
         )
         units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
         with closing(events):
@@ -173,6 +184,9 @@ class GptqBackend:
                         yield Barrier()
                     case Phase() | Remark():
                         yield event
+                    case Paused():
+                        yield event
+                        return  # a map of hot experts is of all layers
                 del event  # its codes must not live on while the next ones are computed
         yield from map(Remark, self._hotness(job.files))
 

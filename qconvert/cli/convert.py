@@ -20,6 +20,7 @@ from qconvert.cli.options import (
     OPENING,
     OUT,
     SOURCE,
+    UNTIL,
     Address,
     Folder,
     OutName,
@@ -57,6 +58,7 @@ class RunOptions(TypedDict):
     shard: str | None
     engine: EngineName
     address: str | None
+    until: str | None
     work_dir: Path | None
     dry_run: bool
     print_recipe: bool
@@ -110,6 +112,7 @@ RUNNING: Callable[[F], F] = stacked(
         "exit code 3 on an error.",
     ),
     shard("qconvert finish OUT"),
+    UNTIL,
     click.option(
         "--engine",
         type=click.Choice(["local", "ray"]),
@@ -168,6 +171,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
+    here["until"] = None
     options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
@@ -300,6 +304,9 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
 
 def plan_options(options: RunOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
+    from qconvert.run.sharing import without_option
+    from qconvert.run.until import Until
+
     started = Started.now()
     return {
         "memory": options["memory"], "jobs": options["jobs"],
@@ -307,7 +314,8 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": without_profile(started.words), "engine": options["engine"],
+        "command": tuple(without_option(without_profile(started.words), "--until")),
+        "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
         "device": options.get("device"),
     }  # fmt: skip

@@ -48,7 +48,8 @@ def run_units(
     backend: Backend | None,
     engine: Engine,
 ) -> None:
-    """Run the units that are left, the engine's first, and add their records to `progress`."""
+    """Run the units that are left, the engine's first, and add their records to `progress`. Where the
+    run's time is over before, some stay left."""
     ready, journal = targets[0].ready, targets[0].journal
     assert journal is not None, "the first folder is published last"
     mine = [
@@ -76,8 +77,8 @@ def run_units(
     solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
         by_engine = [item for item in left if item[0] not in solved]
-        _by_engine(engine, targets, by_engine, writing)
-        if solved:
+        stopped = _by_engine(engine, targets, by_engine, writing)
+        if solved and not stopped:
             assert backend is not None, "checked before anything was claimed"
             progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
     except (KeyboardInterrupt, QConvertError):
@@ -108,7 +109,10 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
 
 def _by_engine(
     engine: Engine, targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing
-) -> None:
+) -> bool:
+    """Whether the time was over: units are left then, and what workers have not finished is lost. One
+    unit is always done."""
+    until = targets[0].ready.options.until
     size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
     stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
@@ -121,6 +125,9 @@ def _by_engine(
                 heard(message.word)
             else:
                 writing.finished(message.number, message.result)
+                if until is not None and until.over:
+                    return True
+    return False
 
 
 @phase("calibrate")
@@ -135,6 +142,7 @@ def _by_backend(
         work_dir=first.space.work / CALIBRATION,
         key=first.ready.fingerprint,
         files=writing.files,
+        until=first.ready.options.until,
     )
     return write_solved(
         backend.solve(job), writing.setup, writing.files, units, writing.places,

@@ -126,7 +126,8 @@ class ShardEngine:
             mine = division.of(self.shard)
             progress = _progress(begun, self.shard, mine, lease, told, files)
             yield Begun(begun, progress, len(mine & before))
-            how = "done"
+            if not progress.left(0):  # of all there are its own count alone
+                how = "done"
         finally:
             for each in leases:
                 each.end(how)
@@ -327,10 +328,15 @@ def command_of(journal: ShardJournal, shard: Shard) -> str:
 
 def without_shard(command: Sequence[str]) -> list[str]:
     """A command line without its option --shard."""
+    return without_option(command, "--shard")
+
+
+def without_option(command: Sequence[str], name: str) -> list[str]:
+    """A command line without an option and its value."""
     words: list[str] = []
     skip = False
     for word in command:
-        if not skip and word != "--shard" and not word.startswith("--shard="):
+        if not skip and word != name and not word.startswith(f"{name}="):
             words.append(word)
-        skip = not skip and word == "--shard"
+        skip = not skip and word == name
     return words

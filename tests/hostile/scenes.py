@@ -139,6 +139,8 @@ LEFT_OVERS = (
                 broken="out", has="unfinished"),
     _conversion("dequant shared", "dequant {src} {out} --max-shard-size 100000", out="shared",
                 broken="out", has="shared", result="sharded"),
+    _conversion("dequant until", "dequant {src} {out} --max-shard-size 100000 --until 9h",
+                out="unfinished", broken="out", has="unfinished", result="sharded"),
     _conversion("dequant shard", "dequant {src} {out} --max-shard-size 100000 --shard 1/2",
                 out="shared", broken="out", has="shared"),
     # The journal's command is for the folder where it was made.
