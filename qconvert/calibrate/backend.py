@@ -9,11 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
+from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
@@ -135,6 +137,31 @@ class GptqBackend:
             return []
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
+    def work(self, job: Job) -> tuple[Work, Work]:
+        layers = self._works
+        first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
+        last = max(unit.op.layer for unit in job.units)
+        return added(layers[first : last + 1]), added(layers[:first])
+
+    @cached_property
+    def _works(self) -> list[Work]:
+        """What each layer takes."""
+        request = self.calibration.request
+        source = Plan.identity(self.calibration.model.checkpoint)
+        places = source.role_index.places.items()
+        layers = {name.rpartition(".")[0]: place.layer for name, place in places}
+        shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+        for module, one in self._stored.items():
+            layer = layers.get(module)
+            if layer is not None:
+                shapes[layer] = (*shapes.get(layer, ()), (one.rows, one.columns))
+        targets = max(map(len, [*self.packers.values(), *self.linears.values()]), default=0)
+        tokens = sum(sample.size for sample in self._data[0])
+        return [
+            layer_work(sizes, tokens, targets, _settings(request))
+            for sizes in sizes_of(source, shapes)
+        ]
+
     def solve(self, job: Job) -> Generator[Item]:
         _hush()
         from qconvert.calibrate.engine import calibrate
@@ -168,6 +195,8 @@ class GptqBackend:
             },
             statistics=request.save_stats is not None,
             until=job.until,
+            clock=Clock(job.told),
+            works=self._works,
         )
         units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
         with closing(events):

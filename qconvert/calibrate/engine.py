@@ -59,6 +59,7 @@ def calibrate(
     linears: Mapping[str, Sequence[IntScheme]] | None = None,
     statistics: bool = True,
     until: Until | None = None,
+    works: Sequence[Mapping[str, float]] = (),
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
@@ -72,6 +73,7 @@ def calibrate(
     `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
     the last layer to run, None for all. `clock` adds up what the time was spent on. Where `until` has no
     room for another layer as long as the longest so far, the last event is Paused; one is always done.
+    `works` are what each layer takes, by kind: what the clock is told of one comes to that.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -106,7 +108,7 @@ def calibrate(
     kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
     try:
         stop = layers.model.layers if last is None else last + 1
-        yield from _run(layers, kept, tokens, stop, Pace(until))
+        yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         for reader in readers:
             reader.close()
@@ -141,7 +143,12 @@ def _check_shapes(matrices: Matrices, targets: Sequence[ExpertSchemes]) -> None:
 
 
 def _run(
-    layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens], stop: int, pace: Pace
+    layers: Layers,
+    kept: CalibrationDir,
+    tokens: Sequence[Tokens],
+    stop: int,
+    pace: Pace,
+    works: Sequence[Mapping[str, float]],
 ) -> Iterator[Event]:
     first = kept.layer()
     if first is None:
@@ -152,6 +159,7 @@ def _run(
     try:
         for number in range(first, stop):
             following = kept.states(number + 1, new=True)
+            before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
             finally:
@@ -162,6 +170,8 @@ def _run(
             if stats is not None or number in layers.linears:
                 yield LayerDone(number, stats)
             kept.remember(number + 1, states)
+            if works:
+                layers.clock.layer_done(works[number], before)
             if number + 1 < stop and not pace.another():
                 yield Paused(number + 1, stop)
                 return

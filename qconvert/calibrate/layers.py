@@ -149,10 +149,12 @@ class Layers:
         if not layer.sparse:
             if linears := self.linears.get(number):
                 yield from self._quantize(layer, linears, states.quantized)
-            with self.clock("forward", self.devices[0]):
+            own = _own(layer)
+            with self.clock("forward", self.devices[0]) as tick:
                 for before, after in zip(states.all, following.all, strict=True):
                     for batch, hidden, call in self.through(number, before):
                         after.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
+                        tick(own * (batch.stop - batch.start))
             return None
         if number not in self.matrices:
             raise PlanError(
@@ -271,11 +273,13 @@ class Layers:
                 self._answer(benches, [mine.plain for mine in taken], streams[1])
             del taken
             trim()
-        with self.clock("forward", self.devices[0]), torch.no_grad():
+        own = _own(layer)
+        with self.clock("forward", self.devices[0]) as tick, torch.no_grad():
             for stream, before, after in zip(streams, states.all, following.all, strict=True):
                 for batch, hidden, call in self.through(layer.number, before):
                     answer = stream.answers.read(batch.start, batch.stop).to(self.devices[0])
                     after.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
+                    tick(own * (batch.stop - batch.start))
         return _stats(seen.counts, few, found) if looks else None
 
     def _answer(
@@ -295,9 +299,11 @@ class Layers:
         inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
-        with self.clock("forward", self.devices[0]):
+        own = _own(layer)
+        with self.clock("forward", self.devices[0]) as tick:
             for batch, hidden, call in self.through(layer.number, states):
                 routed = layer.routed(hidden, call)
+                tick(own * (batch.stop - batch.start))
                 inputs.write(batch.start, routed.inputs)
                 experts, weights = routed.experts, routed.weights
                 if routes is None or shares is None:
@@ -339,6 +345,11 @@ class Layers:
                 if mine:
                     group.append(mine)
             yield group
+
+
+def _own(layer: Layer) -> float:
+    """Parameters of a layer beside its routed experts, which are never in it."""
+    return float(sum(p.numel() for p in layer.module.parameters() if not p.is_meta))
 
 
 def _work(bench: Bench, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],

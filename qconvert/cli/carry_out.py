@@ -60,7 +60,7 @@ def carry_out(
     if whole is not None:
         _check_finishing(planned, whole)
     begin = time.monotonic()
-    with Bar() as bar:
+    with Bar(log=options["log_json"]) as bar:
         results = api.carry_out(planned, events=bar)
     seconds = time.monotonic() - begin
     for remark in results[0].remarks:

@@ -191,6 +191,18 @@ class Time(_Text):
         parse_until(text)
 
 
+class LogFile(_Text):
+    """A file that lines are added to, or `-` for stderr."""
+
+    name = "file"
+
+    def check(self, text: str) -> None:
+        if not text:
+            raise ValueError("the name is empty; name a file, or - for stderr")
+        if "\0" in text:
+            raise ValueError(_NULL)
+
+
 class Address(_Text):
     """The head of a Ray cluster."""
 
@@ -393,6 +405,13 @@ UNTIL = click.option(
     help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "
     "the longest so far would not fit, all else at a unit; one is always done. Exit code 4: the same "
     "command goes on, to the same bytes.",
+)  # fmt: skip
+
+
+LOG_JSON = click.option(
+    "--log-json", type=LogFile(), metavar="FILE",
+    help="Also add the progress to FILE (- for stderr), a JSON object a line: seconds, phase, bytes, "
+    "the part that is done, seconds left, work by kind.",
 )  # fmt: skip
 
 

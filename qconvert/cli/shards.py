@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
 # What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
-# write a file (commands are noted without --profile), to take orders of a cluster.
-_REFUSED = ("--family", "--follow-links", "--profile", "--engine", "--address")
+# write a file (commands are noted without --profile, --log-json), to take orders of a cluster.
+_REFUSED = ("--family", "--follow-links", "--profile", "--log-json", "--engine", "--address")
 
 
 @click.command()

@@ -52,7 +52,8 @@ class Job:
     `memory` is what it may take, in bytes (None: as it sees fit). `work_dir` is a folder for what it has
     to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
     is done there. `key` names this run: what was kept under another key must not be continued. Where
-    `until` would be over within the next step that cannot be stopped, a backend pauses before it."""
+    `until` would be over within the next step that cannot be stopped, a backend pauses before it. `told`
+    hears of work that was done, by kind, with the seconds it took."""
 
     units: tuple[CalibratedUnit, ...]
     memory: int | None
@@ -60,6 +61,7 @@ class Job:
     key: str
     files: Files
     until: Until | None = None
+    told: Callable[[str, float, float], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,10 @@ class Backend(Protocol):
 
     def unused(self) -> Sequence[str]:
         """Remarks for a run that has nothing left to solve."""
+
+    def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """What the job takes, by kind (run/estimate.py), and what earlier runs have done of it. Reads no
+        more than names in the work folder."""
 
     def solve(self, job: Job) -> Generator[Item]:
         """Every unit of the job, in any order. Closed early where the run fails; what it is to continue

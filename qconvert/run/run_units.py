@@ -13,7 +13,8 @@ from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
 from qconvert.run.engine import Engine, Work
-from qconvert.run.events import Events
+from qconvert.run.estimate import WRITE
+from qconvert.run.events import Events, Watching
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
 from qconvert.run.profile import note_run
@@ -62,6 +63,14 @@ def run_units(
     told.start(total, total - sum(unit.write for _, unit in left))
     if not left:
         return
+    solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
+    watching = told if isinstance(told, Watching) else None
+    job = _job(targets[0], solved, files, watching) if solved else None
+    if job is not None and watching is not None:
+        assert backend is not None, "checked before anything was claimed"
+        work, before = backend.work(job)
+        rest = sum(unit.write for number, unit in left if number not in solved)
+        watching.planned({**work, WRITE: float(rest)}, before)
     setup, places = _setup(targets)
     committer = Committer(journal, files, setup.paths, ready.options.commit_bytes)
 
@@ -74,13 +83,12 @@ def run_units(
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
     note_run(targets, left)
-    solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
         by_engine = [item for item in left if item[0] not in solved]
         stopped = _by_engine(engine, targets, by_engine, writing)
-        if solved and not stopped:
+        if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
-            progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
+            progress.remarks.extend(_by_backend(job, backend, solved, writing))
     except (KeyboardInterrupt, QConvertError):
         # What is finished is kept, unless keeping it fails as well.
         with suppress(QConvertError):
@@ -130,20 +138,25 @@ def _by_engine(
     return False
 
 
-@phase("calibrate")
-def _by_backend(
-    first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
-) -> list[str]:
-    """Let a backend solve units, and write what it solves. Returns its remarks."""
+def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
+    """What a backend is asked for."""
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
-    job = Job(
+    return Job(
         tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
         memory=first.ready.options.memory,
         work_dir=first.space.work / CALIBRATION,
         key=first.ready.fingerprint,
-        files=writing.files,
+        files=files,
         until=first.ready.options.until,
+        told=None if watching is None else watching.did,
     )
+
+
+@phase("calibrate")
+def _by_backend(
+    job: Job, backend: Backend, units: Mapping[int, Unit], writing: _Writing
+) -> list[str]:
+    """Let a backend solve units, and write what it solves. Returns its remarks."""
     return write_solved(
         backend.solve(job), writing.setup, writing.files, units, writing.places,
         wrote=writing.told.wrote, phase=writing.told.phase, finished=writing.finished,

@@ -139,7 +139,7 @@ LEFT_OVERS = (
                 broken="out", has="unfinished"),
     _conversion("dequant shared", "dequant {src} {out} --max-shard-size 100000", out="shared",
                 broken="out", has="shared", result="sharded"),
-    _conversion("dequant until", "dequant {src} {out} --max-shard-size 100000 --until 9h",
+    _conversion("dequant until", "dequant {src} {out} --max-shard-size 100000 --until 9h --log-json -",
                 out="unfinished", broken="out", has="unfinished", result="sharded"),
     _conversion("dequant shard", "dequant {src} {out} --max-shard-size 100000 --shard 1/2",
                 out="shared", broken="out", has="shared"),
