@@ -66,6 +66,9 @@ class MadeUp:
     def unused(self) -> Sequence[str]:
         return ["nothing made"]
 
+    def undivided(self) -> str | None:
+        return "its codes are made up"
+
     def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return {"solve": float(len(job.units))}, {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ from qconvert.run.backend import (
     Remark,
     Solved,
 )
+from qconvert.run.estimate import HESSIAN, SOLVE
+from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.workspace import check_apart, check_folders_apart
 from qconvert.samples.data import load_tokens
@@ -131,6 +133,15 @@ class GptqBackend:
         source = Plan.identity(self.calibration.model.checkpoint)
         linears_of(source, Model(source, Settings().attention), dict.fromkeys(self.linears, ()))
 
+    def undivided(self) -> str | None:
+        if self.linears:
+            return (
+                "it also solves linears beside the routed experts, which all shards would wait for"
+            )
+        if self.calibration.request.save_stats is not None:
+            return "--save-stats writes one folder of statistics for all"
+        return None
+
     def unused(self) -> Sequence[str]:
         folder = self.calibration.request.save_stats
         if folder is None:
@@ -138,7 +149,13 @@ class GptqBackend:
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
     def work(self, job: Job) -> tuple[Work, Work]:
-        layers = self._works
+        layers, exchange = self._works, job.exchange
+        if exchange is not None and exchange.shard is not None:
+            shards = exchange.shard.count
+            layers = [
+                {kind: n / (shards if kind in (HESSIAN, SOLVE) else 1) for kind, n in one.items()}
+                for one in layers
+            ]
         first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
         last = max(unit.op.layer for unit in job.units)
         return added(layers[first : last + 1]), added(layers[:first])
@@ -163,6 +180,16 @@ class GptqBackend:
         ]
 
     def solve(self, job: Job) -> Generator[Item]:
+        exchange, save_stats = job.exchange, self.calibration.request.save_stats
+        places = {(unit.op.layer, unit.op.expert) for unit in job.units}
+        known = exchange is not None and exchange.shard is None and save_stats is None
+        if (
+            exchange is not None
+            and known
+            and all(expert is not None and exchange.has(layer, expert) for layer, expert in places)
+        ):
+            yield from self._taken(job, exchange)
+            return
         _hush()
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
@@ -197,8 +224,10 @@ class GptqBackend:
             until=job.until,
             clock=Clock(job.told),
             works=self._works,
+            exchange=None if exchange is None else replace(exchange, kind=kind_of(devices)),
         )
-        units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
+        shares = exchange is not None and exchange.shard is not None
+        units = {} if shares else _by_place(job)
         with closing(events):
             for event in events:
                 match event:
@@ -217,7 +246,28 @@ class GptqBackend:
                         yield event
                         return  # a map of hot experts is of all layers
                 del event  # its codes must not live on while the next ones are computed
-        yield from map(Remark, self._hotness(job.files))
+        if not shares:
+            yield from map(Remark, self._hotness(job.files))
+
+    def _taken(self, job: Job, exchange: Exchange) -> Iterator[Item]:
+        """What shards have solved, without running the model."""
+        from qconvert.calibrate.exchanged import get
+
+        units, dims = _by_place(job), self.calibration.model.role_index.dims
+        hidden, middle = dims.hidden_size, dims.moe_intermediate_size
+        sides = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden)}
+        sides["down_proj"] = (hidden, middle)
+        targets = _targets(self.packers, self.calibration.model)
+        layer = None
+        for number, expert in sorted({(unit.op.layer, unit.op.expert or 0) for unit in job.units}):
+            if number != layer:
+                layer = number
+                yield Barrier()
+                yield Phase(f"writing what shards solved: layer {layer}")
+            for matrix in get(exchange, number, expert, sides, targets).matrices:
+                unit = units.get((number, expert, matrix.kind))
+                if unit is not None:
+                    yield _packed(unit, matrix)
 
     def _begin_stats(self, files: Files) -> None:
         request = self.calibration.request
@@ -259,6 +309,11 @@ class GptqBackend:
             yield f"no map of hot experts was written: {error}"
         else:
             yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
+
+
+def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
+    """Units by layer, expert and kind."""
+    return {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
 
 
 def work_dir_bytes(calibration: Calibrating) -> int:

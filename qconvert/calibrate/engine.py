@@ -31,6 +31,7 @@ from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused, Phase, Remark
+from qconvert.run.exchange import Exchange, OutOfTime
 from qconvert.run.files import Files
 from qconvert.run.until import Pace, Until
 
@@ -60,6 +61,7 @@ def calibrate(
     statistics: bool = True,
     until: Until | None = None,
     works: Sequence[Mapping[str, float]] = (),
+    exchange: Exchange | None = None,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
@@ -73,7 +75,8 @@ def calibrate(
     `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
     the last layer to run, None for all. `clock` adds up what the time was spent on. Where `until` has no
     room for another layer as long as the longest so far, the last event is Paused; one is always done.
-    `works` are what each layer takes, by kind: what the clock is told of one comes to that.
+    `works` are what each layer takes, by kind: what the clock is told of one comes to that. With an
+    `exchange` other processes solve experts of the same calibration; a shard yields no codes.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -103,6 +106,7 @@ def calibrate(
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,
+        exchange=exchange,
     )
     _check_shapes(layers.matrices, targets)
     kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
@@ -162,6 +166,9 @@ def _run(
             before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
+            except OutOfTime:
+                yield Paused(number, stop)
+                return
             finally:
                 states.close()
                 states = following

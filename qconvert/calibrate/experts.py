@@ -118,7 +118,7 @@ class Found:
 
     rounded: list[int] = field(default_factory=list)
     fallbacks: list[tuple[int, str]] = field(default_factory=list)
-    dead: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROJECTIONS, 0))
+    dead: dict[tuple[int, str], int] = field(default_factory=dict)
     rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -277,7 +277,7 @@ class Bench:
             dead = int((square == 0).sum())
             silent = silent or dead == square.numel()
             for kind in () if expert.number in found.rounded else _kinds(name):
-                found.dead[kind] += dead
+                found.dead[expert.number, kind] = dead
         # An all-zero Hessian is a weight of zeros to the solver, which says nothing of it.
         if silent and expert.number not in found.rounded:
             found.rounded.append(expert.number)

@@ -20,6 +20,7 @@ from qconvert.core.profiling import heard
 from qconvert.core.shown import count
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.plan.units import Compute, Unit
+from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters
 from qconvert.run.sink import Underway
@@ -53,7 +54,9 @@ class Job:
     to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
     is done there. `key` names this run: what was kept under another key must not be continued. Where
     `until` would be over within the next step that cannot be stopped, a backend pauses before it. `told`
-    hears of work that was done, by kind, with the seconds it took."""
+    hears of work that was done, by kind, with the seconds it took. `exchange` is where shards of the run
+    put what they have solved: with a shard of its own, the job is that shard's part, and yields no
+    results."""
 
     units: tuple[CalibratedUnit, ...]
     memory: int | None
@@ -62,6 +65,7 @@ class Job:
     files: Files
     until: Until | None = None
     told: Callable[[str, float, float], None] | None = None
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,9 @@ class Backend(Protocol):
     def check(self, folders: Sequence[Path]) -> None:
         """Refuse what is known to go wrong before anything is written: data, devices, folders of its own
         that overlap `folders`, the results'. Writes nothing."""
+
+    def undivided(self) -> str | None:
+        """Why the work cannot be divided among shards, as a clause; None where it can."""
 
     def unused(self) -> Sequence[str]:
         """Remarks for a run that has nothing left to solve."""

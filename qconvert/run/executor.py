@@ -19,7 +19,7 @@ from qconvert.run.on_ray import RayEngine
 from qconvert.run.prepare import Options, Prepared, prepare
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
-from qconvert.run.run_units import run_units
+from qconvert.run.run_units import run_units, unsolved
 from qconvert.run.sharing import ShardEngine
 from qconvert.run.staging import publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
@@ -149,7 +149,12 @@ def _fill(
 
 
 def _left(begun: Begun) -> list[int]:
-    return begun.progress.left(len(begun.targets[0].ready.units))
+    """Units that are left to the same run again; of a shard also those that have not been solved."""
+    first, progress = begun.targets[0], begun.progress
+    left = progress.left(len(first.ready.units))
+    if first.ready.options.shard is not None:
+        left += unsolved(first.ready, progress, first.space.work)
+    return left
 
 
 def _results(begun: Begun, *, published: bool) -> list[RunResult]:

@@ -24,12 +24,10 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
             f"{op.what} has to be calibrated, and the run has no backend: give it "
             "qconvert.calibrate.backend.backend_for(plans)"
         )
-    options = parts[0][0].options
-    if op is not None and (options.shard is not None or options.finish):
+    why = None if op is None or backend is None else backend.undivided()
+    if why is not None and parts[0][0].options.shard is not None:
         raise PlanError(
-            "--shard cannot be used with a calibration: the codes of each layer depend on the "
-            "activations of all layers before it, so one process makes them in order; run it without "
-            "--shard"
+            f"--shard cannot be used with this calibration: {why}; run it without --shard"
         )
     needed: dict[int, int] = {}
     for number, (ready, out) in enumerate(parts):

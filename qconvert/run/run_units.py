@@ -15,8 +15,10 @@ from qconvert.run.committer import Committer
 from qconvert.run.engine import Engine, Work
 from qconvert.run.estimate import WRITE
 from qconvert.run.events import Events, Watching
+from qconvert.run.exchange import SOLVED, Exchange
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
+from qconvert.run.prepare import Prepared
 from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
@@ -59,13 +61,14 @@ def run_units(
         if progress.mine is None or number in progress.mine
     ]
     left = [(number, unit) for number, unit in mine if number not in progress.kept]
+    solved = calibrated_left(ready, progress)
     total = sum(unit.write for _, unit in mine)
     told.start(total, total - sum(unit.write for _, unit in left))
-    if not left:
+    if not left and not solved:
         return
-    solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     watching = told if isinstance(told, Watching) else None
     job = _job(targets[0], solved, files, watching) if solved else None
+    shard = ready.options.shard
     if job is not None and watching is not None:
         assert backend is not None, "checked before anything was claimed"
         work, before = backend.work(job)
@@ -88,7 +91,9 @@ def run_units(
         stopped = _by_engine(engine, targets, by_engine, writing)
         if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
-            progress.remarks.extend(_by_backend(job, backend, solved, writing))
+            # What a shard solves is written when the whole is.
+            written = solved if shard is None else {}
+            progress.remarks.extend(_by_backend(job, backend, written, writing))
     except (KeyboardInterrupt, QConvertError):
         # What is finished is kept, unless keeping it fails as well.
         with suppress(QConvertError):
@@ -138,17 +143,63 @@ def _by_engine(
     return False
 
 
+def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
+    """Units for a backend, which every shard has all of."""
+    return {
+        number: unit
+        for number, unit in enumerate(ready.units)
+        if number not in progress.kept and calibrated_in(unit) is not None
+    }
+
+
+def experts_in(ready: Prepared) -> set[tuple[int, int]]:
+    """Layers and numbers of experts that are to be calibrated."""
+    ops = filter(None, map(calibrated_in, ready.units))
+    return {(op.layer, op.expert) for op in ops if op.expert is not None}
+
+
+def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
+    """Calibrated units whose expert no shard has solved."""
+    exchange = Exchange(work, ready.fingerprint, Files())
+    left = {
+        number: calibrated_in(unit) for number, unit in calibrated_left(ready, progress).items()
+    }
+    return [
+        number
+        for number, op in left.items()
+        if op is None or op.expert is None or not exchange.has(op.layer, op.expert)
+    ]
+
+
+def exchange_of(target: Target, files: Files) -> Exchange | None:
+    """Where shards put what they solve; None in a run without, where none were before."""
+    options, space = target.ready.options, target.space
+    if options.shard is None and not (space.work / SOLVED).is_dir():
+        return None
+    note = None if target.journal is None else target.journal.append
+    return Exchange(
+        space.work, target.ready.fingerprint, files, options.shard,
+        note if options.shard is not None else None, options.until,
+    )  # fmt: skip
+
+
 def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
     """What a backend is asked for."""
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
+    exchange = exchange_of(first, files)
+    work_dir = first.space.work / CALIBRATION
+    if exchange is not None and exchange.shard is not None:
+        files.make_folder(exchange.folder)
+        work_dir = exchange.states
     return Job(
         tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
         memory=first.ready.options.memory,
-        work_dir=first.space.work / CALIBRATION,
+        work_dir=work_dir,
         key=first.ready.fingerprint,
         files=files,
         until=first.ready.options.until,
         told=None if watching is None else watching.did,
+        exchange=exchange,
     )
 
 
