@@ -425,7 +425,12 @@ def test_the_command_and_what_it_says(
     damaged = run_cli("finish", out)
     assert (damaged.code, "1-2: is damaged" in damaged.err) == (1, True)
     victim.write_bytes(kept)
-    assert run_cli("finish", out).code == 0
+    # It reads no samples, and needs no device that the shards had.
+    monkeypatch.setattr("qconvert.calibrate.backend.check_devices", None)
+    monkeypatch.setattr("qconvert.calibrate.backend.load_tokens", None)
+    finished = run_cli("finish", out)
+    monkeypatch.undo()
+    assert finished.code == 0, finished.err
     one = tmp_path / "one"
     assert (
         run_cli(*[word for word in words(model, one) if word not in ("--shard", "0/2")]).code == 0

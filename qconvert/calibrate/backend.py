@@ -149,6 +149,8 @@ class GptqBackend:
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
     def work(self, job: Job) -> tuple[Work, Work]:
+        if self._known(job) is not None:
+            return {}, {}
         layers, exchange = self._works, job.exchange
         if exchange is not None and exchange.shard is not None:
             shards = exchange.shard.count
@@ -180,21 +182,15 @@ class GptqBackend:
         ]
 
     def solve(self, job: Job) -> Generator[Item]:
-        exchange, save_stats = job.exchange, self.calibration.request.save_stats
-        places = {(unit.op.layer, unit.op.expert) for unit in job.units}
-        known = exchange is not None and exchange.shard is None and save_stats is None
-        if (
-            exchange is not None
-            and known
-            and all(expert is not None and exchange.has(layer, expert) for layer, expert in places)
-        ):
-            yield from self._taken(job, exchange)
+        if (known := self._known(job)) is not None:
+            yield from self._taken(job, known)
             return
         _hush()
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
         request, model = self.calibration.request, self.calibration.model
+        exchange = job.exchange
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
@@ -248,6 +244,17 @@ class GptqBackend:
                 del event  # its codes must not live on while the next ones are computed
         if not shares:
             yield from map(Remark, self._hotness(job.files))
+
+    def _known(self, job: Job) -> Exchange | None:
+        """Where shards have put all that a job asks for, None where something must be solved."""
+        exchange = job.exchange
+        if exchange is None or exchange.shard is not None:
+            return None
+        if self.calibration.request.save_stats is not None:  # of what the experts were given
+            return None
+        places = {(unit.op.layer, unit.op.expert) for unit in job.units}
+        known = all(e is not None and exchange.has(layer, e) for layer, e in places)
+        return exchange if known else None
 
     def _taken(self, job: Job, exchange: Exchange) -> Iterator[Item]:
         """What shards have solved, without running the model."""

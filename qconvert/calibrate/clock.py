@@ -42,6 +42,20 @@ class Clock:
             _wait(device)
             tick(0.0)
 
+    @contextmanager
+    def part(self, what: str, of: str) -> Iterator[None]:
+        """Around something within another kind of work, whose seconds are then less by these. `told`
+        does not hear of it: it belongs to the other's speed."""
+        start = self._now()
+        try:
+            with phase(f"calibrate: {what}"):
+                yield
+        finally:
+            seconds = self._now() - start
+            with self._lock:
+                self.seconds[what] += seconds
+                self.seconds[of] -= seconds
+
     def _add(self, what: str, amount: float, seconds: float) -> None:
         with self._lock:
             self.seconds[what] += seconds

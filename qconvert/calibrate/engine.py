@@ -88,7 +88,8 @@ def calibrate(
     source = Plan.identity(plan.checkpoint)
     sparse = bool(source.role_index.dims.num_experts)
     found = routed_experts(source).projections if sparse else ()
-    readers = tuple(Weights(source) for _ in devices)
+    clock = clock or Clock()
+    readers = tuple(Weights(source, clock) for _ in devices)
     model = Model(source, settings.attention)
     lengths = [sample.size for sample in tokens]
     layers = Layers(
@@ -102,7 +103,7 @@ def calibrate(
         devices=tuple(devices),
         files=files or Files(),
         readers=readers,
-        clock=clock or Clock(),
+        clock=clock,
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,

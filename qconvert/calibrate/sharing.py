@@ -43,7 +43,13 @@ class Sharing:
         here: set[int] = set()
         where = f"calibrating layer {number} of {layers.model.layers}"
         yield from self._solve(exchange.mine(number, layers.experts), where, here)
-        for text, lost in exchange.others(number, layers.experts):
+        others = exchange.others(number, layers.experts)
+        while True:
+            with layers.clock("wait", "cpu"):
+                found = next(others, None)
+            if found is None:
+                break
+            text, lost = found
             if not lost:
                 yield Phase(f"{where}: {text}")
             yield from self._solve(lost, f"{where} {text}".rstrip(), here)

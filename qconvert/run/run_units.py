@@ -73,7 +73,8 @@ def run_units(
         assert backend is not None, "checked before anything was claimed"
         work, before = backend.work(job)
         rest = sum(unit.write for number, unit in left if number not in solved)
-        watching.planned({**work, WRITE: float(rest)}, before)
+        if work:
+            watching.planned({**work, WRITE: float(rest)}, before)
     setup, places = _setup(targets)
     committer = Committer(journal, files, setup.paths, ready.options.commit_bytes)
 

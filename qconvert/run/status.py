@@ -24,7 +24,8 @@ State = Literal["not begun", "running", "unknown", "stopped", "done"]
 class ShardStatus:
     """One shard: its last start's host and process, and how that is: `unknown` on another machine,
     where only its `last_sign` of life tells, in the file server's time (UTC). Units and bytes that
-    are its share, and those done by it. `starts` counts how often it was started."""
+    are its share, and those done by it. `starts` counts how often it was started;
+    `experts_done` are those of a calibration that it solved."""
 
     shard: str
     state: State
