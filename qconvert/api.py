@@ -71,6 +71,7 @@ from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.sharing import Share, share_of
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
+from qconvert.run.until import Until
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
 from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
@@ -185,6 +186,10 @@ class PlanOptions(TypedDict, total=False):
     `device` searches for scales where a pass asks for that: `cpu`, `cuda:N`, or None for a GPU where
     the search would hold up the run; the bytes are the same.
 
+    `until` (`3h50m`, `3:50:00`, seconds; since planning began) stops a run at the end of a unit, a
+    calibration at that of a layer, by then as far as the longest so far tells; `Result.left_units` are
+    left to the same call. It is not part of the plan.
+
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
     """
@@ -204,6 +209,7 @@ class PlanOptions(TypedDict, total=False):
     address: str | None
     work_dir: str | Path | None
     device: str | None
+    until: Until | str | float | None
 
 
 @dataclass(frozen=True)
@@ -353,7 +359,8 @@ class Result:
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
     been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
     `profile` is there if it was asked for. `url` is where in a store the result is; `folder`, where it
-    was made, is gone then.
+    was made, is gone then. Where time was over first (`until`), `left_units` are left to the same call,
+    with `left_bytes` to write, and nothing is published.
     """
 
     folder: Path
@@ -370,6 +377,8 @@ class Result:
     published: bool = True
     profile: Profile | None = field(default=None, compare=False)
     url: str | None = None
+    left_units: int = 0
+    left_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -594,11 +603,17 @@ def run(
 
 
 def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> tuple[Result, ...]:
-    """Run a plan. Returns one result per folder. Raises as `run` does."""
+    """Run a plan. Returns one result per folder; none of folders that were not begun when the time was
+    over. Raises as `run` does."""
     if isinstance(planned, PlannedStages):
         planned.check_out()
     told = _told(events)
-    return tuple(result for part in planned.parts for result in _carried_out(part, told))
+    results: list[Result] = []
+    for part in planned.parts:
+        results += _carried_out(part, told)
+        if results[-1].left_units:
+            break
+    return tuple(results)
 
 
 def check_foreseen(looks: Iterable[Outlook]) -> None:
@@ -1024,6 +1039,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
         engine=_engine(options), address=options.get("address"), device=options.get("device"),
+        until=Until.of(options.get("until")),
     )  # fmt: skip
 
 
@@ -1116,5 +1132,6 @@ def _result(planned: PlannedFolder, done: RunResult) -> Result:
     return Result(
         done.out, done.fingerprint, planned.tensors, done.nbytes, done.files,
         planned.warnings, done.remarks, done.already_done, done.resumed_units,
-        done.repaired, published=done.published, url=planned.url,
+        done.repaired, published=done.published, url=planned.url, left_units=done.left_units,
+        left_bytes=done.left_bytes,
     )  # fmt: skip

@@ -4,7 +4,7 @@ the same for the same matrix."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,12 @@ class MadeUp:
 
     def unused(self) -> Sequence[str]:
         return ["nothing made"]
+
+    def undivided(self) -> str | None:
+        return "its codes are made up"
+
+    def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        return {"solve": float(len(job.units))}, {}
 
     def solve(self, job: Job) -> Generator[Item]:
         layer = None

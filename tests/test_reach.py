@@ -328,6 +328,7 @@ _READERS = {
     "checkpoint/safetensors.py": "descriptors",
     "checkpoint/mirror.py": "writes headers into our own cache",
     "cli/demo_checkpoint.py": "writes the demo's sample",
+    "cli/progress.py": "adds to the log that the user names",
     "recipe/recipe.py": "recipes of our package",
     "layouts/derived/find.py": "data of our package, our own cache, tables of transformers",
     "hub/readme.py": "writes a card",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
+from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.graph import Buffer
@@ -23,7 +25,19 @@ from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, Plan
 from qconvert.plan.walk import nodes
-from qconvert.run.backend import Barrier, CalibratedUnit, Item, Job, Needs, Phase, Remark, Solved
+from qconvert.run.backend import (
+    Barrier,
+    CalibratedUnit,
+    Item,
+    Job,
+    Needs,
+    Paused,
+    Phase,
+    Remark,
+    Solved,
+)
+from qconvert.run.estimate import HESSIAN, SOLVE
+from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.workspace import check_apart, check_folders_apart
 from qconvert.samples.data import load_tokens
@@ -120,18 +134,64 @@ class GptqBackend:
         source = Plan.identity(self.calibration.model.checkpoint)
         linears_of(source, Model(source, Settings().attention), dict.fromkeys(self.linears, ()))
 
+    def undivided(self) -> str | None:
+        if self.linears:
+            return (
+                "it also solves linears beside the routed experts, which all shards would wait for"
+            )
+        if self.calibration.request.save_stats is not None:
+            return "--save-stats writes one folder of statistics for all"
+        return None
+
     def unused(self) -> Sequence[str]:
         folder = self.calibration.request.save_stats
         if folder is None:
             return []
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
+    def work(self, job: Job) -> tuple[Work, Work]:
+        if self._known(job) is not None:
+            return {}, {}
+        layers, exchange = self._works, job.exchange
+        if exchange is not None and exchange.shard is not None:
+            shards = exchange.shard.count
+            layers = [
+                {kind: n / (shards if kind in (HESSIAN, SOLVE) else 1) for kind, n in one.items()}
+                for one in layers
+            ]
+        first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
+        last = max(unit.op.layer for unit in job.units)
+        return added(layers[first : last + 1]), added(layers[:first])
+
+    @cached_property
+    def _works(self) -> list[Work]:
+        """What each layer takes."""
+        request = self.calibration.request
+        source = Plan.identity(self.calibration.model.checkpoint)
+        places = source.role_index.places.items()
+        layers = {name.rpartition(".")[0]: place.layer for name, place in places}
+        shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+        for module, one in self._stored.items():
+            layer = layers.get(module)
+            if layer is not None:
+                shapes[layer] = (*shapes.get(layer, ()), (one.rows, one.columns))
+        targets = max(map(len, [*self.packers.values(), *self.linears.values()]), default=0)
+        tokens = sum(sample.size for sample in self._data[0])
+        return [
+            layer_work(sizes, tokens, targets, _settings(request))
+            for sizes in sizes_of(source, shapes)
+        ]
+
     def solve(self, job: Job) -> Generator[Item]:
+        if (known := self._known(job)) is not None:
+            yield from self._taken(job, known)
+            return
         _hush()
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
         request, model = self.calibration.request, self.calibration.model
+        exchange = job.exchange
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
@@ -158,8 +218,13 @@ class GptqBackend:
                 for module, packers in self.linears.items()
             },
             statistics=request.save_stats is not None,
+            until=job.until,
+            clock=Clock(job.told),
+            works=self._works,
+            exchange=None if exchange is None else replace(exchange, kind=kind_of(devices)),
         )
-        units = {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
+        shares = exchange is not None and exchange.shard is not None
+        units = {} if shares else _by_place(job)
         with closing(events):
             for event in events:
                 match event:
@@ -174,8 +239,43 @@ class GptqBackend:
                         yield Barrier()
                     case Phase() | Remark():
                         yield event
+                    case Paused():
+                        yield event
+                        return  # a map of hot experts is of all layers
                 del event  # its codes must not live on while the next ones are computed
-        yield from map(Remark, self._hotness(job.files))
+        if not shares:
+            yield from map(Remark, self._hotness(job.files))
+
+    def _known(self, job: Job) -> Exchange | None:
+        """Where shards have put all that a job asks for, None where something must be solved."""
+        exchange = job.exchange
+        if exchange is None or exchange.shard is not None:
+            return None
+        if self.calibration.request.save_stats is not None:  # of what the experts were given
+            return None
+        places = {(unit.op.layer, unit.op.expert) for unit in job.units}
+        known = all(e is not None and exchange.has(layer, e) for layer, e in places)
+        return exchange if known else None
+
+    def _taken(self, job: Job, exchange: Exchange) -> Iterator[Item]:
+        """What shards have solved, without running the model."""
+        from qconvert.calibrate.exchanged import get
+
+        units, dims = _by_place(job), self.calibration.model.role_index.dims
+        hidden, middle = dims.hidden_size, dims.moe_intermediate_size
+        sides = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden)}
+        sides["down_proj"] = (hidden, middle)
+        targets = _targets(self.packers, self.calibration.model)
+        layer = None
+        for number, expert in sorted({(unit.op.layer, unit.op.expert or 0) for unit in job.units}):
+            if number != layer:
+                layer = number
+                yield Barrier()
+                yield Phase(f"writing what shards solved: layer {layer}")
+            for matrix in get(exchange, number, expert, sides, targets).matrices:
+                unit = units.get((number, expert, matrix.kind))
+                if unit is not None:
+                    yield _packed(unit, matrix)
 
     def _begin_stats(self, files: Files) -> None:
         request = self.calibration.request
@@ -217,6 +317,11 @@ class GptqBackend:
             yield f"no map of hot experts was written: {error}"
         else:
             yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
+
+
+def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
+    """Units by layer, expert and kind."""
+    return {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
 
 
 def work_dir_bytes(calibration: Calibrating) -> int:

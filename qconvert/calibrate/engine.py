@@ -30,8 +30,10 @@ from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Phase, Remark
+from qconvert.run.backend import Paused, Phase, Remark
+from qconvert.run.exchange import Exchange, OutOfTime
 from qconvert.run.files import Files
+from qconvert.run.until import Pace, Until
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-Event = Matrix | LayerDone | Phase | Remark
+Event = Matrix | LayerDone | Phase | Remark | Paused
 
 
 def calibrate(
@@ -57,6 +59,9 @@ def calibrate(
     clock: Clock | None = None,
     linears: Mapping[str, Sequence[IntScheme]] | None = None,
     statistics: bool = True,
+    until: Until | None = None,
+    works: Sequence[Mapping[str, float]] = (),
+    exchange: Exchange | None = None,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
@@ -68,7 +73,10 @@ def calibrate(
     `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
     calibration needs, `memory` is what this process may take (None: three quarters of the machine).
     `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
-    the last layer to run, None for all. `clock` adds up what the time was spent on.
+    the last layer to run, None for all. `clock` adds up what the time was spent on. Where `until` has no
+    room for another layer as long as the longest so far, the last event is Paused; one is always done.
+    `works` are what each layer takes, by kind: what the clock is told of one comes to that. With an
+    `exchange` other processes solve experts of the same calibration; a shard yields no codes.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -80,7 +88,8 @@ def calibrate(
     source = Plan.identity(plan.checkpoint)
     sparse = bool(source.role_index.dims.num_experts)
     found = routed_experts(source).projections if sparse else ()
-    readers = tuple(Weights(source) for _ in devices)
+    clock = clock or Clock()
+    readers = tuple(Weights(source, clock) for _ in devices)
     model = Model(source, settings.attention)
     lengths = [sample.size for sample in tokens]
     layers = Layers(
@@ -94,15 +103,17 @@ def calibrate(
         devices=tuple(devices),
         files=files or Files(),
         readers=readers,
-        clock=clock or Clock(),
+        clock=clock,
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,
+        exchange=exchange,
     )
     _check_shapes(layers.matrices, targets)
     kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
     try:
-        yield from _run(layers, kept, tokens, layers.model.layers if last is None else last + 1)
+        stop = layers.model.layers if last is None else last + 1
+        yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         for reader in readers:
             reader.close()
@@ -137,7 +148,12 @@ def _check_shapes(matrices: Matrices, targets: Sequence[ExpertSchemes]) -> None:
 
 
 def _run(
-    layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens], stop: int
+    layers: Layers,
+    kept: CalibrationDir,
+    tokens: Sequence[Tokens],
+    stop: int,
+    pace: Pace,
+    works: Sequence[Mapping[str, float]],
 ) -> Iterator[Event]:
     first = kept.layer()
     if first is None:
@@ -148,8 +164,12 @@ def _run(
     try:
         for number in range(first, stop):
             following = kept.states(number + 1, new=True)
+            before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
+            except OutOfTime:
+                yield Paused(number, stop)
+                return
             finally:
                 states.close()
                 states = following
@@ -158,6 +178,11 @@ def _run(
             if stats is not None or number in layers.linears:
                 yield LayerDone(number, stats)
             kept.remember(number + 1, states)
+            if works:
+                layers.clock.layer_done(works[number], before)
+            if number + 1 < stop and not pace.another():
+                yield Paused(number + 1, stop)
+                return
     finally:
         states.close()
 

@@ -14,6 +14,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
+from qconvert.calibrate.work import look_cost, matrix_cost
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Found:
 
     rounded: list[int] = field(default_factory=list)
     fallbacks: list[tuple[int, str]] = field(default_factory=list)
-    dead: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROJECTIONS, 0))
+    dead: dict[tuple[int, str], int] = field(default_factory=dict)
     rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -138,7 +139,7 @@ class Bench:
         """Read experts."""
         import torch
 
-        with self.clock("read", self.device), torch.no_grad():
+        with self.clock("read", self.device) as tick, torch.no_grad():
             found = []
             for number in numbers:
                 parts, sources = {}, {}
@@ -149,6 +150,7 @@ class Bench:
                 gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
                 down = parts["down_proj"]
                 found.append(Expert(number, gate_up, down, number in every, sources))
+                tick(2.0 * (gate_up.numel() + down.numel()))
             return found
 
     def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None,
@@ -158,8 +160,12 @@ class Bench:
         beside."""
         import torch
 
-        with self.clock("hessian", self.device), torch.no_grad():
+        with self.clock("hessian", self.device) as tick, torch.no_grad():
             into, paired = "gate_up" in names, plain is not None
+            each = 0.0
+            if experts:
+                sides = experts[0].gate_up.shape[1], experts[0].down.shape[1]
+                each = look_cost(*sides, into=into, down="down" in names, paired=paired)
             for expert in experts:
                 hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
                 if into:
@@ -173,7 +179,7 @@ class Bench:
                 self.check(experts[0], seen)
             for start, stop in seen.chunks:
                 rows, slots, _ = self._chunk(seen, start, stop)
-                beside = None
+                beside, tokens_seen = None, 0
                 if plain is not None:
                     beside = plain.inputs.read(start, stop).to(self.device)
                 for number, expert in enumerate(experts):
@@ -185,6 +191,8 @@ class Bench:
                         if plain is not None and theirs is not None:
                             theirs = self._middle(plain.experts[number], theirs)
                         expert.middle.add(self._middle(expert, mine), theirs)
+                    tokens_seen += mine.shape[0]
+                tick(each * tokens_seen)
 
     def check(self, expert: Expert, seen: Seen) -> None:
         """That the class's own experts answer what `answer` computes."""
@@ -226,9 +234,10 @@ class Bench:
         numbers, each weighted by the router."""
         import torch
 
-        with self.clock("forward", self.device):
+        with self.clock("forward", self.device) as tick:
             inputs, slots, weights = self._chunk(seen, start, stop)
             rows = rows.to(self.device, copy=True)
+            work = 0.0
             for expert in experts:
                 tokens, places = slots[expert.number]
                 if not tokens.shape[0]:
@@ -237,6 +246,8 @@ class Bench:
                 made = torch.nn.functional.linear(middle, expert.down)
                 made = made * weights[tokens, places, None]
                 rows.index_add_(0, tokens, made.to(rows.dtype))
+                work += float(tokens.shape[0]) * (expert.gate_up.numel() + expert.down.numel())
+            tick(work)
             return rows
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
@@ -266,7 +277,7 @@ class Bench:
             dead = int((square == 0).sum())
             silent = silent or dead == square.numel()
             for kind in () if expert.number in found.rounded else _kinds(name):
-                found.dead[kind] += dead
+                found.dead[expert.number, kind] = dead
         # An all-zero Hessian is a weight of zeros to the solver, which says nothing of it.
         if silent and expert.number not in found.rounded:
             found.rounded.append(expert.number)
@@ -290,7 +301,8 @@ class Bench:
         weights = [getattr(expert, name) for expert in batch]
         made: list[list[Quantized]] = [[] for _ in batch]
         kinds = _kinds(name)
-        with self.clock("solve", self.device), torch.no_grad():
+        cost = sum(matrix_cost(*weight.shape) for weight in weights)
+        with self.clock("solve", self.device) as tick, torch.no_grad():
             goals = [self._goal(expert, name) for expert in batch]
             for target in self.targets:
                 stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
@@ -303,6 +315,7 @@ class Bench:
                                 weights[number], target.scheme(kinds[0]), self.settings
                             )
                     made[number].append(result)
+                tick(cost)
         return made
 
     def _goal(self, expert: Expert, name: str) -> torch.Tensor:

@@ -19,11 +19,14 @@ from qconvert.calibrate.propagated import Plain, States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
+from qconvert.calibrate.sharing import Sharing
+from qconvert.calibrate.taken import Stream, Taken
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.layouts.derived.running import Call
-from qconvert.matrices.experts import Projection
+from qconvert.matrices.experts import PROJECTIONS, Projection
 from qconvert.run.backend import Phase, Remark
+from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:
@@ -77,28 +80,13 @@ def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """A model's way through a layer: what goes into its experts, and what they answer [T, H]."""
-
-    seen: Seen
-    answers: Rows
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """Experts of one device in memory, and as they were read where the unquantized model runs too."""
-
-    experts: list[Expert] = field(default_factory=list)
-    plain: list[Expert] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
     samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`; `linears`
     are what is solved beside the experts, by layer, on the first device. Experts for which there is no
-    target are looked at for `statistics`, or only answer."""
+    target are looked at for `statistics`, or only answer. With an `exchange` experts are solved by
+    several processes."""
 
     model: Model
     matrices: Matrices
@@ -114,6 +102,7 @@ class Layers:
     experts: int
     linears: Linears = field(default_factory=dict)
     statistics: bool = True
+    exchange: Exchange | None = None
 
     @property
     def total(self) -> int:
@@ -149,10 +138,12 @@ class Layers:
         if not layer.sparse:
             if linears := self.linears.get(number):
                 yield from self._quantize(layer, linears, states.quantized)
-            with self.clock("forward", self.devices[0]):
+            own = _own(layer)
+            with self.clock("forward", self.devices[0]) as tick:
                 for before, after in zip(states.all, following.all, strict=True):
                     for batch, hidden, call in self.through(number, before):
                         after.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
+                        tick(own * (batch.stop - batch.start))
             return None
         if number not in self.matrices:
             raise PlanError(
@@ -250,33 +241,48 @@ class Layers:
             bench.look_at_all(seen, self.hidden, plain) if every else None for bench in benches
         ]
         matrices = self.matrices[layer.number]
-        for group in self._groups(layer, matrices, every):
+
+        def solving(group: Sequence[Sequence[int]], taken: Sequence[Taken]) -> Iterator[Matrix]:
+            return merged(
+                [
+                    _work(bench, mine, matrices, every, seen, plain, common, found, experts)
+                    for bench, mine, common, experts in zip(
+                        benches, group, shared, taken, strict=False
+                    )
+                ]
+            )
+
+        if self.exchange is not None:
+            sharing = Sharing(self, layer, benches, matrices, every, found, solving)
+            yield from sharing.run(streams)
+        for group in self.groups(layer, matrices, every) if self.exchange is None else ():
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             taken = [Taken() for _ in group]
             if looks:
-                yield from merged(
-                    [
-                        _work(bench, mine, matrices, every, seen, plain, common, found, experts)
-                        for bench, mine, common, experts in zip(
-                            benches, group, shared, taken, strict=False
-                        )
-                    ]
-                )
+                yield from solving(group, taken)
             else:
                 for bench, mine, held in zip(benches, group, taken, strict=False):
                     held.experts.extend(bench.take(mine, matrices, every))
                 benches[0].check(taken[0].experts[0], seen)
-            self._answer(benches, [mine.experts for mine in taken], streams[0])
-            if plain is not None:
-                self._answer(benches, [mine.plain for mine in taken], streams[1])
+            self.answer(benches, taken, streams)
             del taken
             trim()
-        with self.clock("forward", self.devices[0]), torch.no_grad():
+        own = _own(layer)
+        with self.clock("forward", self.devices[0]) as tick, torch.no_grad():
             for stream, before, after in zip(streams, states.all, following.all, strict=True):
                 for batch, hidden, call in self.through(layer.number, before):
                     answer = stream.answers.read(batch.start, batch.stop).to(self.devices[0])
                     after.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
+                    tick(own * (batch.stop - batch.start))
         return _stats(seen.counts, few, found) if looks else None
+
+    def answer(
+        self, benches: Sequence[Bench], taken: Sequence[Taken], streams: Sequence[Stream]
+    ) -> None:
+        """Add what experts answer to the quantized stream, and as they were read to the plain one."""
+        self._answer(benches, [mine.experts for mine in taken], streams[0])
+        for stream in streams[1:]:
+            self._answer(benches, [mine.plain for mine in taken], stream)
 
     def _answer(
         self, benches: Sequence[Bench], experts: Sequence[Sequence[Expert]], stream: Stream
@@ -295,9 +301,11 @@ class Layers:
         inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
         routes, shares = None, None
         counts = torch.zeros(self.experts, dtype=torch.int64)
-        with self.clock("forward", self.devices[0]):
+        own = _own(layer)
+        with self.clock("forward", self.devices[0]) as tick:
             for batch, hidden, call in self.through(layer.number, states):
                 routed = layer.routed(hidden, call)
+                tick(own * (batch.stop - batch.start))
                 inputs.write(batch.start, routed.inputs)
                 experts, weights = routed.experts, routed.weights
                 if routes is None or shares is None:
@@ -312,13 +320,16 @@ class Layers:
         chunks = chunks_of(self.lengths, self.gather)
         return Seen(inputs, routes, shares, chunks, counts.tolist())
 
-    def _groups(
+    def groups(
         self,
         layer: Layer,
         matrices: Mapping[tuple[int, str], Projection],
         every: frozenset[int],
+        numbers: Sequence[int] | None = None,
     ) -> Iterator[list[list[int]]]:
-        """Numbers of experts that are in memory together, by device, in ascending order."""
+        """Numbers of experts that are in memory together, by device, in their order: all of the layer's,
+        or these."""
+        numbers = range(self.experts) if numbers is None else numbers
         down = matrices[0, "down_proj"].weight
         chunks = chunks_of(self.lengths, self.gather)
         sizes = group_sizes(
@@ -331,14 +342,19 @@ class Layers:
             corrects=self.corrects,
         )  # fmt: skip
         at = 0
-        while at < self.experts:
+        while at < len(numbers):
             group = []
             for size in sizes:
-                mine = list(range(at, min(at + size, self.experts)))
+                mine = list(numbers[at : at + size])
                 at += len(mine)
                 if mine:
                     group.append(mine)
             yield group
+
+
+def _own(layer: Layer) -> float:
+    """Parameters of a layer beside its routed experts, which are never in it."""
+    return float(sum(p.numel() for p in layer.module.parameters() if not p.is_meta))
 
 
 def _work(bench: Bench, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
@@ -375,6 +391,9 @@ def _stats(counts: Sequence[int], few: Sequence[int], found: Found) -> LayerStat
         stacked("down", 1),
         tuple(few),
         tuple(sorted(found.rounded)),
-        dict(found.dead),
+        {
+            kind: sum(n for (_, each), n in found.dead.items() if each == kind)
+            for kind in PROJECTIONS
+        },
         tuple(sorted(found.fallbacks)),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
 from qconvert.matrices.stored import Stored
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Reads the tensors of one checkpoint; nothing is kept."""
+    """Reads the tensors of one checkpoint; nothing is kept. What decoding takes is counted by `clock`,
+    within what it counts as reading."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, clock: Clock | None = None) -> None:
         self._reader = Reader(plan.checkpoint.shards)
+        self._clock = clock
 
     def close(self) -> None:
         self._reader.close()
@@ -49,8 +53,10 @@ class Weights:
             (kind,) = stored.decoder.infer(*types)
             data = bytearray(kind.nbytes)
             scratch = memoryview(bytearray(stored.decoder.scratch(*types)))
+            counted = nullcontext() if self._clock is None else self._clock.part("decode", "read")
             try:
-                stored.decoder.run(ins, [Buffer(kind, memoryview(data))], scratch)
+                with counted:
+                    stored.decoder.run(ins, [Buffer(kind, memoryview(data))], scratch)
             except RowError as error:
                 raise RunError(f"{module}: row {error.row} {error.what}") from error
         matrix = torch.frombuffer(data, dtype=torch.bfloat16).reshape(stored.rows, stored.columns)

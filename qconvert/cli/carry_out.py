@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import FINDINGS
+from qconvert.cli.options import FINDINGS, MORE
 from qconvert.cli.profile import profile_json
 from qconvert.core.say import say, say_json, say_report
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qconvert.api import Planned, Result
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.cli.convert import RunOptions
-    from qconvert.run.division import Shard
+    from qconvert.run.prepare import Prepared
     from qconvert.validation.runner import Report
 
 
@@ -48,7 +48,8 @@ def carry_out(
 ) -> None:
     """Run the plan, print the result and, with --validate, check it against `source`, from which it was
     made, and against `draft`, which was grafted to that. Ends the command with exit code 3 where the
-    check finds an error. `part`: it is one of several, which are shown and checked together."""
+    check finds an error, with 4 where --until ended the run. `part`: it is one of several, which are
+    shown and checked together."""
     import time
 
     from qconvert import api
@@ -59,15 +60,22 @@ def carry_out(
     if whole is not None:
         _check_finishing(planned, whole)
     begin = time.monotonic()
-    with Bar() as bar:
+    with Bar(log=options["log_json"]) as bar:
         results = api.carry_out(planned, events=bar)
     seconds = time.monotonic() - begin
     for remark in results[0].remarks:
         say(f"remark  {remark}", err=True)
     as_json = options["as_json"]
+    more = results[0].left_units > 0
     if not as_json:
-        for result in results:
-            say(_ending(result, seconds, planned.folders[0].ready.options.shard))
+        for result in results[:1] if more else results:
+            say(_ending(result, seconds, planned.folders[0].ready))
+    if more:
+        if as_json:
+            found = [_summary(result, seconds) for result in results]
+            found[0].update(profile_json())
+            say_json(found if len(found) > 1 else found[0])
+        click.get_current_context().exit(MORE)
     if part:
         return
     reports = []
@@ -141,14 +149,23 @@ def _summary(result: Result, seconds: float) -> dict[str, Any]:
         "files": list(result.files), "bytes": result.nbytes, "seconds": seconds,
         "remarks": list(result.remarks), "already_done": result.already_done,
         "resumed_units": result.resumed_units, "repaired": dict(result.repaired),
-        "published": result.published,
+        "published": result.published, "left_units": result.left_units,
+        "left_bytes": result.left_bytes,
     }  # fmt: skip
 
 
-def _ending(result: Result, seconds: float, shard: Shard | None) -> str:
+def _ending(result: Result, seconds: float, ready: Prepared) -> str:
     from qconvert.core.shown import count, message
     from qconvert.core.sizes import format_size
 
+    shard = ready.options.shard
+    if result.left_units:
+        left = f"{count(result.left_units, 'unit')} of {len(ready.units)}"
+        whose = result.name if shard is None else f"shard {shard} of {result.name}"
+        return (
+            f"stopped {whose} after {seconds:.1f} s, as --until asks: {left} "
+            f"({format_size(result.left_bytes)}) are left; the same command goes on"
+        )
     if result.already_done:
         return f"{result.name} already holds this very result; nothing to do"
     if result.repaired:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import wraps
@@ -17,9 +17,11 @@ from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.options import (
     DRY_RUN,
     JSON,
+    LOG_JSON,
     OPENING,
     OUT,
     SOURCE,
+    UNTIL,
     Address,
     Folder,
     OutName,
@@ -57,6 +59,8 @@ class RunOptions(TypedDict):
     shard: str | None
     engine: EngineName
     address: str | None
+    until: str | None
+    log_json: str | None
     work_dir: Path | None
     dry_run: bool
     print_recipe: bool
@@ -110,6 +114,8 @@ RUNNING: Callable[[F], F] = stacked(
         "exit code 3 on an error.",
     ),
     shard("qconvert finish OUT"),
+    UNTIL,
+    LOG_JSON,
     click.option(
         "--engine",
         type=click.Choice(["local", "ray"]),
@@ -168,6 +174,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
+    here |= {"until": None, "log_json": None}
     options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
@@ -300,14 +307,21 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
 
 def plan_options(options: RunOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
+    from qconvert.run.sharing import without_option
+    from qconvert.run.until import Until
+
     started = Started.now()
+    words: Sequence[str] = without_profile(started.words)
+    for option in ("--until", "--log-json"):  # of this start alone
+        words = without_option(words, option)
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
-        "command": without_profile(started.words), "engine": options["engine"],
+        "command": tuple(words),
+        "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
         "device": options.get("device"),
     }  # fmt: skip

@@ -37,7 +37,7 @@ from qconvert.core.errors import QConvertError, UsageError
 from qconvert.core.say import say, say_error
 from qconvert.core.shown import message
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # and FINDINGS, of options.py
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # and FINDINGS, MORE, of options.py
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -56,7 +56,8 @@ def cli() -> None:
       qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3
 
-    Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 130 interrupted.
+    Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 4 more to do (--until),
+    130 interrupted.
     """
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 FINDINGS = 3  # exit code of a command that checked and found an error
+MORE = 4  # exit code of a conversion that --until ended: the same command goes on
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -177,6 +178,29 @@ class ShardName(_Text):
         from qconvert.run.division import parse_shard
 
         parse_shard(text, os.environ)
+
+
+class Time(_Text):
+    """How long a command may take."""
+
+    name = "time"
+
+    def check(self, text: str) -> None:
+        from qconvert.run.until import parse_until
+
+        parse_until(text)
+
+
+class LogFile(_Text):
+    """A file that lines are added to, or `-` for stderr."""
+
+    name = "file"
+
+    def check(self, text: str) -> None:
+        if not text:
+            raise ValueError("the name is empty; name a file, or - for stderr")
+        if "\0" in text:
+            raise ValueError(_NULL)
 
 
 class Address(_Text):
@@ -374,6 +398,21 @@ def shard(after: str) -> Callable[[F], F]:
         help="Do part I of N, counted from 0, of what machines that share the folder do together. auto, "
         f"auto/N: I as Slurm, torchrun or Kubernetes say in the environment. [afterwards: {after}]",
     )  # fmt: skip
+
+
+UNTIL = click.option(
+    "--until", type=Time(), metavar="TIME",
+    help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "
+    "the longest so far would not fit, all else at a unit; one is always done. Exit code 4: the same "
+    "command goes on, to the same bytes.",
+)  # fmt: skip
+
+
+LOG_JSON = click.option(
+    "--log-json", type=LogFile(), metavar="FILE",
+    help="Also add the progress to FILE (- for stderr), a JSON object a line: seconds, phase, bytes, "
+    "the part that is done, seconds left, work by kind.",
+)  # fmt: skip
 
 
 def base_model(default: str) -> Callable[[F], F]:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
 # What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
-# write a file (commands are noted without --profile), to take orders of a cluster.
-_REFUSED = ("--family", "--follow-links", "--profile", "--engine", "--address")
+# write a file (commands are noted without --profile, --log-json), to take orders of a cluster.
+_REFUSED = ("--family", "--follow-links", "--profile", "--log-json", "--engine", "--address")
 
 
 @click.command()
@@ -142,12 +142,14 @@ def _lines(folder: FolderStatus) -> list[str]:
         return [line + "the same command without --shard goes on"]
     units = f"{folder.units_done} of {count(folder.units or 0, 'unit')}"
     sizes = f"{format_size(folder.bytes_done or 0)} of {format_size(folder.bytes or 0)}"
-    lines = [f"{folder.out}: {units}, {sizes}"]
+    solved = f"{folder.experts_done} of {count(folder.experts, 'expert')} solved, "
+    lines = [f"{folder.out}: {solved if folder.experts else ''}{units}, {sizes}"]
     for row in folder.shards:
         who = "" if row.host is None else f"  {row.host} process {row.pid}, {row.last_sign}"
         lines.append(
             f"shard {row.shard}  {row.state:<9}  {row.units_done} of {count(row.units, 'unit')}, "
-            f"{format_size(row.bytes_done)} of {format_size(row.bytes)}{who}"
+            f"{format_size(row.bytes_done)} of {format_size(row.bytes)}"
+            f"{f', solved {row.experts_done}' if folder.experts else ''}{who}"
         )
     number, nbytes = folder.rest
     if number:

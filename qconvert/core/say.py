@@ -56,6 +56,16 @@ def say_json(value: Any) -> None:
     _write(_safe_json(json.dumps(value, indent=2)) + "\n", err=False)
 
 
+def say_log(value: Any) -> None:
+    """Show an object as one line of JSON on stderr."""
+    _write(log_line(value), err=True)
+
+
+def log_line(value: Any) -> str:
+    """An object as one line of JSON, in ASCII."""
+    return _safe_json(json.dumps(value)) + "\n"
+
+
 def say_report(text: str, form: str, *, styled: bool = False) -> None:
     """Show a rendered report, whose format has escaped foreign text in its own way. `styled` says
     that it is for a terminal and contains our colours; `github` consists of commands."""

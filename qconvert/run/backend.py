@@ -17,12 +17,15 @@ from typing import Any, Protocol
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.profiling import heard
+from qconvert.core.shown import count
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.plan.units import Compute, Unit
+from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters
 from qconvert.run.sink import Underway
 from qconvert.run.unit_runner import Place, UnitResult
+from qconvert.run.until import Until
 from qconvert.run.worker import Done, Setup, sink_for, unit_runner
 
 
@@ -49,13 +52,20 @@ class Job:
 
     `memory` is what it may take, in bytes (None: as it sees fit). `work_dir` is a folder for what it has
     to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
-    is done there. `key` names this run: what was kept under another key must not be continued."""
+    is done there. `key` names this run: what was kept under another key must not be continued. Where
+    `until` would be over within the next step that cannot be stopped, a backend pauses before it. `told`
+    hears of work that was done, by kind, with the seconds it took. `exchange` is where shards of the run
+    put what they have solved: with a shard of its own, the job is that shard's part, and yields no
+    results."""
 
     units: tuple[CalibratedUnit, ...]
     memory: int | None
     work_dir: Path
     key: str
     files: Files
+    until: Until | None = None
+    told: Callable[[str, float, float], None] | None = None
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,16 @@ class Remark:
     text: str
 
 
-Item = Solved | Barrier | Phase | Remark
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The last item of a job whose time is over: units are left, and the same run goes on with them.
+    `done` of `steps` (layers) have been made, by earlier runs too."""
+
+    done: int
+    steps: int
+
+
+Item = Solved | Barrier | Phase | Remark | Paused
 
 
 class Backend(Protocol):
@@ -100,8 +119,15 @@ class Backend(Protocol):
         """Refuse what is known to go wrong before anything is written: data, devices, folders of its own
         that overlap `folders`, the results'. Writes nothing."""
 
+    def undivided(self) -> str | None:
+        """Why the work cannot be divided among shards, as a clause; None where it can."""
+
     def unused(self) -> Sequence[str]:
         """Remarks for a run that has nothing left to solve."""
+
+    def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """What the job takes, by kind (run/estimate.py), and what earlier runs have done of it. Reads no
+        more than names in the work folder."""
 
     def solve(self, job: Job) -> Generator[Item]:
         """Every unit of the job, in any order. Closed early where the run fails; what it is to continue
@@ -134,8 +160,9 @@ def write_solved(
 ) -> list[str]:
     """Write what a backend solves. `finished` hears of each unit once its bytes are written; `commit`
     makes durable what it heard of. Returns the backend's remarks. Raises PlanError where one of `units`
-    was not solved."""
+    was not solved, and the backend did not pause."""
     remarks: list[str] = []
+    paused: Paused | None = None
     left = set(units)
     work = Meters() if setup.metered else None
     sink = sink_for(setup, files, work)
@@ -163,6 +190,11 @@ def write_solved(
                         phase(item.text)
                     case Remark():
                         remarks.append(item.text)
+                    case Paused():
+                        paused = item
+                        remarks.append(
+                            f"{item.done} of {count(item.steps, 'layer')} are calibrated"
+                        )
                 del item  # its buffers must not live on while the next ones are computed
             tell(underway.flush())
         if work is not None:
@@ -170,7 +202,7 @@ def write_solved(
     finally:
         runner.close()
         sink.close()
-    for number in sorted(left):
+    for number in sorted(left) if paused is None else ():
         op = calibrated_in(units[number])
         assert op is not None
         raise PlanError(f"{op.what} was not calibrated")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 
 class Events(Protocol):
@@ -16,6 +17,17 @@ class Events(Protocol):
 
     def phase(self, text: str) -> None:
         """What follows the writing: hashing, publishing."""
+
+
+@runtime_checkable
+class Watching(Events, Protocol):
+    """Events that hear of work by kind, too (run/estimate.py): what a run with a calibration takes."""
+
+    def planned(self, work: Mapping[str, float], before: Mapping[str, float]) -> None:
+        """Work of this run, told once after `start`, and what earlier runs have done."""
+
+    def did(self, kind: str, amount: float, seconds: float) -> None:
+        """That much of it has been done, in so many seconds; from any thread."""
 
 
 class Silent:

@@ -19,7 +19,7 @@ from qconvert.run.on_ray import RayEngine
 from qconvert.run.prepare import Options, Prepared, prepare
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
-from qconvert.run.run_units import run_units
+from qconvert.run.run_units import run_units, unsolved
 from qconvert.run.sharing import ShardEngine
 from qconvert.run.staging import publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
@@ -31,7 +31,8 @@ class RunResult:
     """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
     whether it had been finished before. `repaired` are files of a finished folder that were not as
     they had been made, and are again, with what was wrong. A shard's run publishes nothing:
-    `published` is false, and `nbytes` are those of its own units."""
+    `published` is false, and `nbytes` are those of its own units. Where the run's time was over first
+    (`Options.until`), `left_units` are left to the same call, with `left_bytes` to write."""
 
     out: Path
     fingerprint: str
@@ -43,6 +44,8 @@ class RunResult:
     repaired: Mapping[str, str] = field(default_factory=dict)
     published: bool = True
     share: Share | None = field(default=None, compare=False)
+    left_units: int = 0
+    left_bytes: int = 0
 
 
 def execute(
@@ -104,11 +107,12 @@ def run_together(
             if begun is None:
                 return [_already(target, backend) for target in targets]
             _fill(begun, told, disk, backend, engine)
-        if engine.publishes:
+        publishes = engine.publishes and not _left(begun)
+        if publishes:
             for target in reversed(begun.targets):
                 if not target.space.finished:
                     target.space.tidy()
-        return _results(begun, published=engine.publishes)
+        return _results(begun, published=publishes)
 
 
 def engine_of(options: Options) -> Engine:
@@ -139,13 +143,23 @@ def _fill(
         now = _look_at_source(targets[0], progress, told)
         run_units(targets, progress, told, files, backend, engine)
         targets[0].ready.plan.checkpoint.check_unchanged(now)
-    if engine.publishes:
+    if engine.publishes and not _left(begun):
         told.phase("publishing")
         _publish(targets, progress, now)
 
 
+def _left(begun: Begun) -> list[int]:
+    """Units that are left to the same run again; of a shard also those that have not been solved."""
+    first, progress = begun.targets[0], begun.progress
+    left = progress.left(len(first.ready.units))
+    if first.ready.options.shard is not None:
+        left += unsolved(first.ready, progress, first.space.work)
+    return left
+
+
 def _results(begun: Begun, *, published: bool) -> list[RunResult]:
     targets, progress = begun.targets, begun.progress
+    left = [targets[0].ready.units[number].write for number in _left(begun)]
     remarks = tuple(dict.fromkeys(progress.remarks))
     results = []
     for number, target in enumerate(targets):
@@ -157,7 +171,7 @@ def _results(begun: Begun, *, published: bool) -> list[RunResult]:
             RunResult(
                 target.out, ready.fingerprint, tuple(publish_order(ready)) if published else (),
                 nbytes, remarks, begun.resumed, repaired=target.faults, published=published,
-                share=ready.share,
+                share=ready.share, left_units=len(left), left_bytes=sum(left),
             )
         )  # fmt: skip
     return results

@@ -38,7 +38,8 @@ class Remembered:
     `edited` are files of it that people have changed since they were made. `seen` are ctime and inode
     of the source's shards when the units were last known to be made from them. `forgotten` are units
     that were not as recorded and have to be done again; `ended` says how the process of a shard ended,
-    None while it has not. `length` is that of the sound part in bytes.
+    None while it has not; `solved` are experts of a calibration that it put where other shards find
+    them (run/exchange.py). `length` is that of the sound part in bytes.
     """
 
     header: Mapping[str, Any]
@@ -51,6 +52,7 @@ class Remembered:
     seen: Any = None
     forgotten: set[int] = field(default_factory=set)
     ended: str | None = None
+    solved: set[str] = field(default_factory=set)
     length: int = 0
 
     @property
@@ -171,6 +173,11 @@ def _beat(_found: Remembered, _record: Mapping[str, Any]) -> None:
     """A sign of life, of a shard."""
 
 
+def _solved(found: Remembered, record: Mapping[str, Any]) -> None:
+    _expect(isinstance(record["solved"], str), "the name of an expert is not a string")
+    found.solved.add(record["solved"])
+
+
 def _ended(found: Remembered, record: Mapping[str, Any]) -> None:
     _expect(isinstance(record["ended"], str), "how it ended is not a string")
     found.ended = record["ended"]
@@ -186,7 +193,7 @@ def _names(value: Any) -> list[str]:
 
 _KINDS: Mapping[str, Callable[[Remembered, Mapping[str, Any]], None]] = {
     "unit": _unit, "forget": _forget, "publish": _publish, "withdraw": _withdraw, "seen": _seen,
-    "beat": _beat, "ended": _ended,
+    "beat": _beat, "ended": _ended, "solved": _solved,
 }  # fmt: skip
 
 

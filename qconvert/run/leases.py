@@ -202,11 +202,11 @@ def at_work(
         return here
     wait = STALE_SECONDS if seconds is None else seconds
     told(f"observing {unsure[0].label} for {wait:.0f} s: is it at work?")
-    sizes = {journal.path: _size(journal.path) for journal in unsure}
+    sizes = {journal.path: size_of(journal.path) for journal in unsure}
     until = time.monotonic() + wait
     while time.monotonic() < until:
         time.sleep(min(_POLL_SECONDS, wait))
-        grown = [journal for journal in unsure if _size(journal.path) != sizes[journal.path]]
+        grown = [journal for journal in unsure if size_of(journal.path) != sizes[journal.path]]
         # One that ended meanwhile has grown, too.
         ended = {path for path in map(_ended, grown) if path is not None}
         unsure = [journal for journal in unsure if journal.path not in ended]
@@ -234,7 +234,7 @@ def _ended(journal: ShardJournal) -> Path | None:
     return journal.path if found is not None and found.ended is not None else None
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     """The size of a file as the server has it: opening asks there, on NFS."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -262,7 +262,7 @@ class Lease(Journal):
 
     def __init__(self, path: Path, files: Files, length: int, next_start: Path) -> None:
         super().__init__(path, files, length)
-        self._next = next_start
+        self._next, self.work = next_start, path.parent.parent
         self._writing = Lock()
         self._stop = Event()
         self._quiet = True

@@ -24,6 +24,7 @@ from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
 from qconvert.run.memory import Share, searched, share_on_cluster, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
+from qconvert.run.until import Until
 
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
@@ -40,7 +41,8 @@ class Options:
     publishes what all of them did, and refuses a folder where units are missing. `command` is noted
     in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
     cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
-    `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays."""
+    `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays.
+    `until`: the run stops by then, and leaves what it has not done to the same run again."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -55,6 +57,7 @@ class Options:
     engine: EngineName = "local"
     address: str | None = None
     device: str | None = None
+    until: Until | None = None
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,10 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
             f"{op.what} has to be calibrated, and the run has no backend: give it "
             "qconvert.calibrate.backend.backend_for(plans)"
         )
-    options = parts[0][0].options
-    if op is not None and (options.shard is not None or options.finish):
+    why = None if op is None or backend is None else backend.undivided()
+    if why is not None and parts[0][0].options.shard is not None:
         raise PlanError(
-            "--shard cannot be used with a calibration: the codes of each layer depend on the "
-            "activations of all layers before it, so one process makes them in order; run it without "
-            "--shard"
+            f"--shard cannot be used with this calibration: {why}; run it without --shard"
         )
     needed: dict[int, int] = {}
     for number, (ready, out) in enumerate(parts):
@@ -46,8 +44,8 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
 
 def check_backend(parts: Parts, backend: Backend | None) -> None:
     """Raise PlanError where a backend needs more memory than the run was given, and what the backend's
-    own check raises."""
-    if backend is None:
+    own check raises. What shards have solved is written without samples, devices or memory."""
+    if backend is None or parts[0][0].options.finish:
         return
     memory, need = parts[0][0].options.memory, backend.needs().memory
     if memory is not None and memory < need:

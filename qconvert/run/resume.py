@@ -38,6 +38,11 @@ class Progress:
     seen: Any
     mine: frozenset[int] | None = None
 
+    def left(self, units: int) -> list[int]:
+        """Which of all units this run has still to do."""
+        mine = range(units) if self.mine is None else sorted(self.mine)
+        return [number for number in mine if number not in self.kept]
+
 
 @phase("stage")
 def open_journals(targets: Sequence[Target]) -> list[Target]:

@@ -13,9 +13,12 @@ from qconvert.plan.units import Unit
 from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
 from qconvert.run.engine import Engine, Work
-from qconvert.run.events import Events
+from qconvert.run.estimate import WRITE
+from qconvert.run.events import Events, Watching
+from qconvert.run.exchange import SOLVED, Exchange
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
+from qconvert.run.prepare import Prepared
 from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
@@ -48,7 +51,8 @@ def run_units(
     backend: Backend | None,
     engine: Engine,
 ) -> None:
-    """Run the units that are left, the engine's first, and add their records to `progress`."""
+    """Run the units that are left, the engine's first, and add their records to `progress`. Where the
+    run's time is over before, some stay left."""
     ready, journal = targets[0].ready, targets[0].journal
     assert journal is not None, "the first folder is published last"
     mine = [
@@ -57,10 +61,20 @@ def run_units(
         if progress.mine is None or number in progress.mine
     ]
     left = [(number, unit) for number, unit in mine if number not in progress.kept]
+    solved = calibrated_left(ready, progress)
     total = sum(unit.write for _, unit in mine)
     told.start(total, total - sum(unit.write for _, unit in left))
-    if not left:
+    if not left and not solved:
         return
+    watching = told if isinstance(told, Watching) else None
+    job = _job(targets[0], solved, files, watching) if solved else None
+    shard = ready.options.shard
+    if job is not None and watching is not None:
+        assert backend is not None, "checked before anything was claimed"
+        work, before = backend.work(job)
+        rest = sum(unit.write for number, unit in left if number not in solved)
+        if work:
+            watching.planned({**work, WRITE: float(rest)}, before)
     setup, places = _setup(targets)
     committer = Committer(journal, files, setup.paths, ready.options.commit_bytes)
 
@@ -73,13 +87,14 @@ def run_units(
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
     note_run(targets, left)
-    solved = {number: unit for number, unit in left if calibrated_in(unit) is not None}
     try:
         by_engine = [item for item in left if item[0] not in solved]
-        _by_engine(engine, targets, by_engine, writing)
-        if solved:
+        stopped = _by_engine(engine, targets, by_engine, writing)
+        if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
-            progress.remarks.extend(_by_backend(targets[0], backend, solved, writing))
+            # What a shard solves is written when the whole is.
+            written = solved if shard is None else {}
+            progress.remarks.extend(_by_backend(job, backend, written, writing))
     except (KeyboardInterrupt, QConvertError):
         # What is finished is kept, unless keeping it fails as well.
         with suppress(QConvertError):
@@ -108,7 +123,10 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
 
 def _by_engine(
     engine: Engine, targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing
-) -> None:
+) -> bool:
+    """Whether the time was over: units are left then, and what workers have not finished is lost. One
+    unit is always done."""
+    until = targets[0].ready.options.until
     size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
     stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
@@ -121,21 +139,76 @@ def _by_engine(
                 heard(message.word)
             else:
                 writing.finished(message.number, message.result)
+                if until is not None and until.over:
+                    return True
+    return False
+
+
+def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
+    """Units for a backend, which every shard has all of."""
+    return {
+        number: unit
+        for number, unit in enumerate(ready.units)
+        if number not in progress.kept and calibrated_in(unit) is not None
+    }
+
+
+def experts_in(ready: Prepared) -> set[tuple[int, int]]:
+    """Layers and numbers of experts that are to be calibrated."""
+    ops = filter(None, map(calibrated_in, ready.units))
+    return {(op.layer, op.expert) for op in ops if op.expert is not None}
+
+
+def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
+    """Calibrated units whose expert no shard has solved."""
+    exchange = Exchange(work, ready.fingerprint, Files())
+    left = {
+        number: calibrated_in(unit) for number, unit in calibrated_left(ready, progress).items()
+    }
+    return [
+        number
+        for number, op in left.items()
+        if op is None or op.expert is None or not exchange.has(op.layer, op.expert)
+    ]
+
+
+def exchange_of(target: Target, files: Files) -> Exchange | None:
+    """Where shards put what they solve; None in a run without, where none were before."""
+    options, space = target.ready.options, target.space
+    if options.shard is None and not (space.work / SOLVED).is_dir():
+        return None
+    note = None if target.journal is None else target.journal.append
+    return Exchange(
+        space.work, target.ready.fingerprint, files, options.shard,
+        note if options.shard is not None else None, options.until,
+    )  # fmt: skip
+
+
+def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
+    """What a backend is asked for."""
+    asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
+    exchange = exchange_of(first, files)
+    work_dir = first.space.work / CALIBRATION
+    if exchange is not None and exchange.shard is not None:
+        files.make_folder(exchange.folder)
+        work_dir = exchange.states
+    return Job(
+        tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
+        memory=first.ready.options.memory,
+        work_dir=work_dir,
+        key=first.ready.fingerprint,
+        files=files,
+        until=first.ready.options.until,
+        told=None if watching is None else watching.did,
+        exchange=exchange,
+    )
 
 
 @phase("calibrate")
 def _by_backend(
-    first: Target, backend: Backend, units: Mapping[int, Unit], writing: _Writing
+    job: Job, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:
     """Let a backend solve units, and write what it solves. Returns its remarks."""
-    asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
-    job = Job(
-        tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
-        memory=first.ready.options.memory,
-        work_dir=first.space.work / CALIBRATION,
-        key=first.ready.fingerprint,
-        files=writing.files,
-    )
     return write_solved(
         backend.solve(job), writing.setup, writing.files, units, writing.places,
         wrote=writing.told.wrote, phase=writing.told.phase, finished=writing.finished,

@@ -21,6 +21,7 @@ from qconvert.run.backend import Backend
 from qconvert.run.division import LEFT_TO_FINISH, Division, Shard, divide
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
+from qconvert.run.exchange import solved_in
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal, refuse_other_plan
 from qconvert.run.leases import (
@@ -40,6 +41,7 @@ from qconvert.run.leases import (
 from qconvert.run.pool import run_local
 from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress
+from qconvert.run.run_units import experts_in, unsolved
 from qconvert.run.shards import OutFile
 from qconvert.run.staging import identity_of, planned_places
 from qconvert.run.target import Target
@@ -126,7 +128,8 @@ class ShardEngine:
             mine = division.of(self.shard)
             progress = _progress(begun, self.shard, mine, lease, told, files)
             yield Begun(begun, progress, len(mine & before))
-            how = "done"
+            if not progress.left(0) and not unsolved(targets[0].ready, progress, lease.work):
+                how = "done"  # of all units its own count alone, and what all solve together
         finally:
             for each in leases:
                 each.end(how)
@@ -142,6 +145,7 @@ def _lease(target: Target, shard: Shard, division: Division, told: Events, files
         **identity_of(target.ready), "run": SHARDS,
         "command": list(target.ready.options.command), "folder": str(Path.cwd()),
         "shares": [list(pair) for pair in (*division.shares, division.rest)],
+        "experts": len(experts_in(target.ready)),
     }  # fmt: skip
     while True:
         journals = journals_in(space.work)
@@ -297,9 +301,10 @@ def check_complete(targets: Sequence[Target]) -> None:
     for number, owner in enumerate(division.owner):
         if owner != LEFT_TO_FINISH and number not in done:
             missing.setdefault(owner, []).append(number)
-    if not missing:
-        return
     begun = {journal.shard for journal in journals}
+    if not missing:
+        _check_solved(first, newest, begun)
+        return
     said = []
     for index, numbers in sorted(missing.items())[:_SHOWN_SHARDS]:
         shard = Shard(index, newest.shard.count)
@@ -317,6 +322,23 @@ def check_complete(targets: Sequence[Target]) -> None:
     )
 
 
+def _check_solved(first: Target, newest: ShardJournal, begun: set[Shard]) -> None:
+    """Raise OutputError where experts of a calibration have not been solved by any shard."""
+    assert first.space.remembered is not None
+    progress = Progress(dict(first.space.remembered.units), {}, [], None)
+    if not unsolved(first.ready, progress, first.space.work):
+        return
+    experts = experts_in(first.ready)
+    done = solved_in(first.space.work)
+    shards = [Shard(n, newest.shard.count) for n in range(newest.shard.count)]
+    late = next((shard for shard in shards if shard not in begun), shards[0])
+    raise OutputError(
+        f"{first.out}: not all is done: {len(experts) - done} of {count(len(experts), 'expert')} are "
+        f"not solved. Run any of the shards again: {command_of(newest, late)}; or the same command "
+        "without --shard, to do the rest here"
+    )
+
+
 def command_of(journal: ShardJournal, shard: Shard) -> str:
     """The command line of another shard of the same run."""
     if not journal.command:
@@ -327,10 +349,15 @@ def command_of(journal: ShardJournal, shard: Shard) -> str:
 
 def without_shard(command: Sequence[str]) -> list[str]:
     """A command line without its option --shard."""
+    return without_option(command, "--shard")
+
+
+def without_option(command: Sequence[str], name: str) -> list[str]:
+    """A command line without an option and its value."""
     words: list[str] = []
     skip = False
     for word in command:
-        if not skip and word != "--shard" and not word.startswith("--shard="):
+        if not skip and word != name and not word.startswith(f"{name}="):
             words.append(word)
-        skip = not skip and word == "--shard"
+        skip = not skip and word == name
     return words

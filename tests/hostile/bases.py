@@ -145,6 +145,15 @@ def _stats(_bases: Bases, folder: Path) -> None:
         write_shard(folder / f"layer-{layer:05d}.safetensors", tensors, notes)
 
 
+def _solved(bases: Bases, folder: Path) -> None:
+    """What the one shard of a calibration leaves, which is not finished."""
+    words = ("w4a16", bases.folder("calibratable"), folder, "--group-size", "32", "--gptq")
+    data = ("--data", bases.folder("data.jsonl"), "--samples", "2", "--length", "8")
+    done = run_cli(*words, *data, "--device", "cpu", "--jobs", "1", "--shard", "0/1")
+    if done.code != 0:
+        raise RuntimeError(f"base {folder.name}: {done.err}")
+
+
 def _parts(bases: Bases, folder: Path) -> None:
     """What two shards of a validation found in the base made."""
     words = ("validate", bases.folder("made"), "--against", bases.folder("fp8"), "--level", "full")
@@ -192,6 +201,7 @@ _MAKE: Mapping[str, Make] = {
     ),
     "stats": _stats,
     "parts": _parts,
+    "solved": _solved,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }
@@ -200,4 +210,5 @@ _NEEDS = {
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
     "publishing": ("fp8",), "parts": ("made",), "evaluable": ("calibratable",),
+    "solved": ("calibratable", "data.jsonl"),
 }  # fmt: skip

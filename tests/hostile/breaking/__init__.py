@@ -13,10 +13,11 @@ from hostile.breaking import (
     recipes,
     shards,
     sidefiles,
+    solved,
     sound,
 )
 
 MODULES = (
     sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, shards, recipes,
-    calibration, parts, arguments,
+    calibration, parts, solved, arguments,
 )  # fmt: skip
