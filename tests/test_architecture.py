@@ -134,6 +134,8 @@ _FOR_VALIDATORS = {
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
     # How numba compiles a loop: no arithmetic.
     "qconvert.compiled.jit",
+    # Which packages are installed.
+    "qconvert.core.extras",
     # Names that a manifest and config.json have: facts, no code that makes a folder.
     "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.

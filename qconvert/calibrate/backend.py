@@ -16,6 +16,7 @@ from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Ma
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
+from qconvert.core.extras import lacking, require
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.matrices.calibrated import calibrated_op
@@ -30,6 +31,8 @@ from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
     from qconvert.samples.data import Ids
+
+_NEEDS = "calibration runs the model's own class"
 
 
 def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
@@ -92,6 +95,7 @@ class GptqBackend:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
         if not self.packers and not self.linears:
             return  # a pipeline stage without what is solved
+        require("calibrate", _NEEDS)
         if request.save_stats is not None:
             stats = Path(request.save_stats)
             check_apart(stats, checkpoint)
@@ -216,6 +220,12 @@ class GptqBackend:
             yield f"no map of hot experts was written: {error}"
         else:
             yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
+
+
+def unmet(plan: Plan) -> tuple[str, ...]:
+    """What a plan's calibration lacks on this machine, for who reads the plan; `check` refuses it."""
+    missing = "" if plan.calibration is None else lacking("calibrate")
+    return (f"{_NEEDS}, and {missing}",) if missing else ()
 
 
 def work_dir_bytes(calibration: Calibrating) -> int:
