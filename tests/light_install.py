@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tomllib
 import venv
@@ -16,6 +17,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from qconvert.cli.demo_checkpoint import write_sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +38,66 @@ for words in json.load(sys.stdin):
     found.append([code, out.getvalue(), err.getvalue()])
 json.dump([found, sorted({name.partition(".")[0] for name in sys.modules})], sys.stdout)
 """
+
+
+EXTRAS_PACKAGES = {
+    "torch",
+    "transformers",
+    "llmcompressor",
+    "triton",
+    "numba",
+    "ray",
+    "s3fs",
+    "datasets",
+}
+CALIBRATE = (
+    "torch, transformers and llmcompressor are not installed: pip install 'qconvert[calibrate]'"
+)
+EVAL = "torch and transformers are not installed: pip install 'qconvert[calibrate]'"
+KERNELS = "torch and triton are not installed: pip install 'qconvert[kernels]'"
+
+# Name: a command line in a folder that holds `fp8`, the sample; after it, what earlier ones made.
+RUNS: dict[str, str] = {
+    "inspect": "inspect fp8",
+    "plan": "plan dequant-fp8 fp8",
+    "header rules": "validate fp8 --level headers",
+    "validate": "validate fp8 --level full",
+    "fuse": "fuse fp8 fused --for sglang --validate full",
+    "dequant": "dequant fp8 bf16 --validate full",
+    "plan a calibration": "plan gptq.yaml bf16",
+    "amx": "amx fp8 amx --method int4 --numa 1 --validate full",
+    "w4a16": "w4a16 fp8 w4 --rtn --validate full",
+    "nvfp4": "nvfp4 fp8 nvfp4 --dialect compressed-tensors --validate full",
+    "fp8": "fp8 bf16 fp8-again --validate full",
+    "int8": "int8 bf16 int8 --validate full",
+    "mx": "mx bf16 mx --validate full",
+    "kt": "kt fp8 --cpu-out kt --cpu int4 --numa 1",
+    "split": "split fp8 stages --pp 2 --for sglang",
+    "upload": "upload bf16 me/model --dry-run",
+    "advise": "advise fp8 --for sglang --gpus 1",
+    "diff": "diff fp8 fp8",
+    "repair": "repair bf16 --dry-run",
+    "kernels": "validate bf16 --against fp8 --kernels",
+    "attribute": "validate w4 --against fp8 --attribute",
+    "logits": "validate bf16 --against fp8 --logits 2",
+}
+# What each needs, and the words it ends with.
+REFUSED: dict[str, str] = {
+    "w4a16 bf16 out --gptq --data data.txt": CALIBRATE,
+    "w4a16 bf16 out --gptq --data data.txt --dry-run": CALIBRATE,
+    "w4a16 bf16 out --gptq --targets Linear --data data.txt --dry-run": CALIBRATE,
+    "amx bf16 out --method int4 --numa 1 --gptq --data data.txt --dry-run": CALIBRATE,
+    "nvfp4 bf16 out --dialect modelopt --gptq --data data.txt --dry-run": CALIBRATE,
+    "kt bf16 --cpu-out out --cpu int4 --numa 1 --gptq --data data.txt --dry-run": CALIBRATE,
+    "run gptq.yaml bf16 out": CALIBRATE,
+    "eval w4 --against bf16 --data data.txt": EVAL,
+    "w4a16 unknown out --rtn": (
+        "its class cannot be read without transformers (pip install 'qconvert[calibrate]')"
+    ),
+    "dequant fp8 out --engine ray": "ray is not installed: pip install 'qconvert[ray]'",
+    "dequant s3://bucket/model out": "s3:// is missing: pip install 'qconvert[s3]'",
+    "demo": "torch is not installed: pip install 'qconvert[all]'",
+}
 
 
 @dataclass(frozen=True)
@@ -99,5 +162,30 @@ def commands(
 
 def clean(**more: str) -> dict[str, str]:
     """The environment without what would lead a Python to other packages."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    other = ("PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in other}
     return kept | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | more
+
+
+@dataclass(frozen=True)
+class Light:
+    """What each of RUNS and REFUSED gave, by name or line, in `folder`, and what they imported."""
+
+    folder: Path
+    said: Mapping[str, Said]
+    imported: frozenset[str]
+
+
+def light(python: Path, folder: Path) -> Light:
+    """Run RUNS and REFUSED with an environment's Python, in a folder that holds what they read."""
+    sample = folder / "fp8"
+    write_sample(sample)
+    (folder / "data.txt").write_text("What a calibration reads.\n" * 100)
+    (folder / "gptq.yaml").write_text("passes:\n  - w4a16: {calibrate: {data: data.txt}}\n")
+    # A checkpoint of a class that no file describes.
+    unknown = shutil.copytree(sample, folder / "unknown") / "config.json"
+    config = json.loads(unknown.read_text())
+    config |= {"model_type": "my_moe", "architectures": ["MyMoeForCausalLM"]}
+    unknown.write_text(json.dumps(config))
+    said, imported = commands(python, [line.split() for line in (*RUNS.values(), *REFUSED)], folder)
+    return Light(folder, dict(zip((*RUNS, *REFUSED), said, strict=True)), frozenset(imported))
