@@ -761,7 +761,7 @@ def test_faults_of_either_library(name: str, monkeypatch: pytest.MonkeyPatch) ->
     try:
         assert library() is http
         failed = lost("connection reset")
-        failed.request = SimpleNamespace(url=SimpleNamespace(path="/api/models"))  # type: ignore[attr-defined]
+        failed.request = SimpleNamespace(url=SimpleNamespace(path="/api/models"))
         found = fault_of(failed)
     finally:
         library.cache_clear()
