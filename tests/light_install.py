@@ -130,12 +130,13 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def light_python(folder: Path) -> Path:
-    """The Python of a new environment that sees the checkout, and of what is installed here only the
-    core requirements' closure: by links, so nothing is fetched or copied."""
+def light_python(folder: Path, *extras: str) -> Path:
+    """The Python of a new environment that sees the checkout, and of what is installed here only what
+    the core requirements, and some extras', lead to: by links, so nothing is fetched or copied."""
+    extra = [text for name in extras for text in project()["optional-dependencies"][name]]
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in closure(project()["dependencies"]):
+    for name in closure([*project()["dependencies"], *extra]):
         dist = metadata.distribution(name)
         for top in {file.parts[0] for file in dist.files or ()}:
             target = Path(str(dist.locate_file(top))).resolve()
@@ -146,14 +147,14 @@ def light_python(folder: Path) -> Path:
 
 
 def commands(
-    python: Path, lines: Sequence[Sequence[str]], folder: Path
+    python: Path, lines: Sequence[Sequence[str]], folder: Path, **environment: str
 ) -> tuple[list[Said], set[str]]:
     """What command lines give, one after another in one process that starts in `folder`, and what it
     imported."""
     done = subprocess.run(
         [python, "-P", "-c", _COMMANDS],
         input=json.dumps([*map(list, lines)]), cwd=folder,
-        capture_output=True, text=True, check=False, env=clean(),
+        capture_output=True, text=True, check=False, env=clean(**environment),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said, imported = json.loads(done.stdout)

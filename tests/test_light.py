@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import light_install
+import numpy as np
 import pytest
 from checkpoints import run_cli, tree
 from light_install import (
@@ -18,8 +19,12 @@ from light_install import (
     REFUSED,
     RUNS,
     Light,
+    commands,
     light_python,
 )
+from safetensors.numpy import save_file
+
+from qconvert.cli.demo_checkpoint import VOCAB, write_sample
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,47 @@ def test_what_needs_an_extra_is_refused_with_its_command(line: str, light: Light
     assert REFUSED[line] in said.err
     assert "Traceback" not in said.err
     assert not (light.folder / "out").exists()
+
+
+# --- Each extra alone --------------------------------------------------------------------------------
+
+
+def alone(extra: str, folder: Path, *lines: str, **environment: str) -> set[str]:
+    """Run command lines, from `fp8`, with the core requirements and one extra. What they imported."""
+    write_sample(folder / "fp8")
+    python = light_python(folder / "environment", extra)
+    words = [line.split() for line in lines]
+    said, imported = commands(python, words, folder, **environment)
+    assert [one.err for one in said if one.code] == []
+    assert "0 errors, 0 warnings" in said[-1].out
+    return imported & EXTRAS_PACKAGES
+
+
+def test_fast_alone(tmp_path: Path) -> None:
+    """Compiled loops are asked for outright; without the extra that is refused."""
+    line = "dequant fp8 bf16 --jobs 1 --validate full"
+    alone("fast", tmp_path, line, QCONVERT_KERNELS="numba")
+    python, words = light_python(tmp_path / "core"), [*line.replace("bf16", "other").split()]
+    (said,), _ = commands(python, [words], tmp_path, QCONVERT_KERNELS="numba")
+    assert said.code == 1
+    assert "and numba is not installed: pip install 'qconvert[fast]'" in said.err
+
+
+@pytest.mark.peer
+def test_kernels_alone(tmp_path: Path) -> None:
+    made = "w4a16 fp8 w4 --rtn"
+    checked = "validate w4 --against fp8 --attribute --kernels"
+    assert alone("kernels", tmp_path, made, checked) == {"torch", "triton"}
+
+
+@pytest.mark.peer
+def test_calibrate_alone(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 64))
+    save_file({"input_ids": tokens}, tmp_path / "ids.safetensors")
+    found = alone(
+        "calibrate", tmp_path, "dequant fp8 bf16",
+        "w4a16 bf16 w4 --gptq --data ids.safetensors",
+        "eval w4 --against bf16 --data ids.safetensors",
+        "validate w4 --against bf16 --level full --logits 2",
+    )  # fmt: skip
+    assert found == {"torch", "transformers", "llmcompressor", "datasets"}
