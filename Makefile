@@ -39,7 +39,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[test,fast]'
+	$(PIP) -e '.[test]'
 	touch $@
 
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt

@@ -30,7 +30,7 @@ from typing import TypedDict, Unpack
 from qconvert.advise.advice import Advice
 from qconvert.advise.advice import advise as _advise
 from qconvert.advise.machine import Machine
-from qconvert.calibrate.backend import backend_for
+from qconvert.calibrate.backend import backend_for, unmet
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
@@ -254,8 +254,10 @@ class PlannedFolder:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about the source, then those of the header rules about the result."""
-        return (*self.ready.plan.checkpoint.warnings, *self.verdict.lines())
+        """Warnings about the source, those of the header rules about the result, and what a calibration
+        lacks on this machine."""
+        plan = self.ready.plan
+        return (*plan.checkpoint.warnings, *self.verdict.lines(), *unmet(plan))
 
 
 @dataclass(frozen=True)

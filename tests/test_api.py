@@ -266,8 +266,8 @@ def test_a_repo_or_folder_of_stages_takes_no_pair(source: Path, tmp_path: Path) 
 # --- Documents -----------------------------------------------------------------------------------
 
 
-def test_the_readme_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_page_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "python.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
         program = program.replace(f'"{name}"', repr(str(path)))

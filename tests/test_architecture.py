@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from qconvert.core.extras import extra_of
+
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "qconvert"
 # The only modules that stand in no package; the API has a tier.
@@ -117,6 +119,22 @@ def test_model_libraries_stay_in_their_packages() -> None:
     assert {n: found for n, found in wrong.items() if found and not n.startswith(allowed)} == {}
 
 
+def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
+    """Each of these is reached only after core/extras.py was asked. What any other file needs is a core
+    requirement, or the file's own callers have to ask, and it stands here."""
+    asked = (
+        "calibrate/", "evaluate/", "samples/readers.py", "samples/tokenizer.py",  # calibration, eval
+        "layouts/derived/transformers_class.py", "layouts/derived/running.py",  # a process of its own
+        "validators/kernels/", "validators/model/", "validators/amx/amx_client.py",
+        "validators/amx/kt_forward.py", "ops/gpu/", "compiled/", "run/on_ray.py",
+        "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
+        "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
+    )  # fmt: skip
+    found = {name for name, imports in _EVERYWHERE.items() if any(map(extra_of, _outside(imports)))}
+    assert {name for name in found if not name.startswith(asked)} == set()
+    assert {one for one in asked if not any(name.startswith(one) for name in found)} == set()
+
+
 def test_core_is_standard_library() -> None:
     ours = set(sys.stdlib_module_names) | {"qconvert"}
     wrong = {n: _outside(f) - ours for n, f in _AT_IMPORT.items() if n.startswith("core/")}
@@ -134,6 +152,8 @@ _FOR_VALIDATORS = {
     "qconvert.run.reader", "qconvert.runtimes.pipeline",
     # How numba compiles a loop: no arithmetic.
     "qconvert.compiled.jit",
+    # Which packages are installed.
+    "qconvert.core.extras",
     # Names that a manifest and config.json have: facts, no code that makes a folder.
     "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.

@@ -25,6 +25,7 @@ from checkpoints import copied, edit_json, read_tensors, run_cli
 from data_folders import home, store
 from safetensors.torch import save_file
 
+from qconvert.cli.demo_checkpoint import VOCAB, write_sample
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Request, validate_folder
 
@@ -104,6 +105,27 @@ def of_amax(
             )
             assert done.code == 0, done.err
     return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "w4a16 --group-size 128", "w4a16 --group-size 32 --solver llmcompressor",
+        "nvfp4 --dialect compressed-tensors", "amx --method int4 --numa 1",
+    ],
+)  # fmt: skip
+def test_a_draft_layer_is_rounded_beside_calibrated_ones(line: str, tmp_path: Path) -> None:
+    """Under scales of its largest weights, whatever the solver searches for."""
+    write_sample(tmp_path / "fp8")
+    source, out, data = tmp_path / "bf16", tmp_path / "out", tmp_path / "tokens.safetensors"
+    assert run_cli("dequant", tmp_path / "fp8", source).code == 0
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 64))
+    save_file({"input_ids": torch.from_numpy(tokens)}, data)
+    command, *options = line.split()
+    done = run_cli(command, source, out, *options, "--gptq", "--data", data)
+    assert done.code == 0, done.err
+    assert any("mtp" in name or name.startswith("blk.4") for name in read_tensors(out))
+    assert findings(out, {"model": source}) == []
 
 
 @pytest.mark.parametrize("name", ["packed", "amx"])

@@ -1,5 +1,5 @@
-"""Documents rot; these cannot: every command and option the README shows exists, and the run it shows
-is what the demo prints."""
+"""Documents rot; these cannot: every command and option that README and the pages of docs/ show exists,
+and the run that they show is what the demo prints."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from qconvert.validation import runner
 from qconvert.validation.runner import rules
 
 _ROOT = Path(__file__).parent.parent
-_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_TEXT = "\n".join(page.read_text(encoding="utf-8") for page in _PAGES)
 # What a machine measures, or chooses, is its own.
 _MEASURED = re.compile(r"^needs .*$", re.MULTILINE)
 
 
 def commands() -> list[str]:
-    """Lines of the README's shell blocks that run qconvert, without their comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", _README, re.DOTALL)
+    """Lines of the pages' shell blocks that run qconvert, without their comments; each once."""
+    blocks = re.findall(r"```sh\n(.*?)```", _TEXT, re.DOTALL)
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("qconvert ")]
+    return list(dict.fromkeys(line for line in lines if line.startswith("qconvert ")))
 
 
 @pytest.mark.parametrize("line", commands())
@@ -42,30 +43,37 @@ def test_every_command_shown_parses(line: str) -> None:
     command.make_context(line, words, parent=click.Context(cli, **cli.context_settings))
 
 
-def test_the_readme_has_commands() -> None:
-    assert len(commands()) > 10
+def test_the_pages_have_commands() -> None:
+    assert len(commands()) > 40
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert [page.name for page in _PAGES[1:] if f"](docs/{page.name})" not in text] == []
 
 
 def test_the_run_shown_is_the_demos() -> None:
-    (shown,) = re.findall(r"```console\n(.*?)```", _README, re.DOTALL)
+    (shown,) = re.findall(r"```console\n(.*?)```", _TEXT, re.DOTALL)
     printed = run_cli("demo").out
     first = _MEASURED.sub("", printed.split("\n$ qconvert dequant")[0]).strip()
     assert _MEASURED.sub("", shown).strip() == first
 
 
 def test_the_recipe_shown_is_one() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", _README, re.DOTALL)
-    assert [step.name for step in parse_recipe(text, "README").passes] == ["dequant", "fuse"]
+    (text,) = re.findall(r"```yaml\n(.*?)```", _TEXT, re.DOTALL)
+    assert [step.name for step in parse_recipe(text, "docs").passes] == ["dequant", "fuse"]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"],
+    ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"]
+    + [page.relative_to(_ROOT).as_posix() for page in _PAGES],
 )
 def test_links_lead_somewhere(name: str) -> None:
     text = (_ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
-        assert (_ROOT / target).exists(), target
+        assert ((_ROOT / name).parent / target).exists(), target
 
 
 def rules_page() -> str:

@@ -17,7 +17,7 @@ import torch
 from checkpoints import convert, run_cli
 
 from qconvert.checkpoint.open import open_source
-from qconvert.core.errors import CheckpointError, DataError, RunError, UsageError
+from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError, UsageError
 from qconvert.evaluate import engine, head
 from qconvert.evaluate import run as evaluation
 from qconvert.evaluate.memory import Budget, Sizes
@@ -434,10 +434,9 @@ def test_hidden_states_that_are_not_finite(folders: Path, tmp_path: Path) -> Non
 
 def test_a_missing_library(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = source(folders)
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
-    with pytest.raises(
-        RunError, match="torch and transformers cannot be imported; pip install torch"
-    ):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = r"torch and transformers are not installed: pip install 'qconvert\[calibrate\]'"
+    with pytest.raises(PlanError, match=said):
         evaluated(of, of, data(tmp_path))
 
 

@@ -100,7 +100,9 @@ def test_what_is_asked_for_is_done_or_refused(gpus: Path) -> None:
 def test_a_package_that_is_missing_is_named(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (gpus / "nvidia0").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PlanError, match="torch is not installed: pip install torch"):
+    with pytest.raises(
+        PlanError, match=r"torch and triton are not installed: pip install 'qconvert\[kernels\]'"
+    ):
         decide(_LONG, "cuda:0", 1)
 
 

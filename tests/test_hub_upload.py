@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ from checkpoints import (
 from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-from qconvert.hub.retries import TRIES
+from qconvert.hub.http import library
+from qconvert.hub.retries import TRIES, fault_of
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -743,3 +745,24 @@ def test_another_tools_folder(hub: LoopbackHub, tmp_path: Path) -> None:
     assert "How it was made" not in text
     write_shard(plain / "extra.safetensors", {"x": tensor("BF16", 2)})
     assert "QC056" in upload(plain).err
+
+
+@pytest.mark.parametrize("name", ["httpx", "httpx2"])
+def test_faults_of_either_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub 1.33 raises httpx's errors, 2.4 httpx2's, whatever else is installed."""
+    http, errors = ModuleType(name), ModuleType("huggingface_hub.errors")
+    base: type[Exception] = type("HTTPError", (OSError,), {"__module__": f"{name}._exceptions"})
+    lost = type("TransportError", (base,), {"request": None})
+    vars(http).update(HTTPError=base, TransportError=lost, Response=type("Response", (), {}))
+    vars(errors)["HfHubHTTPError"] = type("HfHubHTTPError", (base,), {})
+    monkeypatch.setitem(sys.modules, name, http)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
+    library.cache_clear()
+    try:
+        assert library() is http
+        failed = lost("connection reset")
+        failed.request = SimpleNamespace(url=SimpleNamespace(path="/api/models"))
+        found = fault_of(failed)
+    finally:
+        library.cache_clear()
+    assert str(found) == "no answer from /api/models: connection reset"

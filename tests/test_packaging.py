@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import zipfile
@@ -11,90 +10,58 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from built import ROOT, built, from_checkout, tracked
 
-_ROOT = Path(__file__).parent.parent
 _DATA = (".py", ".json", ".yaml", ".css", ".js", ".typed")
-
-
-def _tracked() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=_ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return [name for name in listed.stdout.splitlines() if os.path.lexists(_ROOT / name)]
 
 
 def _packaged() -> set[str]:
     """Files of the package that a wheel must hold."""
     return {
-        name for name in _tracked() if name.startswith("qconvert/") and name.endswith(_DATA)
+        name for name in tracked() if name.startswith("qconvert/") and name.endswith(_DATA)
     }  # fmt: skip
-
-
-def _from_checkout(tree: Path) -> None:
-    """The checkout as it is, links as links."""
-    for name in _tracked():
-        file = tree / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if (_ROOT / name).is_symlink():
-            file.symlink_to((_ROOT / name).readlink())
-        else:
-            file.write_bytes((_ROOT / name).read_bytes())
 
 
 def _without_links(tree: Path) -> None:
     """A checkout with core.symlinks=false: a link is a text file that holds its target."""
-    for name in _tracked():
+    for name in tracked():
         file = tree / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        if (_ROOT / name).is_symlink():
-            file.write_text(str((_ROOT / name).readlink()))
+        if (ROOT / name).is_symlink():
+            file.write_text(str((ROOT / name).readlink()))
         else:
-            file.write_bytes((_ROOT / name).read_bytes())
+            file.write_bytes((ROOT / name).read_bytes())
 
 
 def _from_archive(tree: Path) -> None:
     """The zip that a forge offers of a commit, extracted by what keeps no links. It holds what is
     committed, so files that differ from the commit are written over it."""
     packed = subprocess.run(
-        ["git", "archive", "--format=zip", "HEAD"], cwd=_ROOT, capture_output=True, check=True
+        ["git", "archive", "--format=zip", "HEAD"], cwd=ROOT, capture_output=True, check=True
     )
     zipfile.ZipFile(io.BytesIO(packed.stdout)).extractall(tree)
     changed = subprocess.run(
         ["git", "diff", "--name-only", "HEAD"],
-        cwd=_ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
     other = subprocess.run(
         ["git", "ls-files", "--others", "--exclude-standard"],
-        cwd=_ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     for name in (changed.stdout + other.stdout).splitlines():
         (tree / name).unlink(missing_ok=True)
-        if (_ROOT / name).is_file() and not (_ROOT / name).is_symlink():
+        if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_bytes((_ROOT / name).read_bytes())
-
-
-def _built(make: Callable[[Path], None], folder: Path, *what: str) -> list[Path]:
-    """Distributions built of a copy: building in the checkout would leave build/ behind, which then
-    shadows sources."""
-    tree = folder / "tree"
-    tree.mkdir()
-    make(tree)
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(folder), str(tree)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return sorted(file for file in folder.iterdir() if file.is_file())
+            (tree / name).write_bytes((ROOT / name).read_bytes())
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel built by way of an sdist, as a release is, from a checkout without links."""
-    made = _built(_without_links, tmp_path_factory.mktemp("wheel"))
+    made = built(_without_links, tmp_path_factory.mktemp("wheel"))
     assert [file.suffix for file in made] == [".whl", ".gz"]
     return zipfile.ZipFile(made[0])
 
@@ -110,22 +77,22 @@ def test_a_checkout_without_links_builds_the_whole_package(wheel: zipfile.ZipFil
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("make", [_from_checkout, _from_archive])
+@pytest.mark.parametrize("make", [from_checkout, _from_archive])
 def test_a_checkout_and_a_zip_build_the_whole_package(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    (made,) = _built(make, tmp_path, "--wheel")
+    (made,) = built(make, tmp_path, "--wheel")
     assert _held(zipfile.ZipFile(made)) == _packaged()
 
 
 def test_the_package_holds_no_link() -> None:
     """Builds from a zip, and on systems without links, leave them out in silence."""
-    assert [path for path in (_ROOT / "qconvert").rglob("*") if path.is_symlink()] == []
+    assert [path for path in (ROOT / "qconvert").rglob("*") if path.is_symlink()] == []
 
 
 @pytest.mark.parametrize("name", ["layouts", "recipes", "validators"])
 def test_links_at_the_top_lead_inside(name: str) -> None:
-    assert (_ROOT / name).readlink() == Path("qconvert") / name
+    assert (ROOT / name).readlink() == Path("qconvert") / name
 
 
 @pytest.mark.big

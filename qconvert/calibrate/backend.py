@@ -18,6 +18,7 @@ from qconvert.calibrate.stats import begin, check_claim
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
+from qconvert.core.extras import lacking, require
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.matrices.calibrated import calibrated_op
@@ -45,6 +46,8 @@ from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
     from qconvert.samples.data import Ids
+
+_NEEDS = "calibration runs the model's own class"
 
 
 def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
@@ -107,6 +110,7 @@ class GptqBackend:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
         if not self.packers and not self.linears:
             return  # a pipeline stage without what is solved
+        require("calibrate", _NEEDS)
         if request.save_stats is not None:
             stats = Path(request.save_stats)
             check_apart(stats, checkpoint)
@@ -322,6 +326,12 @@ class GptqBackend:
 def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
     """Units by layer, expert and kind."""
     return {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
+
+
+def unmet(plan: Plan) -> tuple[str, ...]:
+    """What a plan's calibration lacks on this machine, for who reads the plan; `check` refuses it."""
+    missing = "" if plan.calibration is None else lacking("calibrate")
+    return (f"{_NEEDS}, and {missing}",) if missing else ()
 
 
 def work_dir_bytes(calibration: Calibrating) -> int:

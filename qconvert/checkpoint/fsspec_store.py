@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from qconvert.checkpoint.store import Stored
 from qconvert.core.errors import CheckpointError, QConvertError, RunError, UsageError
+from qconvert.core.extras import pip_line
 from qconvert.core.shown import shortened
 
 T = TypeVar("T")
@@ -165,12 +166,12 @@ def _opened(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise UsageError(f"{url}: fsspec is missing: pip install 'qconvert[s3]'") from error
+        raise UsageError(f"{url}: fsspec is missing: {pip_line('s3')}") from error
     try:
         own = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **own)
     except ImportError as error:
-        how = "pip install 'qconvert[s3]'" if scheme in ("s3", "s3a") else _said(error)
+        how = pip_line("s3") if scheme in ("s3", "s3a") else _said(error)
         raise UsageError(f"{url}: a package for {scheme}:// is missing: {how}") from error
     except ValueError as error:
         raise UsageError(f"{url}: fsspec knows no {scheme}://; write s3://BUCKET/FOLDER") from error

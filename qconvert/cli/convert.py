@@ -34,6 +34,7 @@ from qconvert.cli.options import (
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
+from qconvert.core.extras import pip_line
 from qconvert.core.say import say, say_all, say_json
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ RUNNING: Callable[[F], F] = stacked(
         show_default=True,
         help="Where the work is done: by processes of this machine, or on the nodes of a Ray cluster. "
         "All must see SRC and OUT under the same paths (a shared file system); --memory is what each "
-        "machine gives, --jobs the workers of all nodes. [ray: pip install 'qconvert[ray]']",
+        "machine gives, --jobs the workers of all nodes. "
+        f"[ray: {pip_line('ray')}]",
     ),
     click.option(
         "--address",

@@ -12,6 +12,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.plan_report import Rates, plan_lines
 from qconvert.core.errors import OutputError, RunError
+from qconvert.core.extras import require
 from qconvert.core.say import say, say_report
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
@@ -25,6 +26,8 @@ def run_demo(folder: Path | None) -> None:
 
     The files are kept in `folder`; without it they go to a temporary folder and are removed.
     """
+    what = "the demo makes weights with torch, and compares with it"
+    require("all", what, "torch", error=RunError)
     if folder is not None:
         if folder.exists() and any(folder.iterdir()):
             raise OutputError(f"{folder} is not empty; choose a new folder for the demo")

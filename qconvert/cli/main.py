@@ -34,6 +34,7 @@ from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
 from qconvert.cli.w4a16 import w4a16
 from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.extras import extra_of, is_installed, lacking
 from qconvert.core.say import say, say_error
 from qconvert.core.shown import message
 
@@ -131,6 +132,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(FAILED)
     except ImportError as error:
         # numpy and others are imported where they are used: they are broken, or memory is too small.
+        package = (error.name or "").partition(".")[0]
+        extra = extra_of(package)
+        if extra is not None and not is_installed(package):
+            say_error(f"this command needs {package}, and {lacking(extra, package)}")
+            sys.exit(FAILED)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         say_error(
             f"cannot load a library: {lines[-1] if lines else ''}; reinstall it, or raise the limit of "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from qconvert.calibrate.backend import work_dir_bytes
+from qconvert.calibrate.backend import unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.graph import Output, Source
@@ -82,7 +82,8 @@ def plan_lines(
             f"warning {count(len(absent), 'tensor')} of family {checkpoint.family.name} missing: "
             f"{some(absent)}"
         )
-    lines += [f"warning {text}" for text in (*checkpoint.warnings, *verdict.lines())]
+    warnings = (*checkpoint.warnings, *verdict.lines(), *unmet(plan))
+    lines += [f"warning {text}" for text in warnings]
     lines += [f"loads   {text}" for text in verdict.loads]
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {some(checkpoint.denied_files)}")
@@ -366,7 +367,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "side_files": list(plan.side_files),
         "lossy_steps": plan.losses(),
         "unknown": unknown_names(checkpoint),
-        "warnings": list(checkpoint.warnings),
+        "warnings": [*checkpoint.warnings, *unmet(plan)],
         "findings": verdict.as_json(),
         "loads": list(verdict.loads),
         "memory": ready.share.total,

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import RunError
+from qconvert.core.extras import is_installed, require
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,23 +45,9 @@ def wanted(nbytes: int, enough: int | None = None) -> bool:
         asked == "auto" and nbytes < (ENOUGH_BYTES if enough is None else enough)
     ):
         return False
-    if _installed():
-        return True
     if asked == "numba":
-        raise RunError(
-            f"{VARIABLE} asks for numba, which is not installed: "
-            "pip install 'qconvert[fast]', or unset it"
-        )
-    return False
-
-
-def _installed() -> bool:
-    from importlib.util import find_spec
-
-    try:
-        return find_spec("numba") is not None
-    except (ImportError, ValueError):  # ValueError: a module of that name that no file made
-        return False
+        require("fast", f"{VARIABLE} asks for numba (unset it, or install numba)", error=RunError)
+    return is_installed("numba")
 
 
 class Loops:

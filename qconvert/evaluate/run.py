@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,8 @@ from qconvert.calibrate.devices import check_devices, found_devices
 from qconvert.calibrate.model import class_config
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import text_config
-from qconvert.core.errors import CheckpointError, DataError, RunError, UsageError
+from qconvert.core.errors import CheckpointError, DataError, UsageError
+from qconvert.core.extras import require
 from qconvert.core.regular import read_regular
 from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation
 from qconvert.evaluate.side import Side, side_of
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # What the language models of both sides must have in common: sizes of what is compared.
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-_LIBRARIES = ("torch", "transformers")
 
 
 def evaluate(
@@ -46,9 +45,10 @@ def evaluate(
     is told what a user must know of the data.
 
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
-    PlanError for those that cannot be run, DataError for the data, RunError for too little memory or
-    disk and where torch or transformers is missing."""
-    _check_libraries()
+    PlanError for those that cannot be run and where torch or transformers is missing, DataError for the
+    data, RunError for too little memory or disk."""
+    what = "eval runs models as transformers computes them"
+    require("calibrate", what, "torch", "transformers")
     if pair is not None and "amx" not in (repo.manifest or {}):
         raise UsageError(
             f"{repo.root}: --pair needs the folder of the CPU's experts, and this is not one; exchange "
@@ -96,15 +96,6 @@ def evaluate(
         seed=data.seed, tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
         hidden=found.hidden, logits=found.logits, notes=(*notes, WEIGHTS_ONLY),
     )  # fmt: skip
-
-
-def _check_libraries() -> None:
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise RunError(
-            f"eval runs models as transformers computes them, and {' and '.join(missing)} cannot be "
-            f"imported; pip install {' '.join(missing)} (qconvert's own requirements have both)"
-        )
 
 
 def _check_comparable(source: Checkpoint, repo: Checkpoint) -> None:

@@ -26,6 +26,7 @@ from qconvert.core.links import open_inside
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.hub.download import Reader, client
+from qconvert.hub.http import library
 from qconvert.hub.retries import Refused, patiently
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
 
 def _commit(repo: Repo, where: str) -> str | None:
     """The commit that the repo's revision stands for now, None where the Hub cannot be asked."""
-    import httpx
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
@@ -120,7 +120,7 @@ def _commit(repo: Repo, where: str) -> str | None:
     def look() -> str:
         try:
             return str(api.repo_info(repo.id, revision=repo.revision).sha)
-        except httpx.TransportError as error:  # no use in waiting: the cache may do
+        except library().TransportError as error:  # no use in waiting: the cache may do
             raise _OutOfReach(str(error)) from error
 
     try:

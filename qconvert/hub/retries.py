@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from qconvert.core.errors import OutputError, QConvertError, RunError
 from qconvert.core.say import say
+from qconvert.hub.http import library
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -70,19 +71,18 @@ class Fault:
 def fault_of(error: BaseException) -> Fault | None:
     """What went wrong with a request, found in the chain of causes (the client wraps failures of LFS
     uploads in RuntimeError). None for errors that are not a request's."""
-    import httpx
-
+    http = library()
     for cause in _causes(error):
         if isinstance(cause, json.JSONDecodeError):
             # The client decodes some answers before it looks at their status; a proxy's are pages.
             return Fault(None, "the Hub", "its answer is not JSON")
         response = getattr(cause, "response", None)
-        if isinstance(response, httpx.Response):
+        if isinstance(response, http.Response):
             said = getattr(cause, "server_message", None) or ""
             return Fault(
                 response.status_code, _path(response), " ".join(said.split()), _wait(response)
             )
-        if isinstance(cause, httpx.TransportError):
+        if isinstance(cause, http.TransportError):
             return Fault(None, _path(cause), str(cause) or type(cause).__name__)
     return None
 

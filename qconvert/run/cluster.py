@@ -6,6 +6,7 @@ import re
 from typing import Literal
 
 from qconvert.core.errors import PlanError, UsageError
+from qconvert.core.extras import lacking
 
 # Those that a user chooses from; a shard is an engine by its own option.
 EngineName = Literal["local", "ray"]
@@ -45,13 +46,6 @@ def check_engine(engine: str, address: str | None, shard: str | None) -> None:
 
 def check_installed() -> None:
     """Raise PlanError where ray is not installed."""
-    from importlib.util import find_spec
-
-    try:
-        found = find_spec("ray") is not None
-    except (ImportError, ValueError):  # ValueError: a module of that name that no file made
-        found = False
-    if not found:
-        raise PlanError(
-            "--engine ray needs ray, which is not installed: pip install 'qconvert[ray]', on every node"
-        )
+    missing = lacking("ray")
+    if missing:
+        raise PlanError(f"--engine ray: {missing}, on every node")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.errors import CheckpointError, DataError
+from qconvert.core.extras import require
 from qconvert.core.json_text import parse_json
 from qconvert.core.regular import open_regular
 from qconvert.samples.tokenizer import MOST_LINE, ROW_COLUMNS, Tokenizer
@@ -158,12 +159,10 @@ class DatasetRows:
             raise DataError(
                 f"{self._name!r}: expected {DATASET}NAME, NAME:SPLIT or NAME:CONFIG:SPLIT"
             )
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise DataError(
-                f"{self._name}: the package datasets is missing: pip install datasets"
-            ) from error
+        what = f"{self._name} is read through datasets"
+        require("calibrate", what, "datasets", error=DataError)
+        from datasets import load_dataset
+
         config = rest[0] if len(rest) == 2 else None
         try:
             self._rows = load_dataset(repo, config, split=rest[-1] if rest else "train")

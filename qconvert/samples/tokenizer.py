@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.errors import DataError
+from qconvert.core.extras import require
 from qconvert.core.regular import open_regular
 
 # Files that a tokenizer may consist of, in the root of a checkpoint.
@@ -56,6 +57,8 @@ class Tokenizer:
                 raise DataError(f"{self._folder}: expected tokenizer files, found none; {_FIX}")
             for file in self._folder.iterdir():
                 _check_loadable(file)
+            what = f"{self._folder}: transformers loads its tokenizer"
+            require("calibrate", what, "transformers", error=DataError)
             from transformers import AutoTokenizer
 
             try:

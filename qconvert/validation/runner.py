@@ -22,6 +22,7 @@ from qconvert.checkpoint.open import open_source
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
+from qconvert.core.extras import Extra, lacking
 from qconvert.core.names import KV_SCALES
 from qconvert.core.profiling import phase, working
 from qconvert.runtimes.serving import Serving
@@ -44,11 +45,14 @@ _MISSING: Mapping[str, str] = {
     "kt-kernel": "kt-kernel is not installed: pip install --no-deps kt-kernel",
     "files": "the files next to the weights are not written yet",
 }
-_OPTIONS: Mapping[str, str] = {
-    "kernels": "Triton kernels against torch (give --kernels)",
-    "logits": "what transformers computes with both (give --logits N)",
-    "attribute": "where output errors come from (give --attribute)",
-}
+# What an option proves, the option, and the extra and packages that it takes.
+_OPTIONS: Mapping[str, tuple[str, str, Extra, tuple[str, ...]]] = {
+    "kernels": ("Triton kernels against torch", "--kernels", "kernels", ()),
+    "logits": (
+        "what transformers computes with both", "--logits N", "calibrate", ("torch", "transformers"),
+    ),
+    "attribute": ("where output errors come from", "--attribute", "kernels", ("torch",)),
+}  # fmt: skip
 # Kinds of folders, not options: a validator of another kind does not apply. A `model` holds the layers
 # of one, all or a stage's; `amx` folders hold only experts for CPU kernels; `runtime`: one is named.
 _KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
@@ -392,21 +396,28 @@ def _gathered(folder: Folder, have: set[Need], report: Report, *, leads: bool = 
     """What all validators find in headers, and their tasks."""
     ran: list[Ran] = []
     for validator in validators():
-        lacking = sorted(validator.needs - have)
-        if any(kind in lacking for kind in _KINDS):
+        missing = sorted(validator.needs - have)
+        if any(kind in missing for kind in _KINDS):
             continue
-        asked = [_OPTIONS[need] for need in lacking if need in _OPTIONS]
+        asked = [_not_asked(need) for need in missing if need in _OPTIONS]
         if asked:  # once for each option, however many validators wait for it
             report.not_checked += [text for text in asked if text not in report.not_checked]
             continue
-        if lacking:
-            why = ", ".join(_MISSING[need] for need in lacking)
+        if missing:
+            why = ", ".join(_MISSING[need] for need in missing)
             report.not_checked.append(f"{validator.proves} ({why})")
             continue
         ran.append(Ran(validator))
         if leads or "kt-kernel" not in validator.needs:
             _gather(partial(validator, folder), ran[-1], report)
     return ran
+
+
+def _not_asked(need: Need) -> str:
+    """What an option would prove, and what it takes on this machine."""
+    what, option, extra, packages = _OPTIONS[need]
+    missing = lacking(extra, *packages)
+    return f"{what} (give {option}{f'; {missing}' if missing else ''})"
 
 
 def _conclude(ran: Sequence[Ran], report: Report, level: Level = "headers") -> None:

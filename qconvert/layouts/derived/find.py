@@ -19,6 +19,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import Config, Family, families, generic_dims
 from qconvert.core.errors import UsageError
+from qconvert.core.extras import pip_line
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import parse, split_parameter
 from qconvert.layouts.derived.description import (
@@ -37,7 +38,6 @@ _FORM = 4  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
-_INSTALL = "pip install torch transformers"
 
 
 def derive(config: Config, names: Iterable[str]) -> Family | str:
@@ -128,7 +128,7 @@ def _asked(config: Config, names: list[str]) -> Description | str:
         version = metadata.version("transformers")
         metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return f"{unknown}, and its class cannot be read without transformers ({_INSTALL})"
+        return f"{unknown}, and its class cannot be read without transformers ({pip_line('calibrate')})"
     if not _has_class(str(kind)):
         return unknown
     if (excess := _excess(config)) is not None:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from qconvert.core.errors import PlanError
+from qconvert.core.extras import lacking
 from qconvert.core.patterns import compiled
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
@@ -93,14 +94,9 @@ def _check(name: str) -> None:
 
 def _missing() -> str:
     """Why no GPU can be used, or nothing."""
-    from importlib.util import find_spec
-
     if not _gpus():
         return "this machine has no NVIDIA GPU (no /dev/nvidia0)"
-    for package in ("torch", "triton"):
-        if find_spec(package) is None:
-            return f"{package} is not installed: pip install {package}"
-    return ""
+    return lacking("kernels")
 
 
 def _gpus() -> list[Path]:

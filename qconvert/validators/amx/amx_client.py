@@ -21,6 +21,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import PlanError
+from qconvert.core.extras import lacking
 from qconvert.run.reader import Reader
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
@@ -83,6 +84,8 @@ class AmxClient:
     needs: frozenset[Need] = frozenset({"amx", "full", "source", "kt-kernel"})
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
+        if missing := lacking("kernels", "torch"):
+            raise NotChecked(f"kt-kernel computes with torch: {missing}")
         block, sources, layers = _prepare(folder)
         _check_memory(folder, block)
         for layer in layers:

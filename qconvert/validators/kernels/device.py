@@ -9,7 +9,6 @@ float32, and FP8 types have no NaN. So codes are decoded, and bf16 is rounded, o
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from math import inf, isnan, nan
 from typing import TYPE_CHECKING
 
+from qconvert.core.extras import lacking
 from qconvert.core.graph import Source
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding, Proved, Skipped, Table
@@ -65,9 +65,8 @@ def device() -> str:
     Triton is imported. Raises NotChecked if Triton is missing, or was imported too early."""
     from qconvert.validation.runner import NotChecked
 
-    for name in ("torch", "triton"):
-        if importlib.util.find_spec(name) is None:
-            raise NotChecked(f"{name} is not installed: pip install {name}")
+    if missing := lacking("kernels"):
+        raise NotChecked(missing)
     asked = os.environ.get("TRITON_INTERPRET") == "1"
     if not asked:
         import torch

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 
 from qconvert.core.errors import PlanError
+from qconvert.core.extras import lacking
 from qconvert.validation.findings import Finding, Rule, Table
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.model.causes import CAUSES, Shares, attention_error, block_shares
@@ -85,6 +86,8 @@ class Attribution:
     needs: frozenset[Need] = frozenset({"attribute", "source"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
+        if missing := lacking("kernels", "torch"):
+            raise NotChecked(missing)
         source, served = source_model(folder), output_model(folder)
         try:
             layers = _layers(folder, source, served)

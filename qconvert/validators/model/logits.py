@@ -32,6 +32,7 @@ import xxhash
 
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.errors import PlanError
+from qconvert.core.extras import lacking
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.model.plain import Plain, nbytes, plain_config, plain_tensors
@@ -76,6 +77,8 @@ class Logits:
     needs: frozenset[Need] = frozenset({"logits", "source"})
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
+        if missing := lacking("calibrate", "torch", "transformers"):
+            raise NotChecked(missing)
         try:
             source, output = source_model(folder), output_model(folder)
             count = min(folder.request.logits, source.layers, output.layers)

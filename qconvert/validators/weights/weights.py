@@ -212,9 +212,11 @@ def _kind_of(folder: Folder, mine: Matrix, how: How) -> type[Compare]:
 
 
 def _is_searched(folder: Folder, mine: Matrix, how: How) -> bool:
-    """Whether the scales of a matrix that was rounded were searched for."""
+    """Whether the scales of a matrix that was rounded were searched for. What is rounded beside
+    calibrated matrices, draft layers, is not: the search that a pass states there is the solver's."""
     step = "nvfp4" if mine.format == NVFP4 else "w4a16" if mine.form.codes is not None else ""
-    return how == "nearest" and is_searched(folder.checkpoint.manifest or {}, step)
+    manifest = folder.checkpoint.manifest or {}
+    return how == "nearest" and CALIBRATION not in manifest and is_searched(manifest, step)
 
 
 def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
