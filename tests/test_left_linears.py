@@ -17,7 +17,8 @@ from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.plan import Plan, nodes, run_passes
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.plan.walk import nodes
 from qconvert.samples.request import Calibration
 
 REQUEST = Calibration(synthetic=True, samples=2, length=8, devices=("cpu",))
