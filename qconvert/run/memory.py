@@ -12,13 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Apply
+from qconvert.core.graph import Apply, aligned
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
 from qconvert.ops.gpu.choice import Decision
 from qconvert.ops.rowwise import encoded, search_loops
-from qconvert.plan.units import PART_BYTES, Compute, Step, Unit, compute_bytes, gathered_bytes
+from qconvert.plan.units import (
+    PART_BYTES,
+    Compute,
+    Step,
+    Unit,
+    compute_bytes,
+    gathered_bytes,
+    reread,
+)
 from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
 # Without --memory; more where the plan and a worker for each core need it.
@@ -84,13 +92,14 @@ def share_out(
     process = PROCESS_BYTES + client
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
+    kept = _kept(units)
     need = plan + process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
     given = None if memory is None else exact_size(memory)
     if memory is None:
-        each = process + comfortable + WINDOWS * WINDOW_BYTES
+        each = process + comfortable + kept + WINDOWS * WINDOW_BYTES
         full = plan + process + wanted * (each + LOOP_BYTES)
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
@@ -105,6 +114,8 @@ def share_out(
         each = (memory - plan - processes) // count
         if each >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
+            if each >= comfortable + kept + WINDOWS * WINDOW_BYTES:
+                arena += kept
             window = min((each - arena) // WINDOWS // BLOCK * BLOCK, WINDOW_BYTES)
             total = plan + processes + count * (arena + WINDOWS * window)
             compiled = loops_wanted(_computed(units)) and total + count * LOOP_BYTES <= memory
@@ -199,6 +210,13 @@ def _comfort(units: Sequence[Unit]) -> int:
                 seen.add(id(step.nodes[0].types))
             most = max(most, compute_bytes(step, PART_BYTES) + gathered_bytes(step))
     return most
+
+
+def _kept(units: Sequence[Unit]) -> int:
+    """Memory in which a worker keeps what a step of these units reads more than once."""
+    steps = (step for unit in units if unit.node is None for step in unit.cut)
+    found = (reread(step) for step in steps if isinstance(step, Compute))
+    return max((sum(map(aligned, each.values())) for each in found), default=0)
 
 
 def _mib(size: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from qconvert.core.errors import RowError, RunError, ScaleError
-from qconvert.core.graph import Apply, Buffer, Output, Part, Source
+from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source, aligned
 from qconvert.plan.units import (
     COPY_BYTES,
     PART_BYTES,
@@ -20,8 +20,12 @@ from qconvert.plan.units import (
     Copy,
     Unit,
     Write,
+    compute_bytes,
+    gathered_bytes,
     gathered_of,
     node_bytes,
+    read_whole,
+    reread,
     taken_by_others,
 )
 from qconvert.plan.walk import nodes
@@ -167,6 +171,14 @@ class UnitRunner:
         self._reader.close()
 
 
+@dataclass(slots=True)
+class Kept:
+    """What several nodes of a step read, and how much of it has been."""
+
+    data: memoryview
+    filled: int = 0
+
+
 class Job:
     """The state of one unit while it runs."""
 
@@ -182,6 +194,7 @@ class Job:
         # A unit that is one copy has the same bytes on both sides: they are hashed once.
         self._same = len(unit.steps) == 1 and isinstance(unit.steps[0], Copy)
         self._remarks: Counter[tuple[str, str]] = Counter()
+        self._kept: dict[Piece, Kept] = {}
 
     def copy(self, step: Copy) -> None:
         """Source bytes to output bytes, undecoded, read to where they are written from."""
@@ -207,6 +220,7 @@ class Job:
         """Nodes one after another; the results that later ones take live whole until the last."""
         kept = taken_by_others(step)
         results: dict[int, list[Buffer]] = {}
+        self._keep_what_is_reread(step)
         for number, node in enumerate(step.nodes):
             if id(node) not in kept:
                 mark = self._arena.mark()
@@ -241,11 +255,32 @@ class Job:
             self._arena.reset(mark)
             ins = []
             for arg, (at, kind) in zip(node.args, part.args, strict=True):
-                data = self._arena.take(kind.nbytes)
-                self._fill(arg, at, data, results)
-                ins.append(Buffer(kind, data))
+                ins.append(Buffer(kind, self._argument(arg, at, kind.nbytes, results)))
             yield part, ins
         self._arena.reset(mark)
+
+    def _keep_what_is_reread(self, step: Compute) -> None:
+        """Take room for what several nodes read, where there is that much beside all else."""
+        wanted = reread(step)
+        size = sum(map(aligned, wanted.values()))
+        beside = compute_bytes(step) + gathered_bytes(step)
+        if size + beside > self._arena.size - self._arena.mark():
+            wanted = {}
+        self._kept = {piece: Kept(self._arena.take(count)) for piece, count in wanted.items()}
+
+    def _argument(
+        self, arg: Output, at: int, size: int, results: Mapping[int, list[Buffer]]
+    ) -> memoryview:
+        """Bytes [at, at + size) of an argument; of one that is kept, read the first time alone."""
+        kept = self._kept.get(arg.pieces[0]) if self._kept and read_whole(arg) else None
+        if kept is None:
+            data = self._arena.take(size)
+            self._fill(arg, at, data, results)
+            return data
+        if kept.filled < at + size:
+            self._fill(arg, kept.filled, kept.data[kept.filled : at + size], results)
+            kept.filled = at + size
+        return kept.data[at : at + size]
 
     def _compute_in_parts(
         self, step: Compute, number: int, results: Mapping[int, list[Buffer]]
