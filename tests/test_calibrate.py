@@ -3,6 +3,7 @@ computes, and it is causal."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,20 @@ CORRECTED = Settings(min_tokens=1, propagated_error="correct")
     ("settings", "scheme"),
     [
         (ALONE, IntScheme(4, 32)),
+        (replace(ALONE, signs="positive"), IntScheme(4, 32)),
         (Settings(min_tokens=1, solver="llmcompressor"), IntScheme(4, 32)),
         (CORRECTED, IntScheme(4, 32)),
         (ALONE, Nvfp4Scheme("modelopt")),
         (CORRECTED, Nvfp4Scheme("compressed-tensors")),
     ],
-    ids=["best", "llmcompressor", "corrected", "modelopt", "compressed-tensors-corrected"],
+    ids=[
+        "best",
+        "positive",
+        "llmcompressor",
+        "corrected",
+        "modelopt",
+        "compressed-tensors-corrected",
+    ],
 )
 def test_what_goes_on_is_the_whole_model_with_those_codes(
     settings: Settings, scheme: Scheme, tmp_path: Path

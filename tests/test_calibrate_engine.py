@@ -103,15 +103,17 @@ class Stopping(Kept):
     scope="module",
     params=[
         {"settings": ROUTED},
+        {"settings": replace(ROUTED, signs="positive")},
         {"settings": THEIRS},
         {"settings": CORRECTED},
         {"settings": ROUTED, "schemes": [FP4]},
         {"settings": CORRECTED, "schemes": [FP4]},
     ],
-    ids=["best", "llmcompressor", "corrected", "nvfp4", "nvfp4-corrected"],
+    ids=["best", "positive", "llmcompressor", "corrected", "nvfp4", "nvfp4-corrected"],
 )
 def asked(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of either solver, of either kind of codes, and with propagated errors corrected."""
+    """Of either solver, of either kind of codes, without scales below 0, and with propagated errors
+    corrected."""
     found: dict[str, Any] = request.param
     return found
 

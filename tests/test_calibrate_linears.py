@@ -4,6 +4,7 @@ the whole model with their codes, that memory and interruptions change no code, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,18 +229,23 @@ class Stopping(Kept):
 
 
 @pytest.mark.parametrize("at", ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.k_proj"])
+@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
 def test_an_interrupted_run_goes_on_to_the_same_codes(
-    at: str, dense: Path, undisturbed: Kept, tmp_path: Path
+    solver: Solver, at: str, dense: Path, undisturbed: Kept, tmp_path: Path
 ) -> None:
+    settings = replace(ROUTED, solver=solver)
+    whole = undisturbed
+    if solver != "best":
+        whole = run(dense, tmp_path / "whole", settings=settings)
     first = Stopping(at)
     with pytest.raises(Stopped):
-        run(dense, tmp_path / "room", first)
-    second = run(dense, tmp_path / "room")
+        run(dense, tmp_path / "room", first, settings=settings)
+    second = run(dense, tmp_path / "room", settings=settings)
     begun = int(at.split(".")[2])
     assert all(f".layers.{n}." not in m for m in second.linears for n in range(begun))
     both = Kept()
     both.linears = {**first.linears, **second.linears}
-    assert_same(both, undisturbed)
+    assert_same(both, whole)
 
 
 def test_several_layers_of_mla_and_a_dense_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from faults import Counting, Killing, differing, in_child, tree
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.plan import Plan, run_passes
+from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.executor import execute
 from qconvert.run.files import Files
 from qconvert.run.prepare import Options
@@ -24,6 +26,9 @@ from qconvert.samples.request import Calibration
 pytestmark = pytest.mark.crash
 
 SAMPLES, LENGTH = 4, 48
+KINDS = [
+    "experts", "experts corrected", "experts by llmcompressor", "nvfp4", "dense", "all linears"
+]  # fmt: skip
 
 
 def make_model(folder: Path, kind: str) -> None:
@@ -40,7 +45,8 @@ def make_model(folder: Path, kind: str) -> None:
 
 
 def convert(folder: Path, out: Path, files: Files | None = None) -> None:
-    """As the folder says: the unquantized model's states are kept too, or not."""
+    """As the folder says: by which solver, in which format, and whether the unquantized model's states
+    are kept too."""
     import torch
 
     from qconvert.calibrate.backend import backend_for
@@ -51,13 +57,17 @@ def convert(folder: Path, out: Path, files: Files | None = None) -> None:
         data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=8,
         propagated_error="correct" if kind == "experts corrected" else "ignore",
     )  # fmt: skip
+    if kind.endswith("llmcompressor"):
+        request = replace(request, solver="llmcompressor", propagated_error="correct")
     targets = ExpertsToW4A16().targets if kind.startswith("experts") else ("Linear",)
-    step = ExpertsToW4A16(group=64, targets=targets, calibrate=request)
+    step: Pass = ExpertsToW4A16(group=64, targets=targets, calibrate=request)
+    if kind == "nvfp4":
+        step = ToNvfp4("modelopt", calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
     execute(plan, out, Options(jobs=1), files=files, backend=backend_for([plan]))
 
 
-@pytest.fixture(scope="module", params=["experts", "experts corrected", "dense", "all linears"])
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gptq-crash")
     assert in_child(lambda: make_model(made, request.param)) == 0

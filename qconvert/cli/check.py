@@ -26,6 +26,7 @@ from qconvert.cli.options import (
     jobs,
     level,
     memory,
+    pair,
     report,
     shard,
 )
@@ -163,12 +164,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @AGAINST
 @DRAFT
 @level("headers")
-@click.option(
-    "--pair",
-    type=SourceName(),
-    metavar="GPU",
-    help="The GPU side that a folder of CPU experts is served with.",
-)
+@pair()
 @click.option(
     "--kernels",
     is_flag=True,

@@ -20,6 +20,7 @@ from qconvert.cli.options import (
     SourceName,
     from_options,
     memory,
+    pair,
     report,
 )
 from qconvert.cli.progress import Bar
@@ -47,12 +48,7 @@ _FORMS = (".html", ".json", ".txt")
     "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
 )
 @click.option("--column", help="JSONL key or dataset column with the text.")
-@click.option(
-    "--pair",
-    type=SourceName(),
-    metavar="GPU",
-    help="The GPU side that a folder of CPU experts is served with. [default: SRC]",
-)
+@pair("SRC")
 @click.option(
     "--first-layers",
     "first_layers",

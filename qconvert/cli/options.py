@@ -435,6 +435,16 @@ AGAINST = click.option(
     "--against", type=SourceName(), metavar="SRC",
     help="The source that the folder was made from, to compare it with.",
 )  # fmt: skip
+
+
+def pair(default: str | None = None) -> Callable[[F], F]:
+    shown = "" if default is None else f" [default: {default}]"
+    return click.option(
+        "--pair", type=SourceName(), metavar="GPU",
+        help=f"The GPU side that a folder of CPU experts is served with.{shown}",
+    )  # fmt: skip
+
+
 DATA_HELP = (
     "Samples: text, JSONL (`text`, or `messages` under the model's chat template), tokenized "
     "safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT]."
