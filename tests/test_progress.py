@@ -96,6 +96,25 @@ def test_seconds_that_nobody_counts_come_with_the_rest() -> None:
     assert run.estimate.left() == pytest.approx(5 * 10 * (90 / 50))
 
 
+def test_what_passes_before_the_first_work_is_no_part_of_the_rest() -> None:
+    """20 s of imports between writing and the first layer made 150 s of 38."""
+    run = Run()
+    run.estimate.plan({WRITE: 10.0, SOLVE: 10.0}, {})
+    run.work(WRITE, 5.0, 1.0)
+    run.clock.at += 20.0
+    run.work(SOLVE, 2.0, 10.0)
+    assert run.estimate.left() == pytest.approx(5 * 0.2 + 8 * 5.0)
+
+
+def test_a_slow_disk_makes_no_slow_processor() -> None:
+    run = Run()
+    run.estimate.plan({WRITE: 10.0, FORWARD: 1e9, SOLVE: 1e9}, {})
+    run.work(WRITE, 10.0, 10 * COSTS[WRITE] * 1000)
+    assert run.estimate.left() == pytest.approx(1e9 * (COSTS[FORWARD] + COSTS[SOLVE]))
+    run.work(FORWARD, 5e8, 5e8 * COSTS[FORWARD] * 3)
+    assert run.estimate.left() == pytest.approx(3 * (5e8 * COSTS[FORWARD] + 1e9 * COSTS[SOLVE]))
+
+
 def test_devices_at_work_together_count_once() -> None:
     run = Run()
     run.estimate.plan({SOLVE: 8.0}, {})

@@ -156,16 +156,20 @@ class GptqBackend:
     def work(self, job: Job) -> tuple[Work, Work]:
         if self._known(job) is not None:
             return {}, {}
-        layers, exchange = self._works, job.exchange
-        if exchange is not None and exchange.shard is not None:
-            shards = exchange.shard.count
-            layers = [
-                {kind: n / (shards if kind in (HESSIAN, SOLVE) else 1) for kind, n in one.items()}
-                for one in layers
-            ]
+        layers = self._works_of(job)
         first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
         last = max(unit.op.layer for unit in job.units)
         return added(layers[first : last + 1]), added(layers[:first])
+
+    def _works_of(self, job: Job) -> list[Work]:
+        """What each layer takes a job: a shard has its part of what is divided."""
+        if job.exchange is None or job.exchange.shard is None:
+            return self._works
+        shards = job.exchange.shard.count
+        return [
+            {kind: n / (shards if kind in (HESSIAN, SOLVE) else 1) for kind, n in one.items()}
+            for one in self._works
+        ]
 
     @cached_property
     def _works(self) -> list[Work]:
@@ -224,7 +228,7 @@ class GptqBackend:
             statistics=request.save_stats is not None,
             until=job.until,
             clock=Clock(job.told),
-            works=self._works,
+            works=self._works_of(job),
             exchange=None if exchange is None else replace(exchange, kind=kind_of(devices)),
         )
         shares = exchange is not None and exchange.shard is not None

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 WRITE, READ, FORWARD, HESSIAN, SOLVE = "write", "read", "forward", "hessian", "solve"
-# Seconds for a byte, or for a multiplication and addition, on two cores: of a calibration of 30 M
-# parameters, one process. Only how they compare matters, and only until a kind has been measured.
+# Seconds for a byte, or for a multiplication and addition, on one core, of matrices of 256 columns by
+# the solver "best". How they compare matters, until a kind has been measured.
 COSTS: Mapping[str, float] = {
-    WRITE: 2e-9, READ: 4e-9, FORWARD: 4e-11, HESSIAN: 3e-11, SOLVE: 2e-9,
+    WRITE: 2e-9, READ: 1e-8, FORWARD: 2.5e-10, HESSIAN: 5e-10, SOLVE: 1.2e-8,
 }  # fmt: skip
 
 
@@ -57,19 +57,22 @@ class Estimate:
         found.done += amount
         found.seconds += seconds
         self._last = self._now()
-        if self._begun is None:
+        if kind != WRITE and self._begun is None:
             self._begun = self._last - seconds
 
     def _of(self, kind: str) -> Amount:
         return self.kinds.setdefault(kind, Amount())
 
     def _rates(self) -> dict[str, float] | None:
-        """Seconds for a piece of each kind of work; None before any was measured."""
+        """Seconds for a piece of each kind of work; None before any was measured. How fast a disk is
+        says nothing of how fast a processor is."""
         measured = {k: a for k, a in self.kinds.items() if a.done > 0 and a.seconds > 0}
-        expected = sum(a.done * COSTS.get(k, 1.0) for k, a in measured.items())
-        if expected <= 0:
+        if not measured:
             return None
-        slower = sum(a.seconds for a in measured.values()) / expected
+        computed = {k: a for k, a in measured.items() if k != WRITE}
+        expected = sum(a.done * COSTS.get(k, 1.0) for k, a in computed.items())
+        spent = sum(a.seconds for a in computed.values())
+        slower = spent / expected if expected else 1.0
         return {
             kind: a.seconds / a.done if kind in measured else COSTS.get(kind, 1.0) * slower
             for kind, a in self.kinds.items()
@@ -77,9 +80,10 @@ class Estimate:
 
     @property
     def _beside(self) -> float:
-        """Seconds by the clock for a second of work: above 1 for what no kind counts (starting, writing
-        what was solved), below 1 where several devices work at once."""
-        told = sum(amount.seconds for amount in self.kinds.values())
+        """Seconds by the clock for a second of what is computed: above 1 for what no kind counts
+        (writing what was solved), below 1 where several devices work at once. What passes before the
+        first of it, 20 s of imports, is no part of it."""
+        told = sum(amount.seconds for kind, amount in self.kinds.items() if kind != WRITE)
         if self._begun is None or told <= 0:
             return 1.0
         return (self._last - self._begun) / told
@@ -89,8 +93,10 @@ class Estimate:
         rates = self._rates()
         if rates is None:
             return None
-        rest = sum(amount.left * rates[kind] for kind, amount in self.kinds.items())
-        return max(0.0, rest * self._beside - (self._now() - self._last))
+        rest = {kind: amount.left * rates[kind] for kind, amount in self.kinds.items()}
+        writing = rest.pop(WRITE, 0.0)
+        left = writing + sum(rest.values()) * self._beside
+        return max(0.0, left - (self._now() - self._last))
 
     def part(self) -> float:
         """How much of the whole is done, from 0 to 1, by the time that it takes."""
