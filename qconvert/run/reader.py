@@ -16,17 +16,18 @@ _OPEN_FILES = 64
 
 
 class Reader:
-    """Reads slices of sources. Descriptors are opened on first use and kept."""
+    """Reads slices of sources. Descriptors are opened on first use and kept. `far`: some are objects of a
+    store, of which each byte is asked for as often as a unit's ranges hold it."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._open = Handles(self._open_shard, os.close, _OPEN_FILES)
         self._fetching = Fetching(shards)
-        self._far = any(shard.remote is not None for shard in shards)
+        self.far = any(shard.remote is not None for shard in shards)
 
     def expect(self, units: Iterable[Unit]) -> None:
         """These units are run next: what they read of a store is asked for now."""
-        if self._far:
+        if self.far:
             shards = self._shards
             ranges = (r for r in ranges_of(units) if shards[r[0]].remote is not None)
             self._fetching.expect(ranges)

@@ -260,11 +260,12 @@ class Job:
         self._arena.reset(mark)
 
     def _keep_what_is_reread(self, step: Compute) -> None:
-        """Take room for what several nodes read, where there is that much beside all else."""
+        """Take room for what several nodes read, where there is that much beside all else. Not of a
+        store: what was asked for of it twice is read twice."""
         wanted = reread(step)
         size = sum(map(aligned, wanted.values()))
         beside = compute_bytes(step) + gathered_bytes(step)
-        if size + beside > self._arena.size - self._arena.mark():
+        if self._reader.far or size + beside > self._arena.size - self._arena.mark():
             wanted = {}
         self._kept = {piece: Kept(self._arena.take(count)) for piece, count in wanted.items()}
 
