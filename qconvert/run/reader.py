@@ -16,8 +16,8 @@ _OPEN_FILES = 64
 
 
 class Reader:
-    """Reads slices of sources. Descriptors are opened on first use and kept. `far`: some are objects of a
-    store, of which each byte is asked for as often as a unit's ranges hold it."""
+    """Reads slices of sources. Descriptors are opened on first use and kept. `far`: some are objects of
+    a store, of which each byte is asked for as often as a unit's ranges hold it."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
