@@ -71,16 +71,22 @@ def fp8_decode(source: Any, factor: Any, height: int, width: int, target: Any) -
 
 
 @inner
+def _code(quotient: np.float32, whole: bool) -> np.uint8:
+    """A weight over its scale -> E4M3, by way of bf16 unless `whole`."""
+    bits = np.float32(quotient).view(np.int32)
+    sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
+    size = np.int32(bits & np.int32(0x7FFFFFFF))
+    if not whole:
+        size = np.int32(np.int32(size + np.int32(0x8000)) & np.int32(-0x10000))
+    return np.uint8(np.int32(e4m3(size) | sign))
+
+
+@inner
 def _codes(weight: Any, step: np.float32, whole: bool, codes: Any) -> None:
     """Weights of one scale -> E4M3."""
     for column in range(weight.size):
         value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
-        bits = np.float32(value / step).view(np.int32)
-        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
-        size = np.int32(bits & np.int32(0x7FFFFFFF))
-        if not whole:
-            size = np.int32(np.int32(size + np.int32(0x8000)) & np.int32(-0x10000))
-        codes[column] = np.uint8(np.int32(e4m3(size) | sign))
+        codes[column] = _code(np.float32(value / step), whole)
 
 
 @inner
@@ -104,12 +110,7 @@ def _codes_spread(weight: Any, steps: Any, whole: bool, codes: Any) -> None:
     """A row of weights, with a scale for each -> E4M3."""
     for column in range(weight.size):
         value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
-        bits = np.float32(value / steps[column]).view(np.int32)
-        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
-        size = np.int32(bits & np.int32(0x7FFFFFFF))
-        if not whole:
-            size = np.int32(np.int32(size + np.int32(0x8000)) & np.int32(-0x10000))
-        codes[column] = np.uint8(np.int32(e4m3(size) | sign))
+        codes[column] = _code(np.float32(value / steps[column]), whole)
 
 
 @inner
