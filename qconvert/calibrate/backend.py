@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, found_devices, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
@@ -47,6 +48,7 @@ from qconvert.samples.request import Calibration, digest_of, fact
 if TYPE_CHECKING:
     from qconvert.samples.data import Ids
 
+_AHEAD = 16  # matrices that a GPU may be ahead of their being written
 _NEEDS = "calibration runs the model's own class"
 
 
@@ -231,6 +233,8 @@ class GptqBackend:
             works=self._works_of(job),
             exchange=None if exchange is None else replace(exchange, kind=kind_of(devices)),
         )
+        if kind_of(devices) != "cpu":
+            events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
         shares = exchange is not None and exchange.shard is not None
         units = {} if shares else _by_place(job)
         with closing(events):

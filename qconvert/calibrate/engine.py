@@ -13,11 +13,13 @@ cannot do is keep to a memory budget.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.layers import Layers, Matrices
+from qconvert.calibrate.layers import Layers, Matrices, batches
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
@@ -28,7 +30,8 @@ from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
-from qconvert.matrices.experts import Projection, routed_experts
+from qconvert.matrices.experts import PROJECTIONS, Projection, routed_experts
+from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused, Phase, Remark
 from qconvert.run.exchange import Exchange, OutOfTime
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
+
+# Bytes of matrices that are read ahead, at the most.
+_AHEAD = 2 << 30
 
 Event = Matrix | LayerDone | Phase | Remark | Paused
 
@@ -110,13 +116,62 @@ def calibrate(
         exchange=exchange,
     )
     _check_shapes(layers.matrices, targets)
-    kept = CalibrationDir(work_dir, key, sum(lengths), layers.hidden, layers.files, layers.corrects)
+    layers, behind = _holding(layers)
+    layers = _reading_ahead(layers)
+    kept = CalibrationDir(
+        work_dir,
+        key,
+        sum(lengths),
+        layers.hidden,
+        layers.files,
+        layers.corrects,
+        devices[0],
+        behind,
+    )
     try:
         stop = layers.model.layers if last is None else last + 1
+        if layers.ahead:
+            first = kept.layer() or 0
+            readers[0].expect(_order(layers.matrices, range(first, stop)), layers.ahead)
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
+        if behind is not None:
+            behind.close()
         for reader in readers:
             reader.close()
+
+
+def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
+    """Hidden states are held on an accelerator that has space for them, which is then not given to
+    others."""
+    device = layers.devices[0]
+    share = layers.budget.states.get(device, 0)
+    need = (2 if layers.corrects else 1) * layers.total * layers.hidden * 2
+    if device == "cpu" or need > share * 0.6:
+        return layers, None
+    left = {**layers.budget.states, device: share - need}
+    return replace(layers, budget=replace(layers.budget, states=left)), Behind()
+
+
+def _reading_ahead(layers: Layers) -> Layers:
+    """Matrices are read ahead for one accelerator, whose order is known: shards ask for others'."""
+    device, budget = layers.devices[0], layers.budget
+    if device == "cpu" or len(layers.devices) > 1 or layers.exchange is not None:
+        return layers
+    share = budget.states.get("cpu", 0)
+    room = min(_AHEAD, share // 4)
+    left = {**budget.states, "cpu": share - room}
+    return replace(layers, budget=replace(budget, states=left), ahead=room)
+
+
+def _order(matrices: Matrices, layers: range) -> Iterator[tuple[str, Stored]]:
+    """Experts' matrices in the order in which they are asked for."""
+    for layer in layers:
+        found = matrices.get(layer, {})
+        for expert in sorted({expert for expert, _ in found}):
+            for kind in PROJECTIONS:
+                one = found[expert, kind]
+                yield one.module, one.weight
 
 
 def disk_bytes(tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False) -> int:
@@ -163,15 +218,16 @@ def _run(
         states = kept.states(first, new=False)
     try:
         for number in range(first, stop):
-            following = kept.states(number + 1, new=True)
+            following = kept.states(number + 1, new=True, before=states)
             before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
             except OutOfTime:
+                kept.settle()
                 yield Paused(number, stop)
                 return
             finally:
-                states.close()
+                kept.let_go(states)
                 states = following
             if stats is not None:
                 yield from map(Remark, _remarks(number, stats, layers.settings))
@@ -181,20 +237,30 @@ def _run(
             if works:
                 layers.clock.layer_done(works[number], before)
             if number + 1 < stop and not pace.another():
+                kept.settle()
                 yield Paused(number + 1, stop)
                 return
+        kept.settle()
     finally:
-        states.close()
+        kept.let_go(states)
 
 
 def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> States:
     """What goes into the first layer."""
+    import numpy as np
+
     states = kept.states(0, new=True)
-    at = 0
-    with layers.clock("read", "cpu"):
-        for sample in tokens:
-            states.write(at, layers.model.embed(sample, layers.readers[0]))
-            at += sample.size
+    device = layers.devices[0]
+    number = 0
+    with layers.clock("read", device):
+        embed = None
+        if device != "cpu":  # a CPU keeps to one sample's rows of the table
+            embed = layers.model.embedder(tokens, layers.readers[0], device)
+        for batch in batches(layers.lengths, layers.attended):
+            some = tokens[number : number + batch.count]
+            make = embed or layers.model.embedder(some, layers.readers[0], device)
+            states.write(batch.start, make(np.stack(some)))
+            number += batch.count
     kept.remember(0, states)
     return states
 

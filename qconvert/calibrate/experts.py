@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
-from qconvert.calibrate.propagated import Plain, corrected
+from qconvert.calibrate.propagated import Plain, corrected, corrected_together
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.work import look_cost, matrix_cost
+from qconvert.core.errors import RunError
+from qconvert.core.int_scheme import Codes
 from qconvert.matrices.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ class Inputs:
         if not rows.shape[0]:
             return
         self.tokens += rows.shape[0]
-        torch.maximum(self.absmax, rows.abs().amax(0).float(), out=self.absmax)
+        # The largest magnitude, without a copy of all magnitudes.
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
+        torch.maximum(self.absmax, largest.float(), out=self.absmax)
         if self.cross is not None and plain is not None:
             # Exact in BF16 where one is at most twice the other, and 0 where they are equal.
             off = (plain - rows).t()
@@ -140,18 +144,58 @@ class Bench:
         import torch
 
         with self.clock("read", self.device) as tick, torch.no_grad():
+            if self.device != "cpu":
+                return self._take_there(numbers, matrices, every, tick)
             found = []
             for number in numbers:
                 parts, sources = {}, {}
                 for kind in PROJECTIONS:
                     one = matrices[number, kind]
-                    matrix, sources[kind] = self.weights.matrix(one.module, one.weight)
-                    parts[kind] = matrix.to(self.device)
+                    parts[kind], sources[kind] = self.weights.matrix(one.module, one.weight)
                 gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
                 down = parts["down_proj"]
                 found.append(Expert(number, gate_up, down, number in every, sources))
                 tick(2.0 * (gate_up.numel() + down.numel()))
             return found
+
+    def _take_there(self, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
+                    every: frozenset[int], tick: Callable[[float], None]) -> list[Expert]:  # fmt: skip
+        """Read experts into an accelerator's memory, each at once where it stays."""
+        import torch
+
+        down = matrices[numbers[0], "down_proj"].weight
+        hidden, middle = down.rows, down.columns
+        stacks = [
+            torch.empty(len(numbers), *shape, dtype=torch.bfloat16, device=self.device)
+            for shape in ((2 * middle, hidden), (hidden, middle))
+        ]
+        found = []
+        for place, number in enumerate(numbers):
+            whole, last = stacks[0][place], stacks[1][place]
+            into = dict(zip(PROJECTIONS, (whole[:middle], whole[middle:], last), strict=True))
+            sources = {
+                kind: self.weights.into(into[kind], one.module, one.weight)
+                for kind in PROJECTIONS
+                for one in (matrices[number, kind],)
+            }
+            found.append(Expert(number, whole, last, number in every, sources))
+            tick(2.0 * (whole.numel() + last.numel()))
+        finite = [stack.isfinite().flatten(1).all(1) for stack in stacks]
+        if not bool(torch.cat(finite).all()):
+            self._refuse(numbers, matrices)
+        return found
+
+    def _refuse(
+        self, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection]
+    ) -> None:
+        """Say which matrix holds what is no number: as it is read on a CPU."""
+        for number in numbers:
+            for kind in PROJECTIONS:
+                self.weights.matrix(matrices[number, kind].module, matrices[number, kind].weight)
+        raise RunError(
+            f"experts {numbers[0]} to {numbers[-1]} of layer {self.layer.number} hold NaN or infinity "
+            f"on {self.device}, and none as they are read: its memory is broken"
+        )
 
     def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None,
              names: Sequence[str] = NAMES, plain: Plain | None = None) -> None:  # fmt: skip
@@ -303,7 +347,7 @@ class Bench:
         kinds = _kinds(name)
         cost = sum(matrix_cost(*weight.shape) for weight in weights)
         with self.clock("solve", self.device) as tick, torch.no_grad():
-            goals = [self._goal(expert, name) for expert in batch]
+            goals = self._goals(batch, name)
             for target in self.targets:
                 stacked = torch.stack([_sums(e, name).hessian for e in batch]).div_(calls)
                 results, failed = solved(goals, stacked, target.scheme(kinds[0]), self.settings)
@@ -318,11 +362,17 @@ class Bench:
                 tick(cost)
         return made
 
-    def _goal(self, expert: Expert, name: str) -> torch.Tensor:
-        """What a matrix is solved against: its weights, or what also corrects propagated errors."""
-        weight: torch.Tensor = getattr(expert, name)
-        sums = _sums(expert, name)
-        return weight if sums.cross is None else corrected(weight, sums.hessian, sums.cross)
+    def _goals(self, batch: Sequence[Expert], name: str) -> list[torch.Tensor]:
+        """What matrices are solved against: their weights, or what also corrects propagated errors."""
+        weights: list[torch.Tensor] = [getattr(expert, name) for expert in batch]
+        sums = [_sums(expert, name) for expert in batch]
+        crosses = [one.cross for one in sums if one.cross is not None]
+        if len(crosses) < len(batch):
+            return weights
+        hessians = [one.hessian for one in sums]
+        if self.device != "cpu":
+            return corrected_together(weights, hessians, crosses)
+        return [corrected(*each) for each in zip(weights, hessians, crosses, strict=True)]
 
     def _round(self, expert: Expert, name: str) -> list[Quantized]:
         import torch
@@ -334,11 +384,19 @@ class Bench:
     def _matrices(self, expert: Expert, name: str, made: Sequence[Quantized]) -> Iterator[Matrix]:
         kinds = _kinds(name)
         height = getattr(expert, name).shape[0] // len(kinds)
+        whole = [one.numpy() for one in made]
         for number, kind in enumerate(kinds):
-            parts = [one.rows(number * height, (number + 1) * height) for one in made]
-            codes = [part.numpy() for part in parts]
+            codes = [_rows(one, number * height, (number + 1) * height) for one in whole]
             yield Matrix(self.layer.number, expert.number, kind, codes, expert.sources[kind])
-        setattr(expert, name, made[0].weight)
+        if self.device != "cpu" and not self.settings.corrects:
+            getattr(expert, name).copy_(made[0].weight)  # a part of a stack, which it would keep
+        else:
+            setattr(expert, name, made[0].weight)
+
+
+def _rows(codes: Codes, start: int, stop: int) -> Codes:
+    zero = None if codes.zero is None else codes.zero[start:stop]
+    return replace(codes, codes=codes.codes[start:stop], scale=codes.scale[start:stop], zero=zero)
 
 
 def _kinds(name: str) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from qconvert.calibrate.linears import Linear, LinearBench, Linears
 from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
-from qconvert.calibrate.propagated import Plain, States
+from qconvert.calibrate.propagated import Kept, Plain, States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile, Rows, Scratch
+from qconvert.calibrate.rows import Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.sharing import Sharing
 from qconvert.calibrate.taken import Stream, Taken
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 # Tokens that an accelerator works on together, in experts and in attention.
-_GATHER, _ATTEND = 65_536, 16_384
+_GATHER, _ATTEND = 262_144, 16_384
 
 Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
 
@@ -86,7 +86,7 @@ class Layers:
     samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`; `linears`
     are what is solved beside the experts, by layer, on the first device. Experts for which there is no
     target are looked at for `statistics`, or only answer. With an `exchange` experts are solved by
-    several processes."""
+    several processes. `ahead` bytes of them are read before they are asked for."""
 
     model: Model
     matrices: Matrices
@@ -103,6 +103,7 @@ class Layers:
     linears: Linears = field(default_factory=dict)
     statistics: bool = True
     exchange: Exchange | None = None
+    ahead: int = 0
 
     @property
     def total(self) -> int:
@@ -156,7 +157,7 @@ class Layers:
         finally:
             scratch.close()
 
-    def through(self, number: int, states: InFile) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
+    def through(self, number: int, states: Kept) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         """What goes into a layer: samples together [B, T, H], and what the layer is called with."""
         for batch in batches(self.lengths, self.attended):
             length = (batch.stop - batch.start) // batch.count
@@ -168,7 +169,7 @@ class Layers:
         return f"calibrating layer {layer.number} of {self.model.layers}"
 
     def _quantize(
-        self, layer: Layer, linears: Sequence[Linear], states: InFile,
+        self, layer: Layer, linears: Sequence[Linear], states: Kept,
         first: Callable[[], None] | None = None,
     ) -> Iterator[Phase | Matrix | Remark]:  # fmt: skip
         """Solve a layer's linears, and put what their codes mean into it. `first`, if given, runs it
@@ -199,7 +200,7 @@ class Layers:
 
         where = self._where(layer)
         yield Phase(f"{where}: attention")
-        answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16)
+        answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16, zero=True)
         looks = bool(self.targets) or self.statistics
         kept: list[Seen] = []
 
@@ -217,7 +218,9 @@ class Layers:
         streams = [Stream(kept[-1], answers)]
         plain: Rows | None = None
         if states.plain is not None:
-            answers = scratch.rows("plain.answers", self.total, self.hidden, torch.bfloat16)
+            answers = scratch.rows(
+                "plain.answers", self.total, self.hidden, torch.bfloat16, zero=True
+            )
             streams.append(Stream(self.attend(layer, states.plain, scratch, "plain."), answers))
             plain = streams[1].seen.inputs
         found = Found()
@@ -255,7 +258,8 @@ class Layers:
         if self.exchange is not None:
             sharing = Sharing(self, layer, benches, matrices, every, found, solving)
             yield from sharing.run(streams)
-        for group in self.groups(layer, matrices, every) if self.exchange is None else ():
+        alone = self.exchange is None
+        for group in self.groups(layer, matrices, every, seen) if alone else ():
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             taken = [Taken() for _ in group]
             if looks:
@@ -294,7 +298,7 @@ class Layers:
                 rows = bench.answer(mine, rows, stream.seen, start, stop)
             stream.answers.write(start, rows)
 
-    def attend(self, layer: Layer, states: InFile, scratch: Scratch, prefix: str = "") -> Seen:
+    def attend(self, layer: Layer, states: Kept, scratch: Scratch, prefix: str = "") -> Seen:
         """Run attention and router over all samples. `prefix` is of the names of what is kept."""
         import torch
 
@@ -325,21 +329,26 @@ class Layers:
         layer: Layer,
         matrices: Mapping[tuple[int, str], Projection],
         every: frozenset[int],
+        seen: Seen,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[list[list[int]]]:
         """Numbers of experts that are in memory together, by device, in their order: all of the layer's,
         or these."""
         numbers = range(self.experts) if numbers is None else numbers
         down = matrices[0, "down_proj"].weight
-        chunks = chunks_of(self.lengths, self.gather)
+        chunk = max(stop - start for start, stop in seen.chunks)
+        most = None
+        if self.devices[0] != "cpu":
+            most = chunk if every else min(chunk, max(seen.counts))
         sizes = group_sizes(
             self.budget, self.devices, hidden=down.rows, middle=down.columns,
             own_hessians=len(every) < self.experts, schemes=len(self.targets),
             solver=self.settings.solver,
             together=self.settings.together,
             layer_bytes=sum(p.nbytes for p in layer.module.parameters()),
-            chunk=max(stop - start for start, stop in chunks),
+            chunk=chunk,
             corrects=self.corrects,
+            most=most,
         )  # fmt: skip
         at = 0
         while at < len(numbers):

@@ -14,10 +14,11 @@ from qconvert.core.errors import RunError
 _MACHINE = 0.75  # of the machine's memory, where the user gives no number
 # Of an accelerator's, whatever else is on it, because group sizes must not depend on that: for experts,
 # and on the first one for what a layer keeps of each token.
-_DEVICE, _DEVICE_STATES = 0.5, 0.25
+_DEVICE, _DEVICE_STATES = 0.45, 0.35
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED = 1 << 20  # what is larger is mapped, and unmapped when it is freed
 _TOGETHER = 4 << 30  # of Hessians that an accelerator solves at a time
+_ROUTES = 1 << 10  # of a token's places among the experts, while they are sorted
 _SLACK = 160 << 20  # what libraries take once they compute: threads, kernels, free lists
 _STATES = 0.25  # of what is free at the start, for what a layer keeps of each token
 
@@ -129,13 +130,18 @@ def group_sizes(
     layer_bytes: int,
     chunk: int,
     corrects: bool = False,
+    most: int | None = None,
 ) -> list[int]:
-    """Experts that each device works on together. Raises RunError where not one fits, with the smallest
+    """Experts that each device works on together. `chunk` tokens pass at a time, of which an expert
+    of an accelerator gets `most` (None: all). Raises RunError where not one fits, with the smallest
     budget that is enough."""
     one = _expert_bytes(hidden, middle, own_hessians, corrects)
     widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
-    passing = (2 if corrects else 1) * (chunk * (hidden + middle) * 12 + chunk * 4 * middle)
+    streams, mine = 2 if corrects else 1, chunk if most is None else most
+    passing = streams * (mine * (hidden + middle) * 12 + mine * 4 * middle)
+    if most is not None:  # inputs and answers of the chunk, and who gets which of them
+        passing += chunk * (4 * hidden + _ROUTES)
     shared = 0 if own_hessians else (8 if corrects else 4) * hidden * hidden
     rest = passing + layer_bytes + shared
     sizes = []

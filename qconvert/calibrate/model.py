@@ -10,7 +10,7 @@ the class's router gives them, in the second they answer. Classes: transformers 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -181,32 +181,45 @@ class Model:
     def embed(self, tokens: Tokens, weights: Weights) -> torch.Tensor:
         """What goes into the first layer [T, H], BF16. Only rows of the embedding that are asked for
         are read."""
+        return self.embedder([tokens], weights, "cpu")(tokens[None])
+
+    def embedder(
+        self, tokens: Sequence[Tokens], weights: Weights, device: str
+    ) -> Callable[[Tokens], torch.Tensor]:
+        """What gives for samples [B, T] of these tokens what goes into the first layer [B T, H], BF16.
+        Only rows of the embedding that are asked for are read, neighbours in one piece."""
         import numpy as np
         import torch
 
         inputs = copy.copy(self._decoder.module.get_input_embeddings())
         name, _ = self._stored(self._decoder.name + self._name_of(inputs))
         table = self._plan.tensors[name]
-        unique, places = np.unique(tokens, return_inverse=True)
+        unique = np.unique(np.concatenate(tokens))
         if unique[0] < 0 or unique[-1] >= table.type.shape[0]:
             raise RunError(
                 f"token id {unique[0] if unique[0] < 0 else unique[-1]} is outside the vocabulary of "
                 f"{table.type.shape[0]}; tokenize with the model's own tokenizer"
             )
-        rows = [weights.tensor(name, table.rows(int(i), int(i) + 1)) for i in unique]
-        inputs._parameters = {
-            "weight": torch.nn.Parameter(torch.cat(rows).to(torch.bfloat16), False)
-        }
+        runs = np.split(unique, np.flatnonzero(np.diff(unique) > 1) + 1)
+        rows = [weights.tensor(name, table.rows(int(r[0]), int(r[-1]) + 1)) for r in runs]
+        held = torch.cat(rows).to(device, torch.bfloat16)
+        inputs._parameters = {"weight": torch.nn.Parameter(held, False)}
         inputs.padding_idx = None
         # Gemma's multiply by a number that is kept as a buffer.
         inputs._buffers = dict(inputs._buffers)
         settled(self._decoder, [inputs])
-        self._settle("cpu", weights)
-        with torch.no_grad():
-            made = inputs(torch.from_numpy(places.reshape(1, -1)))
-            states, _ = self._called(made, first=True)
-        found: torch.Tensor = states[0]
-        return found
+        for key, buffer in inputs._buffers.items():
+            inputs._buffers[key] = None if buffer is None else buffer.to(device)
+        self._settle(device, weights)
+
+        def embed(samples: Tokens) -> torch.Tensor:
+            places = torch.from_numpy(np.searchsorted(unique, samples)).to(device)
+            with torch.no_grad():
+                states, _ = self._called(inputs(places), first=True)
+            found: torch.Tensor = states.flatten(0, 1)
+            return found
+
+        return embed
 
     def calls(self, batch: int, length: int, device: str, weights: Weights) -> list[Call]:
         """What the class calls each layer with for `batch` samples of `length` tokens."""

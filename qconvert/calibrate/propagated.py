@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.behind import Held
 from qconvert.calibrate.rows import InFile, Rows
+from qconvert.calibrate.solver.factor import lower_inverse
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +37,19 @@ DAMPING = 0.05
 _ROWS = 1024  # worked on together
 
 
+Kept = InFile | Held
+
+
 @dataclass(frozen=True, eq=False)
 class States:
     """Hidden states that go into a layer: of the model whose layers before are quantized, and, where
     errors are corrected, of the unquantized one."""
 
-    quantized: InFile
-    plain: InFile | None = None
+    quantized: Kept
+    plain: Kept | None = None
 
     @property
-    def all(self) -> tuple[InFile, ...]:
+    def all(self) -> tuple[Kept, ...]:
         return (self.quantized,) if self.plain is None else (self.quantized, self.plain)
 
     def write(self, start: int, rows: torch.Tensor) -> None:
@@ -68,6 +73,29 @@ class Plain:
 
     inputs: Rows
     experts: Sequence[Expert]
+
+
+def corrected_together(
+    weights: Sequence[torch.Tensor],
+    hessians: Sequence[torch.Tensor],
+    crosses: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """`corrected` of some matrices of one shape at once, on an accelerator."""
+    import torch
+
+    damped = torch.stack(list(hessians))
+    diagonal = damped.diagonal(dim1=1, dim2=2)
+    diagonal.add_(DAMPING * diagonal.mean(1, keepdim=True))
+    lower, failed = lower_inverse(damped)
+    del damped
+    targets = []
+    for number, (weight, cross) in enumerate(zip(weights, crosses, strict=True)):
+        target = weight.float()
+        own = lower[number]
+        shift = (target @ cross @ own.t() @ own).mul_(STRENGTH)
+        usable = shift.isfinite().all() & ~failed[number]
+        targets.append(target.add_(torch.where(usable, shift, 0)))
+    return targets
 
 
 def corrected(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:

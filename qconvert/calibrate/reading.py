@@ -1,15 +1,24 @@
-"""Weights as torch tensors, computed from the source as a plan says; hashes of what was read."""
+"""Weights as torch tensors, computed from the source as a plan says; hashes of what was read.
+
+For an accelerator bytes are read into memory that it copies from at the speed of the bus, and FP8
+is decoded there: to the bits of ops/fp8.py, which a test compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
 from qconvert.matrices.stored import Stored
+from qconvert.ops.fp8 import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.run.unit_runner import SourceHashes
@@ -18,16 +27,109 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """A matrix's bytes, uint8 in memory that is pinned: BF16, or, with `block`, FP8 codes and their
+    scales; and the ranges that these were read from."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    block: tuple[int, int] | None
+    sources: list[dict[str, Any]]
+
+
+# Names in torch of codes and scales that are decoded on an accelerator.
+_CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def decode(found: Fetched, there: torch.Tensor) -> None:
+    """A matrix as BF16 [N, K] on its device. FP8 is what ops/fp8.py says: code times scale in float32,
+    rounded once; where that refuses a scale or a product there is a NaN or an infinity."""
+    import torch
+
+    if found.scale is None or found.block is None:
+        there.copy_(found.data.view(torch.bfloat16).view(there.shape), non_blocking=True)
+        return
+    rows, columns = there.shape
+    codes = found.data.to(there.device, non_blocking=True).reshape(there.shape)
+    scale = found.scale.to(there.device, non_blocking=True).float()
+    high, wide = min(found.block[0], rows), min(found.block[1], columns)
+    spread = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+    there.copy_(codes.float().mul_(spread))
+
+
 class Weights:
-    """Reads the tensors of one checkpoint; nothing is kept. What decoding takes is counted by `clock`,
-    within what it counts as reading."""
+    """Reads the tensors of one checkpoint; nothing is kept but what was read `ahead`. What decoding
+    takes is counted by `clock`, within what it counts as reading."""
 
     def __init__(self, plan: Plan, clock: Clock | None = None) -> None:
         self._reader = Reader(plan.checkpoint.shards)
-        self._clock = clock
+        self._plan, self._clock = plan, clock
+        self._ahead: Ahead[Fetched] | None = None
+        self._others: list[Weights] = []
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        for other in self._others:
+            other.close()
         self._reader.close()
+
+    def expect(self, order: Iterable[tuple[str, Stored]], room: int) -> None:
+        """Matrices are asked for in this order, by `on`: threads read them ahead, `room` bytes at
+        most."""
+        mine, lock = local(), Lock()
+
+        def fetched(module: str, stored: Stored) -> Fetched:
+            if not hasattr(mine, "weights"):  # descriptors are not for two threads
+                mine.weights = Weights(self._plan)
+                with lock:
+                    self._others.append(mine.weights)
+            weights: Weights = mine.weights
+            return weights.fetch(module, stored)
+
+        self._ahead = Ahead(
+            (
+                (module, 2 * stored.rows * stored.columns, partial(fetched, module, stored))
+                for module, stored in order
+            ),
+            room,
+        )
+        self._ahead.begin()
+
+    def into(self, there: torch.Tensor, module: str, stored: Stored) -> list[dict[str, Any]]:
+        """As `matrix`, into BF16 [N, K] on an accelerator; whether all of it is finite is left to the
+        caller, who has many of them and one answer to wait for."""
+        found = None if self._ahead is None else self._ahead.take(module)
+        if found is None:
+            found = self.fetch(module, stored)
+        decode(found, there)
+        return found.sources
+
+    def fetch(self, module: str, stored: Stored) -> Fetched:
+        """Read a matrix for an accelerator."""
+        import torch
+
+        read = SourceHashes()
+        if stored.decoder is None:
+            return Fetched(self._pinned(stored.args[0], read), None, None, read.records())
+        types = [arg.type for arg in stored.args]
+        if isinstance(stored.decoder, DequantFp8) and types[1].dtype in _SCALES:
+            codes, scale = (self._pinned(arg, read) for arg in stored.args)
+            kind = getattr(torch, _CODES[types[0].dtype])
+            scale = scale.view(getattr(torch, _SCALES[types[1].dtype])).reshape(types[1].shape)
+            return Fetched(codes.view(kind), scale, stored.decoder.block, read.records())
+        matrix, sources = self.matrix(module, stored)
+        return Fetched(matrix.view(torch.uint8).flatten().pin_memory(), None, None, sources)
+
+    def _pinned(self, output: Output, read: SourceHashes) -> torch.Tensor:
+        import torch
+
+        data = torch.empty(output.type.nbytes, dtype=torch.uint8, pin_memory=True)
+        array: Any = data.numpy()
+        self._fill(output, memoryview(array), read)
+        return data
 
     def tensor(self, name: str, output: Output) -> torch.Tensor:
         """An unquantized tensor as it is. Raises PlanError for other dtypes than BF16, F16, F32."""
@@ -67,7 +169,11 @@ class Weights:
     def _bytes(self, output: Output, read: SourceHashes) -> bytearray:
         """All bytes of an output; what an earlier pass computes is computed, a node at a time."""
         data = bytearray(output.type.nbytes)
-        into, at = memoryview(data), 0
+        self._fill(output, memoryview(data), read)
+        return data
+
+    def _fill(self, output: Output, into: memoryview, read: SourceHashes) -> None:
+        at = 0
         results: Mapping[int, list[Buffer]] = {}
         for origin, start, stop in output.pieces:
             target = into[at : at + stop - start]
@@ -79,7 +185,6 @@ class Weights:
                     results = {id(origin.node): self._compute(origin.node, read)}
                 target[:] = results[id(origin.node)][origin.port].data[start:stop]
             at += stop - start
-        return data
 
     def _compute(self, node: Apply, read: SourceHashes) -> list[Buffer]:
         ins = [Buffer(arg.type, memoryview(self._bytes(arg, read))) for arg in node.args]

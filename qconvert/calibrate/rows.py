@@ -32,12 +32,17 @@ class Rows(Protocol):
 
 
 class InMemory:
-    """Rows in a device's memory."""
+    """Rows in a device's memory; `zero`: all zero at first."""
 
-    def __init__(self, count: int, width: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, count: int, width: int, dtype: torch.dtype, device: str, *, zero: bool, pinned: bool
+    ) -> None:
         import torch
 
-        self._rows = torch.zeros(count, width, dtype=dtype, device=device)
+        pin = pinned and device == "cpu"  # as fast as the bus from and to an accelerator
+        self._rows = torch.empty(count, width, dtype=dtype, device=device, pin_memory=pin)
+        if zero:
+            self._rows.zero_()
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._rows[start:stop]
@@ -106,16 +111,19 @@ class Scratch:
     def __init__(self, folder: Path, shares: Mapping[str, int], files: Files) -> None:
         self._folder, self._files = folder, files
         self._left = dict(shares)
+        self._pinned = any(device != "cpu" for device in shares)
         self._made: list[InMemory | InFile] = []
 
-    def rows(self, name: str, count: int, width: int, dtype: torch.dtype) -> Rows:
-        """Rows, all zero."""
+    def rows(
+        self, name: str, count: int, width: int, dtype: torch.dtype, *, zero: bool = False
+    ) -> Rows:
+        """Rows, all zero where so asked."""
         size = count * width * dtype.itemsize
         found: InMemory | InFile
         for device, left in self._left.items():
             if size <= left:
                 self._left[device] -= size
-                found = InMemory(count, width, dtype, device)
+                found = InMemory(count, width, dtype, device, zero=zero, pinned=self._pinned)
                 break
         else:
             path = self._folder / f"{name}.rows"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.exchanged import expert_of, get, known_of, note, put
-from qconvert.calibrate.experts import Bench, Found
+from qconvert.calibrate.experts import Bench, Found, Seen
 from qconvert.calibrate.memory import trim
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.settings import Matrix
@@ -42,7 +42,8 @@ class Sharing:
         assert exchange is not None
         here: set[int] = set()
         where = f"calibrating layer {number} of {layers.model.layers}"
-        yield from self._solve(exchange.mine(number, layers.experts), where, here)
+        seen = streams[0].seen
+        yield from self._solve(exchange.mine(number, layers.experts), seen, where, here)
         others = exchange.others(number, layers.experts)
         while True:
             with layers.clock("wait", "cpu"):
@@ -52,13 +53,15 @@ class Sharing:
             text, lost = found
             if not lost:
                 yield Phase(f"{where}: {text}")
-            yield from self._solve(lost, f"{where} {text}".rstrip(), here)
+            yield from self._solve(lost, seen, f"{where} {text}".rstrip(), here)
         yield from self._answer(streams, where, here)
 
-    def _solve(self, numbers: Sequence[int], where: str, here: set[int]) -> Iterator[Phase]:
+    def _solve(
+        self, numbers: Sequence[int], seen: Seen, where: str, here: set[int]
+    ) -> Iterator[Phase]:
         exchange, layers, layer = self.layers.exchange, self.layers, self.layer.number
         assert exchange is not None
-        for whole in layers.groups(self.layer, self.matrices, self.every, numbers):
+        for whole in layers.groups(self.layer, self.matrices, self.every, seen, numbers):
             # Others may have solved some of them since.
             group = [[e for e in mine if not exchange.has(layer, e)] for mine in whole]
             if not (todo := sum(map(len, group))):
@@ -84,7 +87,8 @@ class Sharing:
             kind: (self.matrices[0, kind].weight.rows, self.matrices[0, kind].weight.columns)
             for kind in PROJECTIONS
         }
-        for group in layers.groups(self.layer, self.matrices, self.every):
+        seen = streams[0].seen
+        for group in layers.groups(self.layer, self.matrices, self.every, seen):
             yield Phase(f"{where}: answers of experts {group[0][0]} to {group[-1][-1]}")
             taken = [Taken() for _ in group]
             for bench, mine, held in zip(self.benches, group, taken, strict=False):

@@ -47,8 +47,13 @@ class Quantized:
         )
 
     def numpy(self) -> Codes:
+        import torch
+
         def down(tensor: torch.Tensor | None) -> Any:
-            return None if tensor is None else tensor.cpu().contiguous().numpy()
+            if tensor is None or not tensor.is_cuda:
+                return None if tensor is None else tensor.contiguous().numpy()
+            into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return into.copy_(tensor).numpy()
 
         scale, zero, g_idx = down(self.scale.float()), down(self.zero), down(self.g_idx)
         return Codes(down(self.codes), scale, zero, g_idx, self.own)

@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.calibrate.propagated import States
+from qconvert.calibrate.behind import Behind, Held
+from qconvert.calibrate.propagated import Kept, States
 from qconvert.calibrate.rows import InFile
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
@@ -18,12 +19,14 @@ from qconvert.core.regular import read_regular
 from qconvert.run.files import Files
 
 _STATE = "state.json"
+_ROWS = 1 << 14  # read from a file at a time
 
 
 @dataclass(frozen=True)
 class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
-    and of the plain one. `key` names the calibration."""
+    and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
+    `device`, and files are written behind the computation."""
 
     path: Path
     key: str
@@ -31,9 +34,12 @@ class CalibrationDir:
     width: int
     files: Files
     paired: bool = False
+    device: str = "cpu"
+    behind: Behind | None = None
 
-    def states(self, layer: int, *, new: bool) -> States:
-        """What goes into a layer. Raises RunError for a file that is damaged."""
+    def states(self, layer: int, *, new: bool, before: States | None = None) -> States:
+        """What goes into a layer; `before` is what went into the one before, in whose memory this is
+        held. Raises RunError for a file that is damaged."""
         import torch
 
         opened: list[InFile] = []
@@ -45,7 +51,34 @@ class CalibrationDir:
             for file in opened:
                 file.close()
             raise
-        return States(*opened)
+        if self.behind is None:
+            return States(*opened)
+        olds: list[Kept | None] = [None] * len(opened) if before is None else [*before.all]
+        return States(*(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True)))
+
+    def _held(self, file: InFile, old: Kept | None, *, new: bool) -> Kept:
+        import torch
+
+        assert self.behind is not None
+        if isinstance(old, Held):
+            return Held(old.rows, file, self.behind, old)
+        rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
+        for start in range(0, 0 if new else self.count, _ROWS):
+            stop = min(start + _ROWS, self.count)
+            rows[start:stop] = file.read(start, stop).to(self.device)
+        return Held(rows, file, self.behind, None)
+
+    def let_go(self, states: States) -> None:
+        """Close states that are no longer read."""
+        if self.behind is None:
+            states.close()
+        else:
+            self.behind.later(states.close)
+
+    def settle(self) -> None:
+        """Wait for what is written behind, and raise what went wrong there."""
+        if self.behind is not None:
+            self.behind.wait()
 
     def _names(self, layer: int) -> tuple[str, ...]:
         name = f"hidden.{layer}.rows"
@@ -77,6 +110,12 @@ class CalibrationDir:
 
     def remember(self, layer: int, states: States) -> None:
         """The next layer to do is this one, and these are its states. Those before are removed."""
+        if self.behind is None:
+            self._remember(layer, states)
+        else:
+            self.behind.later(lambda: self._remember(layer, states))
+
+    def _remember(self, layer: int, states: States) -> None:
         states.sync()
         new = self.path / f"{_STATE}.new"
         text = json.dumps({"key": self.key, "layer": layer}).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Grid, Rounding, meant, rounding
 
 if TYPE_CHECKING:
@@ -20,9 +21,14 @@ def descended(
     columns = weight.shape[1]
     steps = now.steps.clone()
     slope = torch.bmm(hessian, meant(steps, now.scale).sub_(weight))
+    kernels = fused(weight, block)
     for _ in range(sweeps):
         for start in range(0, columns, block):
             stop = min(start + block, columns)
+            if kernels is not None:
+                moved = kernels.descent_block(slope, hessian, now.scale, grid, steps, start, stop)
+                slope.baddbmm_(hessian[:, :, start:stop], moved)
+                continue
             own = hessian[:, start:stop, start:stop]
             near = slope[:, start:stop].clone()
             moved = torch.empty_like(near)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Curvature, Grid
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ def gptq(
     groups = torch.div(order, grid.width, rounding_mode="floor")
     each = torch.arange(batch, device=weight.device)
     made = torch.empty_like(left)
+    kernels = fused(weight, block)
     for start in range(0, columns, block):
         stop = min(start + block, columns)
-        lost = left.new_empty(batch, stop - start, rows)
-        for at in range(start, stop):
+        if kernels is not None:
+            lost = kernels.gptq_block(left, factor, groups, scale, grid, made, start, stop)
+        else:
+            lost = left.new_empty(batch, stop - start, rows)
+        for at in range(start, stop) if kernels is None else ():
             group = groups[:, at]
             step, value = scale[each, group], left[:, at]
             low = grid.low if grid.low.shape[1] == 1 else grid.low[each, group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.factor import lower_inverse
 from qconvert.calibrate.solver.problem import Curvature
 
 if TYPE_CHECKING:
@@ -29,10 +30,13 @@ def curvature(
     else:
         order = torch.arange(columns, device=hessians.device).expand(batch, -1)
     diagonal.add_(dampening * diagonal.mean(1, keepdim=True))
-    factor = torch.empty_like(hessians)
-    failed = torch.zeros(batch, dtype=torch.bool, device=hessians.device)
-    for number in range(batch):
-        failed[number] = _factorize(hessians[number], order[number], factor[number])
+    if hessians.is_cuda:
+        factor, failed = _factorize_all(hessians, order)
+    else:
+        factor = torch.empty_like(hessians)
+        failed = torch.zeros(batch, dtype=torch.bool)
+        for number in range(batch):
+            failed[number] = _factorize(hessians[number], order[number], factor[number])
     # Columns of U squared add up to the inverse's diagonal.
     inverse = torch.empty_like(diagonal)
     inverse.scatter_(1, order, factor.square().sum(1))
@@ -50,6 +54,23 @@ def _by_importance(diagonal: torch.Tensor, together: int) -> torch.Tensor:
     within = torch.argsort(cut, dim=2, descending=True, stable=True)
     chosen = within.gather(1, groups.expand_as(within))
     return (chosen + groups * together).flatten(1, 2)
+
+
+def _factorize_all(
+    hessians: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_factorize` finds, of all [B, K, K] at once, and which [B] failed."""
+    import torch
+
+    turned = order.flip(1)
+    each = torch.arange(hessians.shape[0], device=hessians.device)[:, None, None]
+    found, failed = lower_inverse(hessians[each, turned[:, :, None], turned[:, None, :]])
+    factor = found.flip(1, 2)
+    del found
+    if bool(failed.any()):
+        alone = torch.eye(hessians.shape[1], device=hessians.device)
+        factor[failed], hessians[failed] = alone, alone
+    return factor, failed
 
 
 def _factorize(hessian: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

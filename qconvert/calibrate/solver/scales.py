@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Grid, in_groups, spread
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ def searched(
     the inputs need, not the largest weight: with outlier channels a third of the loss."""
     import torch
 
+    kernels = fused(weight, grid.width)
+    if kernels is not None and grid.low.numel() == 1:
+        signs = (1.0, -1.0) if grid.signed else (1.0,)
+        ladder = torch.tensor([sign * clip for sign in signs for clip in CLIPS])
+        half = float((grid.high - grid.low) / 2)
+        best: torch.Tensor = kernels.search(
+            weight, scale, weights, grid, ladder.to(weight.device), half
+        )
+        return best
     rows = weight.shape[2]
     step = rows if weight.is_cuda else max(1, _AT_ONCE // (weight.shape[0] * weight.shape[1]))
     found = torch.empty_like(scale)

@@ -1,0 +1,102 @@
+"""What is written behind a computation: hidden states in an accelerator's memory, and in the file
+from which an interrupted calibration goes on. Written in between, they kept a GPU waiting for two
+thirds of a layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from qconvert.calibrate.rows import InFile
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Behind:
+    """Does things in the order in which they are asked for, in one thread of its own. What goes wrong in
+    one is raised by a later call, and nothing after it is done."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "qconvert-behind")
+        self._asked: deque[Future[None]] = deque()
+        self._broken = False
+
+    def later(self, do: Callable[[], None]) -> Future[None]:
+        while self._asked and self._asked[0].done():
+            self._asked.popleft().result()
+        found = self._pool.submit(self._run, do)
+        self._asked.append(found)
+        return found
+
+    def _run(self, do: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            do()
+        except BaseException:
+            self._broken = True
+            raise
+
+    def wait(self) -> None:
+        """Until all is done."""
+        while self._asked:
+            self._asked.popleft().result()
+
+    def close(self) -> None:
+        """Let what was asked for end, and the thread with it."""
+        self._pool.shutdown()
+
+
+class Held:
+    """Rows in an accelerator's memory, and in `file`, which is written behind. `before` are rows
+    that lie in the same memory, and whose file must be whole before it is written over."""
+
+    def __init__(
+        self, rows: torch.Tensor, file: InFile, behind: Behind, before: Held | None
+    ) -> None:
+        import torch
+
+        self.rows, self.file = rows, file
+        self._behind, self._before = behind, before
+        cuda: Any = torch.cuda  # its streams are typed for nobody
+        self._stream = cuda.Stream(rows.device)
+        self._written: list[Future[None]] = []
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.rows[start:stop]
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        import torch
+
+        if self._before is not None:
+            for done in self._before._written:
+                done.result()
+            self._before = None
+        stop = start + rows.shape[0]
+        self.rows[start:stop] = rows
+        cuda: Any = torch.cuda
+        made = cuda.Event()
+        made.record(torch.cuda.current_stream(self.rows.device))
+        self._written.append(self._behind.later(lambda: self._keep(start, stop, made)))
+
+    def _keep(self, start: int, stop: int, made: Any) -> None:
+        import torch
+
+        with torch.cuda.device(self.rows.device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(made)
+            rows = self.rows[start:stop]
+            kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            kept.copy_(rows, non_blocking=True)
+            self._stream.synchronize()
+        self.file.write(start, kept)
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut. Called behind, after it."""
+        self.file.sync()
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,235 @@
+"""The loops over columns as Triton kernels: a block of columns in one launch, for some rows of a matrix.
+
+What gptq.py, descent.py and scales.py do with an operator a step, which a GPU spends on launches: 2,048
+columns are some 60,000 of them a batch of matrices. Here a program holds a block's columns of some rows
+in registers, and walks through them. Quotients are IEEE's and codes ties to even, as there; products and
+sums may be fused, so a code that lies between two may become the other one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from qconvert.calibrate.solver.problem import Grid
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Rows that a program works on. In the interpreter a program is expensive, an element cheap.
+_ROWS = 256 if _INTERPRETED else 32
+WIDEST = 256  # columns of a block, or of a group, that a program can hold
+_HELD = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _whole(value: tl.tensor) -> tl.tensor:
+    """To a whole number below 2^22, ties to even."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bounded(value: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """To the nearest code. Bounds are whole numbers, so what is beyond them may be cut off first."""
+    return _whole(tl.minimum(tl.maximum(value, low), high))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _held(value: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """As a scale's dtype holds it."""
+    if DTYPE == 0:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True)
+    if DTYPE == 1:
+        return value.to(tl.float16).to(tl.float32)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gptq_block(
+    left: tl.tensor, factor: tl.tensor, groups: tl.tensor, scale: tl.tensor, low: tl.tensor,
+    high: tl.tensor, made: tl.tensor, lost: tl.tensor, columns: tl.tensor, rows: tl.tensor,
+    count: tl.tensor, start: tl.tensor, width: tl.tensor, BOUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, BLOCK)
+    here = column < width
+    at = batch * columns + start
+    part = tl.load(
+        left + (at + column)[:, None] * rows + row[None, :],
+        mask=here[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    for i in range(width):
+        group = batch * count + tl.load(groups + at + i)
+        step = tl.load(scale + group * rows + row, mask=inside, other=1.0)
+        if BOUNDS:
+            least = tl.load(low + group * rows + row, mask=inside, other=0.0)
+            most = tl.load(high + group * rows + row, mask=inside, other=0.0)
+        else:
+            least = tl.load(low)
+            most = tl.load(high)
+        line = (at + i) * columns + start
+        own = tl.load(factor + line + i)
+        others = tl.load(factor + line + column, mask=here & (column > i), other=0.0)
+        value = tl.sum(tl.where(column[:, None] == i, part, 0.0), axis=0)
+        code = _bounded(tl.div_rn(value, step), least, most)
+        error = tl.div_rn(value - code * step, own + tl.zeros_like(value))
+        tl.store(made + (at + i) * rows + row, code, mask=inside)
+        tl.store(lost + (batch * width + i) * rows + row, error, mask=inside)
+        part -= others[:, None] * error[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _descent_block(
+    slope: tl.tensor, hessian: tl.tensor, scale: tl.tensor, low: tl.tensor, high: tl.tensor,
+    steps: tl.tensor, moved: tl.tensor, columns: tl.tensor, rows: tl.tensor, count: tl.tensor,
+    wide: tl.tensor, start: tl.tensor, width: tl.tensor, BOUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, BLOCK)
+    here = column < width
+    at = batch * columns + start
+    near = tl.load(
+        slope + (at + column)[:, None] * rows + row[None, :],
+        mask=here[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    for i in range(width):
+        group = batch * count + (start + i) // wide
+        step = tl.load(scale + group * rows + row, mask=inside, other=1.0)
+        if BOUNDS:
+            least = tl.load(low + group * rows + row, mask=inside, other=0.0)
+            most = tl.load(high + group * rows + row, mask=inside, other=0.0)
+        else:
+            least = tl.load(low)
+            most = tl.load(high)
+        line = (at + i) * columns + start
+        own = tl.load(hessian + line + i)
+        others = tl.load(hessian + line + column, mask=here & (column > i), other=0.0)
+        old = tl.load(steps + (at + i) * rows + row, mask=inside, other=0.0)
+        pull = tl.sum(tl.where(column[:, None] == i, near, 0.0), axis=0)
+        new = _bounded(old - tl.div_rn(pull, own * step), least, most)
+        change = (new - old) * step
+        tl.store(steps + (at + i) * rows + row, new, mask=inside)
+        tl.store(moved + (batch * width + i) * rows + row, change, mask=inside)
+        near += others[:, None] * change[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lost(
+    cut: tl.tensor, share: tl.tensor, tried: tl.tensor, low: tl.tensor, high: tl.tensor
+) -> tl.tensor:
+    wide = tried[None, :] + tl.zeros_like(cut)
+    off = _bounded(tl.div_rn(cut, wide), low, high) * wide - cut
+    return tl.sum(off * off * share[:, None], axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(
+    weight: tl.tensor, share: tl.tensor, scale: tl.tensor, ladder: tl.tensor, low: tl.tensor,
+    high: tl.tensor, found: tl.tensor, rows: tl.tensor, width: tl.tensor, rungs: tl.tensor,
+    half: tl.tensor, SIGNED: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    group = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, BLOCK)
+    here = column < width
+    at = group * width + column
+    cut = tl.load(
+        weight + at[:, None] * rows + row[None, :], mask=here[:, None] & inside[None, :], other=0.0
+    )
+    weighs = tl.load(share + at, mask=here, other=0.0)
+    least, most = tl.load(low), tl.load(high)
+    first = tl.load(scale + group * rows + row, mask=inside, other=1.0)
+    largest = tl.div_rn(tl.max(tl.abs(cut), axis=0), half + tl.zeros_like(first))
+    best = first
+    loss = _lost(cut, weighs, first, least, most)
+    for rung in range(rungs):
+        tried = _held(largest * tl.load(ladder + rung), DTYPE)
+        usable = (tl.abs(tried) > 0) if SIGNED else (tried > 0)
+        tried = tl.where(usable & (tl.abs(tried) < float("inf")), tried, first)
+        now = _lost(cut, weighs, tried, least, most)
+        wins = now < loss
+        best, loss = tl.where(wins, tried, best), tl.where(wins, now, loss)
+    tl.store(found + group * rows + row, best, mask=inside)
+
+
+def gptq_block(
+    left: torch.Tensor, factor: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, grid: Grid,
+    made: torch.Tensor, start: int, stop: int,
+) -> torch.Tensor:  # fmt: skip
+    """Codes of the columns [start, stop) of `left` [B, K, N] into `made`, under scales [B, G, N] of the
+    groups int64 [B, K]; what goes on inside the block is left out of `left`. Returns the errors
+    [B, stop - start, N], each over its factor [B, K, K]."""
+    batch, columns, rows = left.shape
+    lost = left.new_empty(batch, stop - start, rows)
+    low, high, bounds = _bounds(grid, left)
+    _gptq_block[_programs(rows, batch)](
+        left, factor, groups, scale, low, high, made, lost, columns, rows, scale.shape[1], start,
+        stop - start, BOUNDS=bounds, BLOCK=_power(stop - start), ROWS=_ROWS,
+    )  # fmt: skip
+    return lost
+
+
+def descent_block(
+    slope: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, grid: Grid, steps: torch.Tensor,
+    start: int, stop: int,
+) -> torch.Tensor:  # fmt: skip
+    """Better codes for the columns [start, stop) in `steps` [B, K, N], given the loss's `slope`
+    [B, K, N] before. Returns by how much what they mean has changed [B, stop - start, N]."""
+    batch, columns, rows = slope.shape
+    moved = slope.new_empty(batch, stop - start, rows)
+    low, high, bounds = _bounds(grid, slope)
+    _descent_block[_programs(rows, batch)](
+        slope, hessian, scale, low, high, steps, moved, columns, rows, scale.shape[1], grid.width,
+        start, stop - start, BOUNDS=bounds, BLOCK=_power(stop - start), ROWS=_ROWS,
+    )  # fmt: skip
+    return moved
+
+
+def search(
+    weight: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, grid: Grid,
+    ladder: torch.Tensor, half: float,
+) -> torch.Tensor:  # fmt: skip
+    """For each group of `weight` [B, K, N] the best of `scale` [B, G, N] and `ladder` times its largest
+    over `half`, columns weighted by `weights` [B, K]. Groups have WIDEST columns at the most, and codes
+    the same bounds everywhere."""
+    batch, columns, rows = weight.shape
+    found = torch.empty_like(scale, memory_format=torch.contiguous_format)
+    low, high, _ = _bounds(grid, weight)
+    _search[_programs(rows, batch * (columns // grid.width))](
+        weight.contiguous(), weights.contiguous(), scale.contiguous(), ladder, low, high, found, rows,
+        grid.width, ladder.shape[0], half, SIGNED=grid.signed, DTYPE=_HELD[grid.dtype],
+        BLOCK=_power(grid.width), ROWS=_ROWS,
+    )  # fmt: skip
+    return found
+
+
+def _bounds(grid: Grid, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Lowest and highest codes, and whether these are of each group and row."""
+    bounds = grid.low.shape[-1] != 1
+    return (
+        grid.low.to(like.device, torch.float32).contiguous(),
+        grid.high.to(like.device, torch.float32).contiguous(),
+        bounds,
+    )
+
+
+def _programs(rows: int, batch: int) -> tuple[int, int]:
+    return (triton.cdiv(rows, _ROWS), batch)
+
+
+def _power(width: int) -> int:
+    found: Any = triton.next_power_of_2(width)
+    return int(found)

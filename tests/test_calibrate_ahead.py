@@ -1,0 +1,152 @@
+"""What a calibration on a GPU does beside computing: matrices read ahead, states written behind, codes
+packed apart; and FP8 decoded as ops/fp8.py decodes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qconvert.calibrate.ahead import Ahead
+from qconvert.calibrate.apart import apart
+from qconvert.calibrate.behind import Behind
+from qconvert.calibrate.reading import Fetched, decode
+from qconvert.core.dtypes import TensorType
+from qconvert.core.graph import Buffer
+from qconvert.ops.fp8 import DequantFp8
+
+
+class _Room:
+    """Bytes that are read and not taken."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+        self.lock = threading.Lock()
+
+    def read(self, number: int, size: int) -> int:
+        with self.lock:
+            self.held += size
+            self.most = max(self.most, self.held)
+        return number
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
+@settings(max_examples=25, deadline=None)
+def test_reads_in_order_within_its_room(sizes: list[int], room: int) -> None:
+    held = _Room()
+    order = [(f"m{n}", size, partial(held.read, n, size)) for n, size in enumerate(sizes)]
+    ahead = Ahead(order, room)
+    ahead.begin()
+    for number, size in enumerate(sizes):
+        assert ahead.take("another") is None
+        assert ahead.take(f"m{number}") == number
+        with held.lock:
+            held.held -= size
+    assert ahead.take("m0") is None
+    ahead.close()
+    # One more than there is room for, and one that was let in as another was taken.
+    assert held.most <= room + 2 * max(sizes, default=0)
+
+
+def test_what_a_read_raises_is_raised_where_it_is_taken() -> None:
+    def broken() -> int:
+        raise OSError("the disk is gone")
+
+    ahead = Ahead([("a", 1, lambda: 1), ("b", 1, broken)], 10)
+    ahead.begin()
+    assert ahead.take("a") == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        ahead.take("b")
+    ahead.close()
+
+
+def test_behind_does_things_in_order_and_stops_at_a_failure() -> None:
+    done: list[int] = []
+    behind = Behind()
+
+    def fail() -> None:
+        raise OSError("no space left")
+
+    for number in range(50):
+        behind.later(partial(done.append, number))
+    behind.wait()
+    assert done == list(range(50))
+    behind.later(fail)
+    behind.later(partial(done.append, 50))
+    with pytest.raises(OSError, match="no space left"):
+        behind.wait()
+    behind.close()
+    assert done == list(range(50))
+
+
+def test_a_stream_apart_waits_where_it_is_told_to() -> None:
+    """What follows an item that is waited for is not begun before that is worked on."""
+    seen: list[str] = []
+
+    def stream() -> Generator[int]:
+        for number in range(12):
+            seen.append(f"made {number}")
+            yield number
+
+    for number in apart(stream(), 3, lambda item: item % 4 == 3):
+        if number % 4 == 3:
+            assert f"made {number + 1}" not in seen
+        seen.append(f"took {number}")
+    assert [word for word in seen if word.startswith("took")] == [f"took {n}" for n in range(12)]
+
+
+def test_a_stream_apart_raises_and_closes() -> None:
+    closed = threading.Event()
+
+    def stream() -> Generator[int]:
+        try:
+            yield 1
+            raise ValueError("broken")
+        finally:
+            closed.set()
+
+    found = apart(stream(), 2, lambda _: False)
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="broken"):
+        next(found)
+    assert closed.is_set()
+    closed.clear()
+    early = apart(stream(), 2, lambda _: True)
+    assert next(early) == 1
+    early.close()
+    assert closed.is_set()
+
+
+@pytest.mark.parametrize("scales", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize(("shape", "block"), [((130, 200), (128, 128)), ((6, 40), (1, 40))])
+def test_fp8_is_decoded_to_the_bits_of_the_op(
+    scales: str, shape: tuple[int, int], block: tuple[int, int], tmp_path: Path
+) -> None:
+    """Every code that is a number, under scales from tiny to large."""
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, shape, dtype=np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    rows, columns = shape
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    scale = torch.from_numpy(random.uniform(1e-4, 4, grid).astype(np.float32))
+    scale = scale.to({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[scales])
+    op = DequantFp8(block)
+    ins = [
+        Buffer(TensorType("F8_E4M3", shape), memoryview(codes.tobytes())),
+        Buffer(TensorType(scales, grid), memoryview(scale.view(torch.uint8).numpy().tobytes())),
+    ]
+    made = bytearray(2 * rows * columns)
+    types = [one.type for one in ins]
+    scratch = memoryview(bytearray(op.scratch(*types)))
+    op.run(ins, [Buffer(TensorType("BF16", shape), memoryview(made))], scratch)
+    there = torch.empty(shape, dtype=torch.bfloat16)
+    data = torch.from_numpy(codes.reshape(-1)).view(torch.float8_e4m3fn)
+    decode(Fetched(data, scale, block, []), there)
+    assert there.view(torch.uint8).numpy().tobytes() == bytes(made)
