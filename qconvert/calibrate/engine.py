@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+_HELD = 0.7  # of what an accelerator has for rows of tokens, at the most
 # Bytes of matrices that are read ahead, at the most.
 _AHEAD = 2 << 30
 
@@ -147,7 +148,7 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
     device = layers.devices[0]
     share = layers.budget.states.get(device, 0)
     need = (2 if layers.corrects else 1) * layers.total * layers.hidden * 2
-    if device == "cpu" or need > share * 0.6:
+    if device == "cpu" or need > _HELD * share:
         return layers, None
     left = {**layers.budget.states, device: share - need}
     return replace(layers, budget=replace(layers.budget, states=left)), Behind()

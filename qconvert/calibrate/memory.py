@@ -14,10 +14,10 @@ from qconvert.core.errors import RunError
 _MACHINE = 0.75  # of the machine's memory, where the user gives no number
 # Of an accelerator's, whatever else is on it, because group sizes must not depend on that: for experts,
 # and on the first one for what a layer keeps of each token.
-_DEVICE, _DEVICE_STATES = 0.45, 0.35
+_DEVICE, _DEVICE_STATES = 0.5, 0.35
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED = 1 << 20  # what is larger is mapped, and unmapped when it is freed
-_TOGETHER = 4 << 30  # of Hessians that an accelerator solves at a time
+_TOGETHER = 2 << 30  # of Hessians that an accelerator solves at a time
 _ROUTES = 1 << 10  # of a token's places among the experts, while they are sorted
 _SLACK = 160 << 20  # what libraries take once they compute: threads, kernels, free lists
 _STATES = 0.25  # of what is free at the start, for what a layer keeps of each token

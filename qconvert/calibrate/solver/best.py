@@ -76,7 +76,8 @@ def best_bytes(batch: int, rows: int, columns: int, device: str) -> int:
     on_cpu = device == "cpu"
     some = batch * min(rows, _step(batch, columns, on_cpu=on_cpu))
     normal = min(normal_room(on_cpu=on_cpu), some * max(columns, (columns // _NARROWEST) ** 2))
-    hessians = (2 * batch + 5) * columns * columns
+    # All at once there, as they are, in order, inverted and turned around.
+    hessians = ((2 if on_cpu else 4) * batch + 5) * columns * columns
     return 4 * (hessians + 12 * some * columns + 2 * normal) + 13 * batch * rows * columns
 
 
