@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -130,6 +131,8 @@ def _ours(
     work: Mapping[str, Any] = events[-1].get("work", {})
     for kind, one in sorted(work.items()):
         print(f"  {kind:<8} {one['seconds'] / len(layers):7.2f} s a layer")
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    print(f"  host memory of its largest process {most / 1e6:.1f} GB")
     said = (done.stdout + done.stderr).splitlines()
     print("\n".join(f"  {line}" for line in said[-45:]), flush=True)
     return each

@@ -14,13 +14,15 @@ import numpy as np
 def oneshot(folder: Path, tokens: np.ndarray[Any, Any], length: int) -> list[float]:
     """Seconds between the ends of its layers' solving; the first from the start of the data's first
     pass."""
-    import llmcompressor.entrypoints.oneshot as entry
     import torch
     import transformers
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
+    from llmcompressor.entrypoints.oneshot import oneshot as entry
     from llmcompressor.modifiers.gptq import GPTQModifier
+    from loguru import logger
 
+    logger.disable("llmcompressor")  # a line a matrix
     hf: Any = transformers
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     rows = [sample.tolist() for sample in tokens]
@@ -41,7 +43,7 @@ def oneshot(folder: Path, tokens: np.ndarray[Any, Any], length: int) -> list[flo
     patched.compress_modules = solved
     try:
         start = time.monotonic()
-        entry.oneshot(
+        entry(
             model=model, dataset=data, processor=_tokenizer(folder),
             recipe=GPTQModifier(config_groups={"group_0": scheme}, ignore=[]),
             num_calibration_samples=len(tokens), max_seq_length=length, batch_size=1,

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate.behind import Held
 from qconvert.calibrate.rows import InFile, Rows
 from qconvert.calibrate.solver.factor import lower_inverse
+from qconvert.calibrate.solver.product import product
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,8 @@ def corrected_together(
     for number, (weight, cross) in enumerate(zip(weights, crosses, strict=True)):
         target = weight.float()
         own = lower[number]
-        shift = (target @ cross @ own.t() @ own).mul_(STRENGTH)
+        shift = product(target[None], cross[None])
+        shift = product(product(shift, own.t()[None]), own[None])[0].mul_(STRENGTH)
         usable = shift.isfinite().all() & ~failed[number]
         targets.append(target.add_(torch.where(usable, shift, 0)))
     return targets

@@ -9,6 +9,7 @@ from qconvert.calibrate.solver.descent import descended
 from qconvert.calibrate.solver.gptq import gptq
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, rounding
+from qconvert.calibrate.solver.product import product
 from qconvert.calibrate.solver.refit import normal_room, refitted
 from qconvert.calibrate.solver.scales import nearest, searched
 from qconvert.core.int_scheme import IntScheme, Signs
@@ -90,7 +91,6 @@ def _rows(
     settings: Settings,
 ) -> Rounding:
     """Some rows [B, K, N] of matrices, with their observer's scales [B, G, N]."""
-    import torch
 
     hessian, block = found.hessian, settings.block_size
 
@@ -102,7 +102,7 @@ def _rows(
     if scheme.symmetric and settings.scales == "search":
         scale = searched(weight, scale, found.inverse.reciprocal(), grid)
     now = rounding(weight, nearest(weight, scale, grid), scale, hessian).better(solved(scale))
-    pull = torch.bmm(hessian, weight) if refits else weight
+    pull = product(hessian, weight) if refits else weight
     for _ in range(refits):
         now = refitted(weight, pull, now, hessian, grid)
         now = now.better(solved(now.scale))

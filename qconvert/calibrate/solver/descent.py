@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Grid, Rounding, meant, rounding
+from qconvert.calibrate.solver.product import add_product, product
 
 if TYPE_CHECKING:
     import torch
@@ -20,14 +21,14 @@ def descended(
 
     columns = weight.shape[1]
     steps = now.steps.clone()
-    slope = torch.bmm(hessian, meant(steps, now.scale).sub_(weight))
+    slope = product(hessian, meant(steps, now.scale).sub_(weight))
     kernels = fused(weight, block)
     for _ in range(sweeps):
         for start in range(0, columns, block):
             stop = min(start + block, columns)
             if kernels is not None:
                 moved = kernels.descent_block(slope, hessian, now.scale, grid, steps, start, stop)
-                slope.baddbmm_(hessian[:, :, start:stop], moved)
+                add_product(slope, hessian[:, :, start:stop], moved)
                 continue
             own = hessian[:, start:stop, start:stop]
             near = slope[:, start:stop].clone()
@@ -43,5 +44,5 @@ def descended(
                 steps[:, at] = new
                 moved[:, i] = change
                 near[:, i + 1 :].addcmul_(own[:, i, i + 1 :, None], change.unsqueeze(1))
-            slope.baddbmm_(hessian[:, :, start:stop], moved)
+            add_product(slope, hessian[:, :, start:stop], moved)
     return now.better(rounding(weight, steps, now.scale, hessian))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Curvature, Grid
+from qconvert.calibrate.solver.product import add_product
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def gptq(
             left[:, at + 1 : stop].addcmul_(
                 factor[:, at, at + 1 : stop, None], error.unsqueeze(1), value=-1
             )
-        left[:, stop:].baddbmm_(factor[:, start:stop, stop:].transpose(1, 2), lost, alpha=-1)
+        add_product(left[:, stop:], factor[:, start:stop, stop:].transpose(1, 2), lost, sign=-1)
     steps = torch.empty_like(made)
     return steps.scatter_(1, order.unsqueeze(-1).expand_as(made), made)
 

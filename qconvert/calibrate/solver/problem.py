@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.product import product
 from qconvert.core.int_scheme import IntScheme, Signs
 
 if TYPE_CHECKING:
@@ -111,7 +112,5 @@ def rounding(
     weight: torch.Tensor, steps: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor
 ) -> Rounding:
     """With what each row loses: d H d^T, never less than 0."""
-    import torch
-
     off = meant(steps, scale).sub_(weight)
-    return Rounding(steps, scale, torch.bmm(hessian, off).mul_(off).sum(1).clamp_(min=0))
+    return Rounding(steps, scale, product(hessian, off).mul_(off).sum(1).clamp_(min=0))

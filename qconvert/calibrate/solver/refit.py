@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.solver.problem import Grid, Rounding, in_groups, rounding
+from qconvert.calibrate.solver.product import product_with_codes
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def _fit(
     normal = steps.new_empty(batch, rows, groups, groups)
     for group in range(groups):
         own = slice(group * grid.width, (group + 1) * grid.width)
-        seen = torch.bmm(hessian[:, :, own], steps[:, own]).mul_(steps)
+        seen = product_with_codes(hessian[:, :, own], steps[:, own]).mul_(steps)
         normal[..., group] = in_groups(seen, grid.width).sum(2).transpose(1, 2)
     diagonal = normal.diagonal(dim1=2, dim2=3)
     diagonal.add_(1e-6 * diagonal.mean(-1, keepdim=True) + 1e-12)
