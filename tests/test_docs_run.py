@@ -47,6 +47,7 @@ BEFORE = {
     "stages": "qconvert split DeepSeek-V3 stages --pp 2 --for sglang",
     "a": "qconvert run copy Qwen/Qwen3-30B-A3B a",
     "b": "qconvert run copy Qwen/Qwen3-30B-A3B b",
+    "next-int4": "qconvert w4a16 Qwen3-Next-80B next-int4 --rtn",  # --gptq is run dry
     "small": "qconvert w4a16 Qwen3-30B-A3B small --rtn",
 }
 # Pages whose lines are examples of different models, each by itself: OUT is always the same.
