@@ -67,7 +67,8 @@ NOT_RUN = {
 DRY = r"^qconvert upload|--gptq"
 # Sizes of published models, and those of these: three layers, and four heads in blocks of 128.
 _SIZES = {"--pp 15,15,15,16": "--pp 1,1,1", "--pp 4": "--pp 2", "--tp 8": "--tp 2"}
-_READ = ("validate", "upload", "repair", "eval", "clean", "advise", "inspect", "diff")
+_READ = ("validate", "upload", "repair", "eval", "clean", "advise", "inspect", "diff",
+         "report")  # fmt: skip
 
 
 def lines(page: Path) -> list[str]:

@@ -29,6 +29,7 @@ from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
 from qconvert.cli.relabel import relabel
 from qconvert.cli.repair import repair
+from qconvert.cli.report import report
 from qconvert.cli.shards import finish, status
 from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
@@ -97,6 +98,7 @@ for command in (
     upload,
     recipes,
     clean,
+    report,
     demo,
 ):
     cli.add_command(command)

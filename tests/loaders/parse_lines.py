@@ -1,8 +1,8 @@
 """Serving lines parsed by a runtime's own argument parser.
 
 Run in the loaders' environment, in tests/: python -m loaders.parse_lines sglang < lines.json
-The lines come as a JSON list of lists of arguments; printed is, for each, what the parser made of some of
-them, or what it said. Checked with sglang 0.5.23 (`ServerArgs.add_cli_args`) and vLLM 0.33.0
+The lines come as a JSON list of lists of arguments; printed is, for each, what the parser made of some
+of them, or what it said. Checked with sglang 0.5.23 (`ServerArgs.add_cli_args`) and vLLM 0.33.0
 (`AsyncEngineArgs.add_cli_args`, what `vllm serve` builds on; the model is its positional argument).
 """
 
