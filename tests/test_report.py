@@ -71,7 +71,8 @@ def test_findings_are_counted_by_rule(made: Path, tmp_path: Path) -> None:
     assert {one["rule"] for one in found} == {one["rule"] for one in expected}
     assert sum(one["count"] for one in found) == len(expected)
     assert all("SECRET" not in one["first"] for one in found)
-    text = run_cli("report", broken).out
+    code, text, _ = run_cli("report", broken)
+    assert code == 3
     assert f"error {found[0]['rule']}, " in text or f"warning {found[0]['rule']}, " in text
 
 
@@ -80,7 +81,7 @@ def test_a_folder_that_cannot_be_opened_is_reported(made: Path, tmp_path: Path) 
     for file in broken.glob("*.safetensors"):
         file.write_bytes(b"\xff" * 64)
     done = run_cli("report", broken)
-    assert done.code == 0
+    assert done.code == 3
     assert "cannot be opened: FOLDER/" in done.out
     assert "SECRET" not in done.out
     assert json.loads(run_cli("report", broken, "--json").out)["folder"]["refused"]

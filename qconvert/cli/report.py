@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert import __version__
-from qconvert.cli.options import JSON, OPENING, SourceName
+from qconvert.cli.options import FINDINGS, JSON, OPENING, SourceName
 from qconvert.core.extras import EXTRAS
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
@@ -40,7 +40,7 @@ _PATH = re.compile(r"(?<![\w.])(?:[a-z][a-z0-9+.-]*://|~?/)[^\s'\",;:()]*[^\s'\"
 )
 @OPENING
 @JSON
-def report(source: str | None, paths: bool, follow_links: bool, as_json: bool) -> None:
+def report(source: str | None, paths: bool, follow_links: bool, as_json: bool) -> int:
     """Print what a report of a problem needs: versions, platform, and of FOLDER the model, how it was
     made, and the rules that header validation finds broken.
 
@@ -52,6 +52,8 @@ def report(source: str | None, paths: bool, follow_links: bool, as_json: bool) -
       qconvert report
       qconvert report GLM-4.5-Air-int4
       qconvert report GLM-4.5-Air-int4 --json
+
+    Exit code 3 if FOLDER cannot be opened or a rule finds an error.
     """
     found = _machine()
     if source is not None:
@@ -60,6 +62,9 @@ def report(source: str | None, paths: bool, follow_links: bool, as_json: bool) -
         say_json(found)
     else:
         say(*_lines(found))
+    folder = found.get("folder", {})
+    errors = any(one["severity"] == "error" for one in folder.get("findings", ()))
+    return FINDINGS if errors or "refused" in folder else 0
 
 
 def _machine() -> dict[str, Any]:
