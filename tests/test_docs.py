@@ -31,6 +31,8 @@ def commands() -> list[str]:
     """Lines of the pages' shell blocks that run qconvert, without their comments; each once."""
     blocks = re.findall(r"```sh\n(.*?)```", _TEXT, re.DOTALL)
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    tasks = (_ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines += re.findall(r"`(qconvert [^`]+)` \|$", tasks, re.MULTILINE)
     return list(dict.fromkeys(line for line in lines if line.startswith("qconvert ")))
 
 

@@ -47,11 +47,12 @@ BEFORE = {
     "stages": "qconvert split DeepSeek-V3 stages --pp 2 --for sglang",
     "a": "qconvert run copy Qwen/Qwen3-30B-A3B a",
     "b": "qconvert run copy Qwen/Qwen3-30B-A3B b",
+    "int4": "qconvert w4a16 GLM-4.5-Air int4 --rtn --group-size 32 --tp 4",
     "next-int4": "qconvert w4a16 Qwen3-Next-80B next-int4 --rtn",  # --gptq is run dry
     "small": "qconvert w4a16 Qwen3-30B-A3B small --rtn",
 }
 # Pages whose lines are examples of different models, each by itself: OUT is always the same.
-LISTS = ("commands.md",)
+LISTS = ("commands.md", "tasks.md", "validation.md", "upload.md")
 # What is not run, by a pattern that finds it in the line, and why.
 NOT_RUN = {
     r"s3://": "needs a store: tests/test_store.py has one",
@@ -59,7 +60,7 @@ NOT_RUN = {
     r" /models/": "a folder of a cluster",
     r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
     r"--logits": "needs a class of transformers: tests/test_logits.py",
-    r"--merge|--parts|^qconvert (status|finish)": "several machines: tests/test_parts.py",
+    r"--merge|--parts|--shard|^qconvert (status|finish)": "several machines: tests/test_parts.py",
     r"RECIPE SRC OUT|--against SRC ": "placeholders",
     r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",
 }
@@ -72,8 +73,12 @@ _READ = ("validate", "upload", "repair", "eval", "clean", "advise", "inspect", "
 
 
 def lines(page: Path) -> list[str]:
-    """Lines of a page's shell blocks that run qconvert or download a model, without comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    """Lines of a page's shell blocks that run qconvert or download a model, without comments; of the
+    table of tasks its last column."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "tasks.md":
+        return re.findall(r"`(qconvert [^`]+)` \|$", text, re.MULTILINE)
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     found = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in found if line.startswith(("qconvert ", "hf download "))]
 
