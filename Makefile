@@ -13,9 +13,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -rs
 
-# The documentation as a site, build/site/index.html, in an environment without torch: any broken link ends it.
+# The documentation as a site, build/site/index.html, in an environment without torch. A broken
+# link ends it, and so does a page that would fetch something from elsewhere.
 docs: $(VENV)-docs/installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"|src="https?://' build/site --include='*.html'
 
 # README's picture: the page of a real validation in headless Chromium.
 picture: $(VENV)/installed

@@ -99,7 +99,7 @@ def test_the_site_has_every_page() -> None:
     own = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
     assert sorted(listed) == sorted([*own, *site.OUTSIDE.values(), site.COMMANDS])
     assert settings["validation"] == dict.fromkeys(settings["validation"], "warn")
-    for hook in settings["hooks"]:
+    for hook in (*settings["hooks"], *(f"docs/{name}" for name in settings["extra_css"])):
         assert (_ROOT / hook).is_file()
 
 
