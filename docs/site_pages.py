@@ -1,8 +1,10 @@
 """What the site (mkdocs.yml) has beside the files of docs/: pages that lie elsewhere in the repository,
-the page of all commands, which is made from the code, and links that lead from one to the other."""
+pages of all commands and of the API's names, which are made from the code, and links that lead from one
+to the other."""
 
 from __future__ import annotations
 
+import inspect
 import posixpath
 import re
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-COMMANDS = "all-commands.md"
+COMMANDS, API = "all-commands.md", "api.md"
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
@@ -91,6 +93,44 @@ def _contexts(command: click.Command, context: click.Context) -> Iterator[click.
                 yield from _contexts(inner, click.Context(inner, parent=context, info_name=name))
 
 
+def all_names() -> str:
+    """Every name of `qconvert.api`, with its signature and its docstring."""
+    from qconvert import api
+
+    lines = [
+        "# Names of qconvert.api",
+        "",
+        "Written from the code. [How they are used](python.md).",
+    ]
+    for name in api.__all__:
+        found = getattr(api, name)
+        documented = inspect.getdoc(found) or ""
+        try:
+            signature = f"{name}{inspect.signature(found)}"
+        except (TypeError, ValueError):  # a type's other name, or one that takes nothing
+            signature = name
+        lines += ["", f"## {name}", "", "```python", _wrapped(signature), "```"]
+        lines += ["", "```text", documented, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(signature: str) -> str:
+    """One parameter a line, where a line is too short for all."""
+    if len(signature) <= 96:
+        return signature
+    name, _, rest = signature.partition("(")
+    inner, _, result = rest.rpartition(")")
+    parts, depth, part = [], 0, ""
+    for letter in inner:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and not depth:
+            parts.append(part.strip())
+            part = ""
+        else:
+            part += letter
+    return "\n".join([f"{name}(", *(f"    {p}," for p in [*parts, part.strip()]), f"){result}"])
+
+
 # --- What mkdocs calls ----------------------------------------------------------------------------
 
 
@@ -110,6 +150,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 Path(page.abs_src_path).read_text(encoding="utf-8"), f"docs/{page.src_uri}", copied
             )
     add(COMMANDS, content=all_commands())
+    add(API, content=all_names())
     for name in sorted(copied):
         add(f"files/{name}", content=(ROOT / name).read_bytes())
     return files

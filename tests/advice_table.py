@@ -62,7 +62,7 @@ def _cell(checkpoint: Checkpoint, runtime: str, machine: Machine) -> str:
         found = hybrids(checkpoint, machine, numa=2)
         best = next((one for one in found if one.fits(machine)), None)
         if best is not None:
-            return _said(best.command, "serve")
+            return _said(best.command, f"`--kt-method {best.method}`")
         refused = all(one.refused for one in found)
         return "not for its experts" if refused else "does not fit"
     for candidate in candidates(checkpoint, machine, runtime):
@@ -77,4 +77,4 @@ def _cell(checkpoint: Checkpoint, runtime: str, machine: Machine) -> str:
 
 def _said(command: str, where: str) -> str:
     words = command.replace(" SRC OUT", "")
-    return f"`{words}`, {where}" if command else f"nothing: {where}"
+    return f"`{words}`, {where}" if command else f"nothing, {where}"

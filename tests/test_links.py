@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from qconvert import api
+
 _ROOT = Path(__file__).parent.parent
 _OTHER = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md",
           "benchmarks/README.md", "validators/RULES.md")  # fmt: skip
@@ -97,7 +99,7 @@ def test_the_site_has_every_page() -> None:
     settings = yaml.load((_ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Settings)
     listed = [page for part in settings["nav"] for pages in part.values() for page in pages]
     own = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
-    assert sorted(listed) == sorted([*own, *site.OUTSIDE.values(), site.COMMANDS])
+    assert sorted(listed) == sorted([*own, *site.OUTSIDE.values(), site.COMMANDS, site.API])
     assert settings["validation"] == dict.fromkeys(settings["validation"], "warn")
     for hook in (*settings["hooks"], *(f"docs/{name}" for name in settings["extra_css"])):
         assert (_ROOT / hook).is_file()
@@ -109,6 +111,13 @@ def test_the_page_of_commands_has_every_command_and_option() -> None:
         assert f"\n## qconvert {command}\n" in page
     assert "--max-shard-size SIZE" in page
     assert page.count("```") == 2 * page.count("\n## ")
+
+
+def test_the_page_of_names_has_every_name() -> None:
+    page = site.all_names()
+    assert [name for name in api.__all__ if f"\n## {name}\n" not in page] == []
+    assert "\nvalidate(\n    folder: " in page
+    assert max(map(len, page.splitlines())) < 130
 
 
 def test_the_site_is_ignored_by_git() -> None:
