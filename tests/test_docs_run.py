@@ -163,3 +163,19 @@ def test_what_is_not_run_is_little() -> None:
     assert len(left) < len(every) / 4
     for pattern in NOT_RUN:
         assert any(re.search(pattern, line) for line in every), pattern
+
+
+def test_the_python_of_the_pages_runs(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a page one after another, as in one program."""
+    monkeypatch.chdir(tmp_path)
+    _placed(models, tmp_path)
+    ran = 0
+    for page in PAGES:
+        names: dict[str, object] = {}
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(block, page.name, "exec"), names)
+            ran += 1
+    assert ran >= 1
