@@ -184,4 +184,6 @@ def _say_usage(error: click.ClickException) -> None:
         if context.command.get_help_option(context) is not None:
             names = context.help_option_names
             say(f"Try '{context.command_path} {names[-1]}' for help.", "", err=True)
-    say(f"Error: {message(error.format_message())}", err=True)
+    # A list of choices, which click puts on lines of their own.
+    text = error.format_message().replace(":\n\t", ": ").replace(",\n\t", ", ")
+    say(f"Error: {message(text)}", err=True)
