@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from built import from_checkout
 from checkpoints import convert, edit_json, tree
-from light_install import light_python
+from light_install import EXTRAS_PACKAGES, clean, light_python
 from loaders.published import published
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
@@ -147,6 +148,23 @@ def test_inputs_are_no_code(
     assert found == code, said
     assert outputs == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runner"]
+
+
+@pytest.mark.peer
+def test_its_install_line_installs_the_light_package(tmp_path: Path) -> None:
+    """For real, by pip, of a checkout."""
+    (step,) = (step for step in _STEPS if step.get("name") == "Install")
+    from_checkout(tmp_path / "checkout")
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=tmp_path, env=clean(SOURCE=str(tmp_path / "checkout"), PLACE=str(tmp_path / "place")),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("qconvert, version ")
+    held = {path.name for path in tmp_path.glob("place/lib/python*/site-packages/*")}
+    assert {"qconvert", "numpy"} <= held
+    assert not held & EXTRAS_PACKAGES
 
 
 def test_shell_lines_take_inputs_from_the_environment_alone() -> None:
