@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test peers loaders lint check bench clean
+.PHONY: demo test docs picture peers loaders lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -12,6 +12,26 @@ demo: $(VENV)/installed
 # A thread a process: there are as many processes as cores already.
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -rs
+
+# The documentation as a site, build/site/index.html, in an environment without torch. A broken
+# link ends it, and so does a page that would fetch something from elsewhere.
+docs: $(VENV)-docs/installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"|src="https?://' build/site --include='*.html'
+
+# README's picture: the page of a real validation in headless Chromium.
+picture: $(VENV)/installed
+	rm -rf build/picture
+	$(BIN)/qconvert demo build/picture > /dev/null
+	$(BIN)/qconvert w4a16 build/picture/sample-fp8 build/picture/int4 --rtn --group-size 32 > /dev/null
+	$(BIN)/qconvert validate build/picture/int4 --against build/picture/sample-fp8 --level full \
+		--report build/picture/page.html > /dev/null
+	printf '%s' '<body style="margin: 0; overflow: hidden">' \
+		'<iframe src="page.html#experts" style="border: 0; width: 1100px; height: 640px"></iframe>' \
+		> build/picture/frame.html
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=3000 \
+		--window-size=1100,640 --screenshot=$(CURDIR)/docs/validation.png \
+		file://$(CURDIR)/build/picture/frame.html
 
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
 peers: $(VENV)/installed-peers
@@ -42,6 +62,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	touch $@
 
+$(VENV)-docs/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt
 	$(PIP) -r requirements-peers.txt
 	$(PIP) --no-deps -r requirements-peers-alone.txt
@@ -69,4 +94,4 @@ bench: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg
 
 clean:
-	rm -rf $(VENV) $(VENV)-loaders build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-loaders build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

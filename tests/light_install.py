@@ -59,6 +59,7 @@ KERNELS = "torch and triton are not installed: pip install 'qconvert[kernels]'"
 # Name: a command line in a folder that holds `fp8`, the sample; after it, what earlier ones made.
 RUNS: dict[str, str] = {
     "inspect": "inspect fp8",
+    "report": "report fp8",
     "plan": "plan dequant-fp8 fp8",
     "header rules": "validate fp8 --level headers",
     "validate": "validate fp8 --level full",

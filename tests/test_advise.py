@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import headers
 import pytest
 from checkpoints import run_cli
@@ -13,7 +14,8 @@ from qconvert import api
 from qconvert.advise.advice import as_json, lines_of
 from qconvert.advise.hybrid import Hybrid
 from qconvert.advise.machine import FOR_WEIGHTS
-from qconvert.advise.options import Choice
+from qconvert.advise.options import Choice, candidates, considered, cpu_candidates
+from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError, UsageError
 
 GB = 10**9
@@ -71,6 +73,47 @@ def test_no_advice_is_said(models: Path) -> None:
     assert result.code == 3
     assert "nothing that was considered loads and fits" in result.out
     assert "too much for this GPU" in result.out
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b-fp8", "qwen3.5-27b-fp8"])
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_every_command_that_is_considered_parses(
+    runtime: str, capability: tuple[int, int], model: str, models: Path
+) -> None:
+    """With all that the command line asks for, and to the same passes."""
+    machine = api.Machine(8, capability=capability)
+    found = candidates(api.open_checkpoint(models / model), machine, runtime)
+    assert [one.command for one in found if "nvfp4" in one.command] or capability < (10, 0)
+    for one in [*found, *cpu_candidates(2)]:
+        if one.command:
+            name, *words = one.command.split()
+            command = cli.commands[name]
+            command.make_context(name, words, parent=click.Context(cli, **cli.context_settings))
+
+
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+def test_nvfp4_beside_fp8_is_in_the_names_that_the_runtime_reads(
+    runtime: str, models: Path
+) -> None:
+    """Asked of the simulators for Hopper: vLLM's has no rules for Blackwell."""
+    source = api.open_checkpoint(models / "qwen3-30b-a3b-fp8")
+    (one,) = (
+        one
+        for one in candidates(source, api.Machine(2, capability=(10, 0)), runtime)
+        if "nvfp4" in one.command
+    )
+    assert one.command.endswith("modelopt" if runtime == "sglang" else "compressed-tensors")
+    assert considered(source, one, (2,), api.Machine(2), runtime).loads_at == (2,)
+
+
+def test_what_is_not_simulated_is_not_called_too_large(models: Path) -> None:
+    machine = api.Machine(2, capability=(10, 0))
+    found = api.advise(models / "qwen3-30b-a3b-fp8", "vllm", machine)
+    assert found.best is None
+    said = list(lines_of(found))
+    assert said[1].startswith("not known: the simulator of vllm's loader has no rule for ")
+    assert "nothing that was considered" not in "\n".join(said)
 
 
 @pytest.mark.big

@@ -128,6 +128,13 @@ def test_usage_errors_are_two(words: tuple[str, ...]) -> None:
     assert "Traceback" not in result.err
 
 
+def test_choices_of_a_missing_option_stand_in_its_line() -> None:
+    result = run_cli("nvfp4", "a", "b")
+    assert result.code == 2
+    said = "Error: Missing option '--dialect'. Choose from: compressed-tensors, modelopt"
+    assert said in result.err.splitlines()
+
+
 def test_no_command_shows_the_help() -> None:
     result = run_cli()
     assert result.code == 2

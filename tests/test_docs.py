@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from advice_table import MODELS, head, row, table
 from checkpoints import run_cli
 
 from qconvert.cli.main import cli
@@ -21,6 +22,7 @@ from qconvert.validation.runner import rules
 _ROOT = Path(__file__).parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _TEXT = "\n".join(page.read_text(encoding="utf-8") for page in _PAGES)
+_UPDATE = bool(os.environ.get("QCONVERT_UPDATE_TABLE"))
 # What a machine measures, or chooses, is its own.
 _MEASURED = re.compile(r"^needs .*$", re.MULTILINE)
 
@@ -29,6 +31,8 @@ def commands() -> list[str]:
     """Lines of the pages' shell blocks that run qconvert, without their comments; each once."""
     blocks = re.findall(r"```sh\n(.*?)```", _TEXT, re.DOTALL)
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    tasks = (_ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines += re.findall(r"`(qconvert [^`]+)` \|$", tasks, re.MULTILINE)
     return list(dict.fromkeys(line for line in lines if line.startswith("qconvert ")))
 
 
@@ -53,6 +57,48 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert [page.name for page in _PAGES[1:] if f"](docs/{page.name})" not in text] == []
 
 
+def test_the_table_of_the_readme() -> None:
+    """Its head, its models, and rows that take next to nothing to make."""
+    found = _table()
+    assert found[:2] == head()
+    assert [row.split(" | ")[0].removeprefix("| ") for row in found[2:]] == [*MODELS.values()]
+    assert found[-1] == row("gpt-oss-120b")
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b-fp8", "glm-4.5-air"])
+def test_rows_of_the_table(model: str) -> None:
+    assert row(model) in _table()
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(os.environ.get("QCONVERT_ALL") != "1" and not _UPDATE, reason="4 CPU minutes")
+def test_all_of_the_table() -> None:
+    """`QCONVERT_UPDATE_TABLE=1 pytest -m rest tests/test_docs.py` writes it."""
+    readme = _ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    made = "\n".join(table())
+    if _UPDATE:
+        text = text.replace("\n".join(_table()), made)
+        readme.write_text(text, encoding="utf-8")
+    assert made in text
+
+
+def _table() -> list[str]:
+    """The lines of README's table of models."""
+    lines = (_ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    first = lines.index(head()[0])
+    return lines[first : first + 2 + len(MODELS)]
+
+
+def test_the_picture_is_small() -> None:
+    """`make picture` makes it."""
+    data = (_ROOT / "docs" / "validation.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) < 150_000
+    assert "](docs/validation.png)" in (_ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_run_shown_is_the_demos() -> None:
     (shown,) = re.findall(r"```console\n(.*?)```", _TEXT, re.DOTALL)
     printed = run_cli("demo").out
@@ -61,19 +107,9 @@ def test_the_run_shown_is_the_demos() -> None:
 
 
 def test_the_recipe_shown_is_one() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", _TEXT, re.DOTALL)
+    page = (_ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert [step.name for step in parse_recipe(text, "docs").passes] == ["dequant", "fuse"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"]
-    + [page.relative_to(_ROOT).as_posix() for page in _PAGES],
-)
-def test_links_lead_somewhere(name: str) -> None:
-    text = (_ROOT / name).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
-        assert ((_ROOT / name).parent / target).exists(), target
 
 
 def rules_page() -> str:

@@ -457,7 +457,7 @@ def test_a_full_disk_is_seen_before_anything_is_made(
         return SimpleNamespace(f_bavail=needed - 1, f_frsize=1)
 
     monkeypatch.setattr("qconvert.run.workspace.os.statvfs", statvfs)
-    with pytest.raises(OutputError, match=f"more bytes, the disk has {needed - 1} free"):
+    with pytest.raises(OutputError, match=rf"free \({needed - 1}\); nothing"):
         execute(plan, out, HERE)
     assert asked == [tmp_path]
     assert os.listdir(tmp_path) == []

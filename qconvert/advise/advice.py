@@ -175,7 +175,13 @@ def lines_of(found: Advice) -> Iterator[str]:
     elif best is not None:
         yield from _said(best, machine)
     else:
-        yield "nothing that was considered loads and fits"
+        unknown = next((o.unknown for o in found.others if isinstance(o, Choice) and o.unknown), "")
+        yield (
+            f"not known: the simulator of {found.runtime}'s loader has no rule for {unknown}; start the "
+            "server to try"
+            if unknown
+            else "nothing that was considered loads and fits"
+        )
     for line in found.lines:
         yield f"    {line}"
     if found.others:

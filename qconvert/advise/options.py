@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from qconvert.advise.machine import Machine
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import QConvertError
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.passes.amx import ExpertsToAmx
@@ -67,7 +68,9 @@ def candidates(
     if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
         found.append(Candidate("dequant SRC OUT", (Dequant(),)))
     if machine.capability >= BLACKWELL:
-        found.append(Candidate("nvfp4 SRC OUT", (ToNvfp4(),)))
+        # Beside block FP8 vLLM 0.33 reads compressed-tensors' names alone.
+        dialect: Dialect = "compressed-tensors" if runtime == "vllm" else "modelopt"
+        found.append(Candidate(f"nvfp4 SRC OUT --dialect {dialect}", (ToNvfp4(dialect),)))
     sparse = checkpoint.role_index.dims.num_experts > 0
     targets = (EXPERTS,) if sparse else ("Linear",)
     words = "" if sparse else " --targets Linear"

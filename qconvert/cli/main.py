@@ -29,6 +29,7 @@ from qconvert.cli.nvfp4 import nvfp4
 from qconvert.cli.prepare import prepare, unprepare
 from qconvert.cli.relabel import relabel
 from qconvert.cli.repair import repair
+from qconvert.cli.report import report
 from qconvert.cli.shards import finish, status
 from qconvert.cli.stages import join, split
 from qconvert.cli.upload import upload
@@ -97,6 +98,7 @@ for command in (
     upload,
     recipes,
     clean,
+    report,
     demo,
 ):
     cli.add_command(command)
@@ -182,4 +184,6 @@ def _say_usage(error: click.ClickException) -> None:
         if context.command.get_help_option(context) is not None:
             names = context.help_option_names
             say(f"Try '{context.command_path} {names[-1]}' for help.", "", err=True)
-    say(f"Error: {message(error.format_message())}", err=True)
+    # A list of choices, which click puts on lines of their own.
+    text = error.format_message().replace(":\n\t", ": ").replace(",\n\t", ", ")
+    say(f"Error: {message(text)}", err=True)

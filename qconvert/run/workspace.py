@@ -21,6 +21,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoi
 from qconvert.checkpoint.receipt import digest, read_receipt
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.regular import open_regular, read_regular
+from qconvert.core.sizes import format_size
 from qconvert.run.exchange import SOLVED
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
@@ -70,8 +71,9 @@ def check_disk(out: Path, needed: int) -> None:
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
         raise OutputError(
-            f"{out}: the result needs {needed} more bytes, the disk has {free} free; nothing was "
-            "written. Free some space, or choose another disk"
+            f"{out}: the result needs {format_size(needed)} more ({needed} bytes), the disk has "
+            f"{format_size(free)} free ({free}); nothing was written. Free some space, or choose "
+            "another disk"
         )
 
 

@@ -47,6 +47,8 @@ READERS = (
     _scene("inspect architecture", "inspect {src} --architecture Qwen3MoeForCausalLM", src="bf16"),
     _scene("inspect tensors", "inspect {src} --tensors *", src="w4a16",
            has="checkpoint manifest receipt"),
+    _scene("report", "report {src}", src="made", has="checkpoint manifest receipt"),
+    _scene("report json", "report {src} --json", src="w4a16"),
     _scene("plan", "plan dequant-fp8 {src} --jobs 1"),
     _scene("plan json", "plan copy {src} --json --jobs 1", src="bf16"),
     _scene("plan dump", "plan dequant-fp8 {src} --dump-after dequant --jobs 1"),

@@ -25,8 +25,9 @@ RULES = (
         "the runtime refuses the folder",
         "The config leaves a module out that the runtime looks up under its own, fused name; the sizes "
         "cannot be divided among so many ranks; or the class has no parameter for a tensor.",
-        "Follow the message: another --tp, another option of the runtime, or convert again with the "
-        "current qconvert, which writes the names that runtimes look up.",
+        "Follow the message: another --tp, another option of the runtime, the form of linear attention "
+        "that it loads (`qconvert unfuse` for vLLM), or convert again with the current qconvert, which "
+        "writes the names that runtimes look up.",
     ),
     Rule(
         "QC131",

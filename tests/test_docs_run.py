@@ -1,0 +1,181 @@
+"""Every qconvert line of the pages is run, in the order of its page, on small checkpoints of the same
+families under the names that the page uses. What needs a Hub, a store, a cluster or hours is run dry, or
+listed with the reason."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from calibrate_models import llama, qwen3, saved
+from checkpoints import Model, run_cli
+from encoded_models import encoded, gpt_oss, nvfp4
+from loaders.published import published
+
+_ROOT = Path(__file__).parent.parent
+PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+
+# Checkpoints by the names that pages give them.
+MODELS: dict[str, Callable[[], Model]] = {
+    "DeepSeek-V3": lambda: published("deepseek_v3", fp8=True),
+    "GLM-4.5": lambda: published("glm4_moe"),
+    "GLM-4.5-Air": lambda: published("glm4_moe"),
+    "Qwen/Qwen3-30B-A3B": lambda: published("qwen3_moe"),
+    "Qwen/Qwen3-30B-A3B-FP8": lambda: published("qwen3_moe", fp8=True),
+    "Qwen/Qwen3-235B-A22B": lambda: published("qwen3_moe"),
+    "Qwen/Qwen3.5-35B-A3B": lambda: published("qwen3_5_moe", stacked=True),
+    "Qwen/Qwen3.5-35B-A3B-FP8": lambda: published("qwen3_5_moe", fp8=True),
+    "google/gemma-3-27b-it": lambda: published("qwen3_5_moe"),  # multi-modal too
+    "Qwen3.5": lambda: published("qwen3_5_moe"),
+    "Qwen3-Next-80B": lambda: published("qwen3_next"),
+    "Qwen2.5-72B-AWQ": lambda: encoded("qwen3_moe", "awq")[0],
+    "gpt-oss-120b": lambda: gpt_oss()[0],
+    "nvfp4": lambda: nvfp4("modelopt"),
+}
+DENSE = {"Qwen/Qwen3-32B": qwen3, "Llama-3.3-70B": llama}  # their columns: whole groups of 128
+# What a line takes to be there and its page does not make: the line that makes it.
+BEFORE = {
+    "fused": "qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 fused --for sglang",
+    "GLM-4.5-w4a16": "qconvert mtp drop GLM-4.5 GLM-4.5-w4a16",
+    "V3-cpu": "qconvert amx DeepSeek-V3 V3-cpu --method int4 --numa 2",
+    "out": "qconvert dequant DeepSeek-V3 out",
+    "ORG/NAME": "qconvert dequant DeepSeek-V3 ORG/NAME",
+    "stages": "qconvert split DeepSeek-V3 stages --pp 2 --for sglang",
+    "a": "qconvert run copy Qwen/Qwen3-30B-A3B a",
+    "b": "qconvert run copy Qwen/Qwen3-30B-A3B b",
+    "int4": "qconvert w4a16 GLM-4.5-Air int4 --rtn --group-size 32 --tp 4",
+    "next-int4": "qconvert w4a16 Qwen3-Next-80B next-int4 --rtn",  # --gptq is run dry
+    "small": "qconvert w4a16 Qwen3-30B-A3B small --rtn",
+}
+# Pages whose lines are examples of different models, each by itself: OUT is always the same.
+LISTS = ("commands.md", "tasks.md", "validation.md", "upload.md")
+# What is not run, by a pattern that finds it in the line, and why.
+NOT_RUN = {
+    r"s3://": "needs a store: tests/test_store.py has one",
+    r"--engine ray": "needs a cluster: tests/test_engine_ray.py starts one",
+    r" /models/": "a folder of a cluster",
+    r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
+    r"--logits": "needs a class of transformers: tests/test_logits.py",
+    r"--merge|--parts|--shard|^qconvert (status|finish)": "several machines: tests/test_parts.py",
+    r"RECIPE SRC OUT|--against SRC ": "placeholders",
+    r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",
+}
+# As far as planning: a Hub, a calibration of hours.
+DRY = r"^qconvert upload|--gptq"
+# Sizes of published models, and those of these: three layers, and four heads in blocks of 128.
+_SIZES = {"--pp 15,15,15,16": "--pp 1,1,1", "--pp 4": "--pp 2", "--tp 8": "--tp 2"}
+_READ = ("validate", "upload", "repair", "eval", "clean", "advise", "inspect", "diff",
+         "report")  # fmt: skip
+
+
+def lines(page: Path) -> list[str]:
+    """Lines of a page's shell blocks that run qconvert or download a model, without comments; of the
+    table of tasks its last column."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "tasks.md":
+        return re.findall(r"`(qconvert [^`]+)` \|$", text, re.MULTILINE)
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    found = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in found if line.startswith(("qconvert ", "hf download "))]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of MODELS and DENSE, and data, in one folder."""
+    root = tmp_path_factory.mktemp("docs-models")
+    for name, make in MODELS.items():
+        make().write(root / name)
+    for name, config in DENSE.items():
+        saved(config(hidden_size=256, intermediate_size=512, head_dim=64), root / name)
+    return root
+
+
+def _placed(models: Path, at: Path) -> None:
+    """Links to the models under their names."""
+    for name in (*MODELS, *DENSE):
+        (at / name).parent.mkdir(exist_ok=True)
+        (at / name).symlink_to(models / name)
+    (at / "chats.jsonl").write_text('{"text": "What a calibration reads."}\n' * 600)
+    (at / "wiki.txt").write_text("What an evaluation reads.\n" * 600)
+
+
+def _made(words: list[str]) -> str:
+    """The folder that a conversion writes: the last word before the options, or of `kt` an option."""
+    if "--cpu-out" in words:
+        return words[words.index("--cpu-out") + 1]
+    options = [at for at, word in enumerate(words) if word.startswith("-")]
+    return words[min(options, default=len(words)) - 1]
+
+
+def _run(line: str, *, alone: bool) -> str:
+    """Why the line failed, "" if it did not. `alone`: an OUT of an earlier line goes first."""
+    for published_size, size in _SIZES.items():
+        line = line.replace(published_size, size)
+    words = shlex.split(line)[1:]
+    if line.startswith("hf download"):
+        target = Path(words[-1])
+        if not target.exists():
+            (source,) = [
+                name for name in (*MODELS, *DENSE) if name.endswith(words[1].split("/")[-1])
+            ]
+            target.symlink_to(Path(source).resolve())
+        return ""
+    made = "" if words[0] in _READ else _made(words)
+    for word in words[1:]:
+        if alone and word in ("out", "stages"):
+            shutil.rmtree(word, ignore_errors=True)
+        missing = word in BEFORE and word != made and not Path(word).exists()
+        if missing and (failed := _run(BEFORE[word], alone=False)):
+            return failed
+    if re.search(DRY, line) and "--dry-run" not in words:
+        words.append("--dry-run")
+    if "--gptq" in words:  # a tokenizer is what these models lack
+        at = words.index("--data")
+        words[at : at + 2] = ["--synthetic"]
+    done = run_cli(*words)
+    if done.code == 0:
+        return ""
+    return f"{line}: {done.code}: {done.err[-700:]}{done.out[-700:] if done.code == 3 else ''}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_lines_of_a_page_run(
+    page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _placed(models, tmp_path)
+    failed = []
+    for line in lines(page):
+        if any(re.search(pattern, line) for pattern in NOT_RUN):
+            continue
+        failed.append(_run(line, alone=page.name in LISTS))
+    assert "\n\n".join(why for why in failed if why) == ""
+
+
+def test_what_is_not_run_is_little() -> None:
+    every = [line for page in PAGES for line in lines(page)]
+    left = [line for line in every if any(re.search(pattern, line) for pattern in NOT_RUN)]
+    assert len(every) > 100
+    assert len(left) < len(every) / 4
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, line) for line in every), pattern
+
+
+def test_the_python_of_the_pages_runs(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a page one after another, as in one program."""
+    monkeypatch.chdir(tmp_path)
+    _placed(models, tmp_path)
+    ran = 0
+    for page in PAGES:
+        names: dict[str, object] = {}
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(block, page.name, "exec"), names)
+            ran += 1
+    assert ran >= 1
