@@ -116,7 +116,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         f_bavail, f_frsize = 1, real.f_frsize
 
     monkeypatch.setattr("os.statvfs", lambda path: Full())
-    refused_alike(source, tmp_path / "out", f"the disk has {real.f_frsize} free")
+    refused_alike(source, tmp_path / "out", f"free ({real.f_frsize}); nothing was written")
 
 
 def test_a_folder_that_takes_no_file(

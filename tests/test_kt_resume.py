@@ -54,7 +54,7 @@ def test_both_folders_must_fit_on_one_disk(
     monkeypatch.setattr("qconvert.run.workspace.os.statvfs", lambda _path: Tight)
     done = Pair(plain, tmp_path / "cpu2", tmp_path / "gpu2").run()
     assert done.code == 1
-    assert "bytes, the disk has" in done.err
+    assert "bytes), the disk has" in done.err
 
 
 def test_workers_hold_the_locks_of_both_folders(
