@@ -30,6 +30,7 @@ from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
 from qconvert.formats.mx.encode import EncodeMx
 from qconvert.formats.nvfp4.encode import PackNvfp4
+from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.ops import compiled
 from qconvert.ops.compiled import choice
 from qconvert.ops.fp4 import DequantNvfp4
@@ -156,6 +157,7 @@ ENCODERS = {
     "nvfp4 searched with a tiny scale": Encoder(
         PackNvfp4(None, "modelopt", "search"), ("nvfp4_encode",), 1, 16, scale=_F32, about=1e-42
     ),
+    "nvfp4 row maxima": Encoder(RowMaxima(), ("row_maxima",)),
     "mxfp4": Encoder(EncodeMx("mxfp4"), ("mxfp4_encode",), 1, 32),
     "mxfp8": Encoder(EncodeMx("mxfp8"), ("mxfp8_encode",), 1, 32),
     "fp8 blocks": Encoder(EncodeFp8("fp8", (16, 24)), ("fp8_encode",)),
@@ -300,6 +302,19 @@ def test_encoders_of_any_shape(
     random = np.random.default_rng(seed)
     made = found.ins(random, weights(random, tall * found.rows, wide * found.columns))
     same(found.op, made, 2000 if parts else None)
+
+
+def test_mxfp4_every_weight_under_exponents_of_every_kind(accepted: set[str]) -> None:
+    """Every bf16 up to each group's largest, which is the group's first: beside denormals, where the
+    loop computes with bits, at the ends of where it does, and beyond."""
+    for power in (0, 1, 3, 4, 5, 60, 121, 126, 127, 128, 129, 200, 252):
+        largest = min((power + 2) << 7 | 0x5F, 0x7F7F)  # just below 1.75 times a power of two
+        sizes = np.arange(largest + 1, dtype=np.uint16)
+        each = np.concatenate([sizes, sizes | np.uint16(0x8000)])
+        groups = np.full((-(-each.size // 31), 32), largest, np.uint16)
+        groups[:, 1:] = np.resize(each, (groups.shape[0], 31))
+        same(EncodeMx("mxfp4"), [matrix(groups)])
+    assert accepted == {"mxfp4_encode"}
 
 
 def test_amx_beyond_a_block_of_columns(accepted: set[str]) -> None:

@@ -9,7 +9,7 @@ each node is further cut by its op, so the memory a unit needs is far below its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,8 @@ GATHER_BYTES = 32 << 20
 # What nodes of a step read one after another, as a weight's largest entry and then its codes, is kept
 # between them, if it is no more than this: gate and up of DeepSeek-V3 in BF16 are 59 MB.
 REREAD_BYTES = 64 << 20
+# As many parts of a node's work are remembered for others like it.
+_FEW_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,27 @@ def reread(step: Compute) -> dict[Piece, int]:
 def read_whole(arg: Output) -> bool:
     """Whether an argument is one range of a source."""
     return len(arg.pieces) == 1 and isinstance(arg.pieces[0].origin, Source)
+
+
+def parts_of(node: Apply, limit: int) -> Iterable[Part]:
+    """The parts of a node's work when asked for parts of `limit` bytes."""
+    types = tuple([arg.type for arg in node.args])
+    size = sum([kind.nbytes for kind in types])
+    if size > _FEW_PARTS * limit:
+        return node.op.parts(limit, *types)
+    return _few_parts(node.op, limit, types)
+
+
+@lru_cache(maxsize=64)
+def _few_parts(op: Op, limit: int, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
+    """Remembered, because a model has few shapes and many tensors."""
+    return (*op.parts(limit, *types),)
+
+
+@lru_cache(maxsize=256)
+def scratch_of(op: Op, types: tuple[TensorType, ...]) -> int:
+    """Working memory of an op for arguments of these types, in bytes."""
+    return op.scratch(*types)
 
 
 @lru_cache(maxsize=4096)

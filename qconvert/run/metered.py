@@ -110,9 +110,9 @@ class MeteredSink(Sink):
         super().__init__(files, paths, window)
         self._work = work
 
-    def _empty(self) -> memoryview:
+    def _wait(self, stop: int) -> None:
         with self._work.own.step(FOR_DISK):
-            return super()._empty()
+            super()._wait(stop)
 
     def flush(self) -> None:
         with self._work.own.step(FOR_DISK):

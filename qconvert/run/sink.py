@@ -21,11 +21,12 @@ from typing import Generic, TypeVar
 from qconvert.core.errors import RunError
 from qconvert.run.files import Files
 from qconvert.run.handles import Handles
-from qconvert.run.pages import fresh_pages
+from qconvert.run.ring import Ring
 
 # Where direct writes must begin and end. Data in our files starts at a multiple of 4096.
 BLOCK = max(4096, mmap.PAGESIZE)
-# Of one window; there are two. A few results of an op's parts (units.PART_BYTES) fit one.
+# The most of one window; there is memory for two. A few results of an op's parts (units.PART_BYTES) fit
+# one.
 WINDOW_BYTES = 8 << 20
 MIN_WINDOW_BYTES = 16 * BLOCK
 WINDOWS = 2
@@ -37,9 +38,11 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Window:
     """Bytes [start, stop) of `memory` belong at byte `base` + start of a file on. `base` is a
-    multiple of BLOCK, as is the memory's address."""
+    multiple of BLOCK, as is the memory's address. `place` is where in the ring the memory begins, and
+    where, once that is known, it ends."""
 
     memory: memoryview
+    place: int
     file: int
     base: int
     start: int
@@ -56,14 +59,10 @@ class Sink:
         self.limit = window - BLOCK
         # Bytes asked room for so far.
         self.taken = 0
-        self._window = window
         self._files = files
         self._paths = paths
         self._now: Window | None = None
-        pages = fresh_pages(WINDOWS * window)
-        self._free: SimpleQueue[memoryview] = SimpleQueue()
-        for number in range(WINDOWS):
-            self._free.put(pages[number * window : (number + 1) * window])
+        self._ring = Ring(WINDOWS * window, window, BLOCK)
         self._full: SimpleQueue[Window | None] = SimpleQueue()
         self._cached = Handles(lambda n: files.open(paths[n]), files.close, _OPEN_FILES)
         self._direct = Handles(lambda n: files.open_direct(paths[n]), files.close, _OPEN_FILES)
@@ -88,19 +87,23 @@ class Sink:
             self.seal()
             now = None
         rest = b""
-        if now is not None and now.stop + size > self._window:
+        if now is not None and now.stop + size > now.memory.nbytes:
             # What does not fill a block goes along into the next window.
-            whole = now.stop - now.stop % BLOCK
-            rest = bytes(now.memory[whole : now.stop])
-            now.stop = whole
+            kept = max(now.start, now.stop - now.stop % BLOCK)
+            rest = bytes(now.memory[kept : now.stop])
+            now.stop = kept
             self._submit(now)
             now = None
+        fresh = now is None
         if now is None:
-            start = 0 if rest else at % BLOCK
-            base = at - at % BLOCK
-            self._now = now = Window(self._empty(), file, base, start, start + len(rest))
-            self._check()
-            now.memory[: len(rest)] = rest
+            start = (at - len(rest)) % BLOCK
+            place = self._ring.begin(start + len(rest) + size)
+            memory = self._ring.memory(place)
+            self._now = now = Window(memory, place, file, at - at % BLOCK, start, start + len(rest))
+        self._wait(now.place + now.stop + size)
+        self._check()
+        if fresh:
+            now.memory[now.start : now.stop] = rest
         begin = now.stop
         now.stop += size
         self.taken += size
@@ -133,14 +136,16 @@ class Sink:
         self._cached.close()
         self._direct.close()
 
-    def _empty(self) -> memoryview:
-        return self._free.get()
+    def _wait(self, stop: int) -> None:
+        """Return when the ring is free up to this position."""
+        self._ring.wait(stop)
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _submit(self, window: Window) -> None:
+        window.place = self._ring.end(window.place + window.stop)
         if not self._files.beside:
             self._write(window)
             return
@@ -163,7 +168,7 @@ class Sink:
                 with self._moved:
                     self._error = error
                     self._moved.notify()
-            self._free.put(window.memory)
+            self._ring.give(window.place)
 
     def _put(self, window: Window) -> None:
         self.put(window.file, window.memory, window.base, window.start, window.stop)
@@ -171,7 +176,7 @@ class Sink:
     def _write(self, window: Window) -> None:
         self._put(window)
         count = window.stop - window.start
-        self._free.put(window.memory)
+        self._ring.give(window.place)
         with self._moved:
             self._written += count
             self._moved.notify()

@@ -24,8 +24,10 @@ from qconvert.plan.units import (
     gathered_bytes,
     gathered_of,
     node_bytes,
+    parts_of,
     read_whole,
     reread,
+    scratch_of,
     taken_by_others,
 )
 from qconvert.plan.walk import nodes
@@ -251,7 +253,7 @@ class Job:
         limit = min(PART_BYTES, room)
         while limit > 1 and node_bytes(node, limit) > room:
             limit //= 2
-        for part in node.op.parts(limit, *(arg.type for arg in node.args)):
+        for part in parts_of(node, limit):
             self._arena.reset(mark)
             ins = []
             for arg, (at, kind) in zip(node.args, part.args, strict=True):
@@ -367,7 +369,8 @@ class Job:
     def _run(
         self, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
     ) -> list[Buffer]:
-        scratch = self._arena.take(node.op.scratch(*(b.type for b in ins)))
+        types = tuple([buffer.type for buffer in ins])
+        scratch = self._arena.take(scratch_of(node.op, types))
         try:
             counts = node.op.run(ins, outs, scratch)
         except RowError as error:

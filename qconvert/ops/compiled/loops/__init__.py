@@ -3,10 +3,9 @@
 from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8, amx_search
 from qconvert.ops.compiled.loops.fp4 import (
     fp4_decode,
-    mxfp4_encode,
-    mxfp8_encode,
     nvfp4_decode,
     nvfp4_encode,
+    row_maxima,
 )
 from qconvert.ops.compiled.loops.fp8 import fp8_codes, fp8_decode, fp8_encode
 from qconvert.ops.compiled.loops.ints import (
@@ -16,6 +15,7 @@ from qconvert.ops.compiled.loops.ints import (
     ints_round,
     ints_round_any,
 )
+from qconvert.ops.compiled.loops.mx import mxfp4_encode, mxfp8_encode
 from qconvert.ops.compiled.loops.search import ints_search
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "mxfp8_encode",
     "nvfp4_decode",
     "nvfp4_encode",
+    "row_maxima",
 ]

@@ -1,4 +1,4 @@
-"""E2M1 codes, of NVFP4 and MXFP4, and MXFP8: what ops/fp4.py, formats/nvfp4 and formats/mx do."""
+"""E2M1 codes, and NVFP4: what ops/fp4.py and formats/nvfp4 do. Encoders of MX formats: mx.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.ops.compiled.loops.bits import NAN, e4m3, largest, rounded
+from qconvert.ops.compiled.loops.bits import NAN, largest, rounded
 from qconvert.ops.compiled.loops.jit import inner, loop
 
 _LEAST_SCALE = np.float32(2.0**-9)
 _LEAST = np.float32(2.0**-149)
-_HALF_LEAST = np.float32(2.0**-134)  # formats/mx/encode.py says why
 
 
 # Of blocks: what a loop keeps of them, and factors spread over their bytes, stays in the first cache.
@@ -107,7 +106,7 @@ def _size_code(quotient: np.float32) -> np.int32:
 
 
 @inner
-def _byte(low: np.float32, high: np.float32) -> np.uint8:
+def byte_of(low: np.float32, high: np.float32) -> np.uint8:
     """The codes of two numbers."""
     code = np.int32(_size_code(low) | np.int32(_size_code(high) << np.int32(4)))
     code = np.int32(code | (np.int32(0x08) if low < np.float32(0) else np.int32(0)))
@@ -122,7 +121,7 @@ def _nvfp4_codes(pairs: Any, factors: Any, packed: Any) -> None:
         word = np.int32(pairs[at])
         low = np.float32(np.int32(word << np.int32(16)).view(np.float32) / factors[at])
         high = np.float32(np.int32(word & np.int32(-0x10000)).view(np.float32) / factors[at])
-        packed[at] = _byte(low, high)
+        packed[at] = byte_of(low, high)
 
 
 @inner
@@ -156,6 +155,17 @@ def _nvfp4_scales(sizes: Any, own: np.float32, modelopt: bool, codes: Any, facto
         codes[block] = np.uint8(code)
         # Of 0 the least number makes the same codes: 0 of zeros, 7 of all others.
         factors[block] = each if each != np.float32(0) else _LEAST
+
+
+@loop("u2[2]", "u2[1]")
+def row_maxima(weight: Any, maxima: Any) -> bool:
+    """The bits of the largest size in each row of BF16 [N, K]. Declines NaN and infinity."""
+    most = np.int32(0)
+    for row in range(weight.shape[0]):
+        size = largest(weight[row])
+        most = size if size > most else most
+        maxima[row] = np.uint16(size)
+    return bool(most < NAN)
 
 
 # Of lanes 0 to 15, in E4M3 codes: formats/nvfp4/search.py.
@@ -240,68 +250,4 @@ def nvfp4_encode(
                 spread[block, word] = each
         words = slice(8 * first, 8 * (first + count))
         _nvfp4_codes(pairs[words], spread.reshape(spread.size)[: 8 * count], made[words])
-    return True
-
-
-@inner
-def _mxfp4_codes(pairs: Any, inverses: Any, packed: Any) -> None:
-    """As `_nvfp4_codes`, with factors to multiply by."""
-    for at in range(packed.size):
-        word = np.int32(pairs[at])
-        low = np.float32(np.int32(word << np.int32(16)).view(np.float32) * inverses[at])
-        high = np.float32(np.int32(word & np.int32(-0x10000)).view(np.float32) * inverses[at])
-        low = low if abs(low) > _HALF_LEAST else np.float32(0)
-        high = high if abs(high) > _HALF_LEAST else np.float32(0)
-        packed[at] = _byte(low, high)
-
-
-@inner
-def _mxfp8_group(weight: Any, inverse: np.float32, codes: Any) -> None:
-    for column in range(32):
-        value = np.int32(np.int32(weight[column]) << np.int32(16)).view(np.float32)
-        bits = np.float32(value * inverse).view(np.int32)
-        sign = np.int32(np.int32(bits >> np.int32(24)) & np.int32(0x80))
-        codes[column] = np.uint8(np.int32(e4m3(np.int32(bits & np.int32(0x7FFF0000))) | sign))
-
-
-@inner
-def _exponent(size: np.int32, less: int) -> np.int32:
-    """A group's, of the size of its largest weight; 255: none can hold it."""
-    power = np.int32(np.int32(size + np.int32(1 << 5)) >> np.int32(7))
-    if power >= np.int32(255):
-        return np.int32(255)
-    power = np.int32(power - np.int32(less))
-    return power if power > np.int32(0) else np.int32(0)
-
-
-@loop("u2[2]", "u1[2]", "u1[1]")
-def mxfp4_encode(weight: Any, packed: Any, exponents: Any) -> bool:
-    """Groups [n, 32] of BF16 -> packed [n, 16] and exponents [n], in tiles as NVFP4's."""
-    spread = np.empty((_TILE, 16), np.float32)
-    pairs, made = weight.reshape(weight.size).view(np.uint32), packed.reshape(packed.size)
-    for first in range(0, weight.shape[0], _TILE):
-        count = min(_TILE, weight.shape[0] - first)
-        for group in range(count):
-            power = _exponent(largest(weight[first + group]), 2)
-            if power == np.int32(255):
-                return False
-            exponents[first + group] = np.uint8(power)
-            inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
-            for word in range(16):
-                spread[group, word] = inverse
-        words = slice(16 * first, 16 * (first + count))
-        _mxfp4_codes(pairs[words], spread.reshape(spread.size)[: 16 * count], made[words])
-    return True
-
-
-@loop("u2[2]", "u1[2]", "u1[1]")
-def mxfp8_encode(weight: Any, codes: Any, exponents: Any) -> bool:
-    """Groups [n, 32] of BF16 -> codes [n, 32] and exponents [n]."""
-    for group in range(weight.shape[0]):
-        power = _exponent(largest(weight[group]), 8)
-        if power == np.int32(255):
-            return False
-        exponents[group] = np.uint8(power)
-        inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
-        _mxfp8_group(weight[group], inverse, codes[group])
     return True
