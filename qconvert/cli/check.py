@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.consumer import made_for
+from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
@@ -233,7 +235,11 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @report(".html .json .xml (junit) .sarif .md .txt")
 @PROFILE
 @OPENING
-@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
+@LOUDNESS
+@click.option(
+    "--explain", metavar="RULE", shell_complete=completion.rules,
+    help="Print what a rule means, its cause and its fix.",
+)  # fmt: skip
 def validate(
     out: str | None,
     against: str | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.options import OUT_FOLDER, Folder
 from qconvert.core.say import say
 
@@ -41,7 +42,7 @@ def list_recipes() -> None:
 
 
 @recipes.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.recipes)
 def show_recipe(name: str) -> None:
     """Print a built-in recipe, to read or to edit.
 

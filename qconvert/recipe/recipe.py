@@ -35,8 +35,8 @@ from qconvert.core.yaml_lines import (
 )
 from qconvert.passes import passes
 from qconvert.plan.plan import Pass
+from qconvert.plan.words import fields_of, option_word, words_of
 from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
-from qconvert.recipe.words import fields_of, option_word, words_of
 
 _KEYS = ("passes", "max_shard_size")
 

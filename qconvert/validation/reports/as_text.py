@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _MOST = 20
 _WORST = 5
+_WIDE = 80  # columns of a terminal; in less, columns of zeros are left out
+_SHORT = 12
 _STYLES = {"error": "bold red", "warning": "bold yellow"}
 _LABELS = {"proved": "green", "only read": "yellow", "not checked": "bright_black"}
 
@@ -103,12 +105,22 @@ def _table(console: Console, table: Table) -> None:
 
     console.print()
     _line(console, (printable(table.title), "bold"))
-    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="underline")
-    for at, column in enumerate(table.columns):
+    narrow = console.is_terminal and console.width < _WIDE
+    grid = Grid(box=None, padding=(0, 1 if narrow else 2, 0, 0), header_style="underline")
+    shown = [
+        at for at in range(len(table.columns))
+        if not narrow or not table.rows or {row[at] for row in table.rows} != {"0"}
+    ]  # fmt: skip
+    for at in shown:
         right = all(is_figure(row[at]) for row in table.rows)
-        grid.add_column(Text(printable(column)), justify="right" if right else "left")
+        # A figure or a short name that is cut says nothing; headings and long names fold.
+        least = max((len(row[at]) for row in table.rows), default=0)
+        grid.add_column(
+            Text(printable(table.columns[at])), justify="right" if right else "left",
+            overflow="fold", min_width=least if narrow and least <= _SHORT else None,
+        )  # fmt: skip
     for row in table.rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
+        grid.add_row(*(Text(printable(row[at])) for at in shown))
     console.print(grid, soft_wrap=not console.is_terminal)
     if table.note:
         _line(console, (printable(table.note), "bright_black"))

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from qconvert.core.errors import UsageError
-from qconvert.passes.w4a16 import EXPERTS as EXPERT_PATTERN
 
+# What w4a16 has for the routed experts, whatever their names in a family.
+EXPERT_PATTERN = r"re:.*\.mlp\.experts\..*"
 # What `targets` names beside modules: the routed experts, and every linear layer that runtimes load so.
 EXPERTS, LINEAR = "experts", "Linear"
 # Of --rounding: the bytes of kt-kernel's own converter.
