@@ -16,6 +16,7 @@ import gdn_models
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, published, run_cli, tree, watched_reads
 
+import qconvert
 from qconvert import api
 from qconvert.cli.convert import RunOptions, plan_options
 from qconvert.cli.demo_checkpoint import write_sample
@@ -24,15 +25,16 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 
 NAMES = (
-    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
-    "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
-    "OutputError", "Part", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
-    "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
-    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "evaluate", "load_recipe", "merge_parts",
-    "open_checkpoint",
-    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
-    "repair", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
+    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
+    "DataError", "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine",
+    "Measure", "Outlook", "OutputError", "Part", "Pass", "Plan", "PlanError", "PlanOptions",
+    "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling", "QConvertError",
+    "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError", "ShardStatus",
+    "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out", "check_foreseen",
+    "check_upload", "convert", "converter", "destination", "diff", "evaluate", "load_recipe",
+    "merge_parts", "open_checkpoint", "passes", "plan", "plan_after", "plan_graft",
+    "plan_pair", "plan_stages", "profiled", "reading_as", "recipes", "refusal", "repair",
+    "rules", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
 )  # fmt: skip
 
 
@@ -52,6 +54,20 @@ def test_the_names_are_these() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(api, name))
+
+
+def test_the_package_says_where_its_names_are() -> None:
+    """`import qconvert` alone is light, and has the API as an attribute."""
+    code = (
+        "import sys, qconvert\n"
+        "print('qconvert.api' in sys.modules, 'api' in dir(qconvert))\n"
+        "print(qconvert.api.plan.__module__, qconvert.__version__)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"False True\nqconvert.api {qconvert.__version__}\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        qconvert.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("statement", ["import qconvert", "import qconvert.api"])
@@ -87,7 +103,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 10
+    assert len(found) == 14
 
 
 # --- The same as the command line ----------------------------------------------------------------
@@ -268,7 +284,7 @@ def test_a_repo_or_folder_of_stages_takes_no_pair(source: Path, tmp_path: Path) 
 
 def test_the_page_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "python.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
         program = program.replace(f'"{name}"', repr(str(path)))
     names: dict[str, Any] = {"__name__": "__main__"}
