@@ -14,6 +14,7 @@ from qconvert.checkpoint.reading import stated
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
+from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key
 
 _NOWHERE = Path("(tensors in memory)")
@@ -54,6 +55,6 @@ def checkpoint_of(types: Mapping[str, TensorType], config: Mapping[str, Any]) ->
         digest.update(f"{name} {types[name]}\n".encode())
     sources = {name: Source(name, types[name], 0, 0) for name in names}
     return InMemory(
-        _NOWHERE, (), sources, json.loads(text), text, (), (), digest.hexdigest(), indexed=False,
+        _NOWHERE, (), sources, parse_object(text, _NOWHERE), text, (), (), digest.hexdigest(), indexed=False,
         metadata={}, asked=stated(),
     )  # fmt: skip

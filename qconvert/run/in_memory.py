@@ -53,11 +53,10 @@ class Converter:
     torch: bool
 
     def __post_init__(self) -> None:
-        held = (*self.plan.tensors.items(), *self.plan.checkpoint.items())
-        for name, tensor in () if self.torch else held:
-            if tensor.type.dtype in _ONLY_TORCH:
+        for name, kind in () if self.torch else self.types.items():
+            if kind.dtype in _ONLY_TORCH:
                 raise PlanError(
-                    f"{name}: numpy has no {tensor.type.dtype}; give tensors of torch, or another recipe"
+                    f"{name}: numpy has no {kind.dtype}; give tensors of torch, or another recipe"
                 )
 
     @property
@@ -156,7 +155,8 @@ def _bytes(source: Source, tensors: Mapping[str, Any]) -> memoryview:
         return memoryview(flat.numpy()).cast("B")
     import numpy as np
 
-    return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)).cast("B")
+    flat_array: Any = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return memoryview(flat_array).cast("B")
 
 
 def _made(data: bytearray, kind: TensorType, *, torch: bool) -> Any:
