@@ -728,6 +728,7 @@ def validate(
     level: Level = "headers",
     pair: str | Path | None = None,
     draft: str | Path | None = None,
+    beside: str | Path | None = None,
     kernels: bool = False,
     logits: int = 0,
     attribute: bool = False,
@@ -746,7 +747,8 @@ def validate(
 
     `against` is the source that it was made from. `level` headers reads no weights, sample some of each
     kind, full every byte. `pair` is the GPU side of a folder of CPU experts, `draft` the folder of the
-    draft that was grafted to the source. `kernels` compares
+    draft that was grafted to the source. `beside` is another folder made from the source, which is
+    checked at that level, too; its report is the report's `beside`. `kernels` compares
     qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
     attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
     (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
@@ -771,6 +773,19 @@ def validate(
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
     if draft is not None and against is None:
         raise UsageError("--draft was grafted to a source: give --against SRC")
+    if beside is not None:
+        if against is None:
+            raise UsageError("--beside compares two folders of one source: give --against SRC")
+        other = validate(
+            beside, against, level=level, jobs=jobs, memory=memory, follow_links=follow_links,
+            events=events, notice=notice,
+        )  # fmt: skip
+        this = validate(
+            folder, against, level=level, pair=pair, draft=draft, kernels=kernels, logits=logits,
+            attribute=attribute, layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
+            memory=memory, follow_links=follow_links, events=events, notice=notice,
+        )  # fmt: skip
+        return replace(this, beside=other)
     serving = _serving(runtime, tp, pp, ep)
     request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
     source = None if against is None else str(against)

@@ -54,7 +54,8 @@ def checkpoint_of(types: Mapping[str, TensorType], config: Mapping[str, Any]) ->
     for name in names:
         digest.update(f"{name} {types[name]}\n".encode())
     sources = {name: Source(name, types[name], 0, 0) for name in names}
+    parsed = parse_object(text, _NOWHERE)
     return InMemory(
-        _NOWHERE, (), sources, parse_object(text, _NOWHERE), text, (), (), digest.hexdigest(), indexed=False,
-        metadata={}, asked=stated(),
+        _NOWHERE, (), sources, parsed, text, (), (), digest.hexdigest(), indexed=False, metadata={},
+        asked=stated(),
     )  # fmt: skip

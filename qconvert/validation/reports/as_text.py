@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
 from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
-from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
+from qconvert.validation.reports.figures import COLUMNS, Group, cells, decibel, groups, worst
+from qconvert.validation.reports.side_by_side import name_of, side_by_side
+from qconvert.validation.reports.usual import compared
 from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
 from qconvert.validation.runner import Report
 
@@ -39,6 +42,8 @@ def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False)
         _table(console, table)
     if report.measures:
         _measures(console, report)
+    if report.beside is not None:
+        _table(console, beside_table(report, report.beside))
     if report.measures or report.tables:
         console.print()
     _findings(console, report, rules)
@@ -89,6 +94,8 @@ def _measures(console: Console, report: Report) -> None:
     if rows:
         note = "SQNR: signal to quantization noise, higher is closer to the source"
         _table(console, Table("measured against the source", COLUMNS, rows, note))
+        for word, names in _in_words(found).items():
+            _line(console, (f"{', '.join(names)}: {word}", ""))
         text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:
         _line(console, (text, ""))
@@ -97,6 +104,22 @@ def _measures(console: Console, report: Report) -> None:
         listed = tuple((decibel(m.sqnr), f"{m.rms:.3g}", m.format, m.tensor) for m in furthest)
         columns = ("SQNR dB", "rel. RMS", "format", "tensor")
         _table(console, Table(f"the worst {len(listed)}", columns, listed))
+
+
+def _in_words(found: Sequence[Group]) -> Mapping[str, Sequence[str]]:
+    """Roles by how they compare with what their format usually loses."""
+    said: dict[str, list[str]] = {}
+    for group in found:
+        if word := compared(group):
+            said.setdefault(printable(word), []).append(printable(group.role))
+    return said
+
+
+def beside_table(report: Report, other: Report) -> Table:
+    """`side_by_side` under a title with both names."""
+    told = f"{count(other.errors, 'error')}, {count(other.warnings, 'warning')}"
+    title = f"{name_of(report)} (this) beside {name_of(other)} (the other: {told})"
+    return replace(side_by_side(report, other), title=title)
 
 
 def _table(console: Console, table: Table) -> None:
