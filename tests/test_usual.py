@@ -29,16 +29,17 @@ from qconvert.validation.reports.side_by_side import side_by_side
 from qconvert.validation.reports.usual import USUAL, compared
 from qconvert.validation.runner import Report
 
+W4A16 = "usual for w4a16 that is rounded (16 to 20.6 dB)"
 GROUP = Group("w4a16", "up_proj", 8, 0, 0, 20.0, 20.2, 0.1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "as usual for w4a16 (16 to 20.6 dB)"),
-        ({"median": 25.0}, "better than usual for w4a16 (16 to 20.6 dB)"),
-        ({"median": 12.0, "worst": 11.0}, "worse than usual for w4a16 (16 to 20.6 dB)"),
-        ({"worst": 9.0}, "as usual for w4a16 (16 to 20.6 dB); its worst matrix stands apart"),
+        ({}, f"as {W4A16}"),
+        ({"median": 25.0}, f"better than {W4A16}"),
+        ({"median": 12.0, "worst": 11.0}, f"worse than {W4A16}"),
+        ({"worst": 9.0}, f"as {W4A16}; its worst matrix stands apart"),
         ({"median": inf, "worst": 20.0}, "most are exact"),
         ({"worst": inf, "median": inf}, ""), ({"median": nan}, ""), ({"format": "bf16"}, ""),
     ],
@@ -134,6 +135,22 @@ def test_side_by_side() -> None:
     )
     turned = side_by_side(*reversed(both()))
     assert turned.rows[0][-1] == "the other, 6.0 dB"
+
+
+def test_roles_of_one_word_are_counted() -> None:
+    measures = [measure(0, 0, role, 0.1) for role in ("a", "b", "c", "d")]
+    text = as_text.render(Report(measures=measures), RULES)
+    assert "4 roles: as usual for w4a16 that is rounded" in text
+    assert "a, b, c: as usual" in as_text.render(Report(measures=measures[:3]), RULES)
+
+
+def test_codes_of_a_calibration_are_further_from_the_weights() -> None:
+    text = as_text.render(Report(measures=[measure(0, 0, "a", 0.4)]), RULES)
+    assert "worse than usual" in text
+    assert "calibrated codes lie further from the weights" in text
+    assert "calibrated codes" not in as_text.render(
+        Report(measures=[measure(0, 0, "a", 0.1)]), RULES
+    )
 
 
 def test_reports_show_both() -> None:

@@ -16,7 +16,7 @@ from qconvert.validation.reports import markup
 from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
 from qconvert.validation.reports.plots import EXACT, UNKNOWN, plot_data
 from qconvert.validation.reports.side_by_side import name_of, side_by_side
-from qconvert.validation.reports.usual import compared
+from qconvert.validation.reports.usual import CALIBRATED, compared
 from qconvert.validation.reports.words import by_rule, claims, verdict
 from qconvert.validation.runner import Report
 
@@ -136,7 +136,8 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
         f'Against the source <span class="quiet">{count(len(measures), "matrix", "matrices")}</span>',
         '<p class="quiet">SQNR is signal to quantization noise: the norm of the source\'s weights over '
         "the norm of the difference, in dB. Higher is closer; 20 dB more is a tenth of the error; "
-        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero.</p>",
+        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero; "
+        f"{markup.text(CALIBRATED)}.</p>",
         markup.table(Table("", (*COLUMNS, "in words"), rows)) if rows else "",
         _exact(exact),
         id="against",

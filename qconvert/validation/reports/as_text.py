@@ -12,7 +12,7 @@ from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
 from qconvert.validation.reports.figures import COLUMNS, Group, cells, decibel, groups, worst
 from qconvert.validation.reports.side_by_side import name_of, side_by_side
-from qconvert.validation.reports.usual import compared
+from qconvert.validation.reports.usual import CALIBRATED, compared
 from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
 from qconvert.validation.runner import Report
 
@@ -95,7 +95,10 @@ def _measures(console: Console, report: Report) -> None:
         note = "SQNR: signal to quantization noise, higher is closer to the source"
         _table(console, Table("measured against the source", COLUMNS, rows, note))
         for word, names in _in_words(found).items():
-            _line(console, (f"{', '.join(names)}: {word}", ""))
+            who = ", ".join(names) if len(names) < 4 else count(len(names), "role")
+            _line(console, (f"{who}: {word}", ""))
+        if any("worse than" in word for word in _in_words(found)):
+            _line(console, (CALIBRATED, "bright_black"))
         text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:
         _line(console, (text, ""))

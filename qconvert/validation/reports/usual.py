@@ -23,6 +23,10 @@ USUAL: Mapping[str, tuple[float, float]] = {
     "amxint4": (15.5, 17.0),  # a scale a row
     "amxint8": (40.5, 42.2),
 }
+CALIBRATED = (
+    "calibrated codes lie further from the weights than rounded ones, and nearer in what they compute: "
+    "`qconvert eval` measures that"
+)
 _SLACK = 3.0  # dB: trained weights beside normal ones
 _APART = 6.0  # dB: twice the error
 
@@ -34,7 +38,7 @@ def compared(group: Group) -> str:
     if usual is None or isnan(group.median) or group.worst == inf:
         return ""
     low, high = usual
-    said = f"usual for {group.format} ({low:g} to {high:g} dB)"
+    said = f"usual for {group.format} that is rounded ({low:g} to {high:g} dB)"
     if group.median == inf:
         word = "most are exact"
     elif group.median > high + _SLACK:
