@@ -22,10 +22,11 @@ Importing this module loads neither torch nor numpy; they are imported where som
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from qconvert.advise.advice import Advice
 from qconvert.advise.advice import advise as _advise
@@ -76,6 +77,7 @@ from qconvert.run.sharing import Share, share_of
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.until import Until
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+from qconvert.run.workspace import clean as _clean
 from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
 from qconvert.runtimes.pipeline import (
@@ -95,6 +97,9 @@ from qconvert.validation.parts import DIVIDED, Part, merged, write_part
 from qconvert.validation.parts import validate_part as _validate_part
 from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
 from qconvert.validation.runner import rules as _rules
+
+if TYPE_CHECKING:
+    from qconvert.hub.headers import Place
 
 __all__ = (
     "Advice",
@@ -140,11 +145,13 @@ __all__ = (
     "carry_out",
     "check_foreseen",
     "check_upload",
+    "clean",
     "convert",
     "converter",
     "destination",
     "diff",
     "evaluate",
+    "headers_of",
     "load_recipe",
     "merge_parts",
     "open_checkpoint",
@@ -158,6 +165,7 @@ __all__ = (
     "reading_as",
     "recipes",
     "refusal",
+    "render",
     "repair",
     "rules",
     "run",
@@ -665,6 +673,48 @@ def convert(recipe: Steps, tensors: Mapping[str, Any], config: Mapping[str, Any]
 
     Raises as `converter` and Converter.stream do."""
     return dict(converter(recipe, tensors, config).stream(tensors))
+
+
+@contextmanager
+def headers_of(where: str) -> Iterator[Place]:
+    """Within this, `folder` of what it gives can be opened, planned and advised on: headers and small
+    files of a repo on the Hub (ORG/NAME, fetched by ranges, no weights) or in a store; of a folder it is
+    that one.
+
+        >>> with api.headers_of(str(sample)) as place:
+        ...     print(api.open_checkpoint(place.folder).family.name, place.fetched)
+        qwen3_5 False
+
+    Raises CheckpointError for a repo that is not there, RunError where the Hub fails for too long."""
+    from qconvert.hub.headers import place_of
+
+    with place_of(where) as place:
+        yield place
+
+
+def clean(out: str | Path) -> bool:
+    """Drop the unfinished work of an interrupted run in a folder, or in the stages in it; a finished
+    result is not touched. False if there was none. Raises OutputError if another run holds it, and for
+    no folder.
+
+        >>> api.clean(folder / "bf16")  # another example's result, which is finished
+        False
+    """
+    if not Path(out).is_dir():
+        raise OutputError(f"{out}: no such folder")
+    return _clean(Path(out), Files())
+
+
+def render(report: Report, form: str) -> str:
+    """A validation's report as `text`, `json`, `junit`, `sarif`, `markdown`, `github` or `html`.
+
+        >>> print(api.render(api.validate(sample), "text").splitlines()[-1])
+        0 errors, 0 warnings
+
+    Raises UsageError for another form."""
+    from qconvert.validation.reports import render as _render
+
+    return _render(report, form)
 
 
 def recipes() -> dict[str, str]:

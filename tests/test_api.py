@@ -31,10 +31,11 @@ NAMES = (
     "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling", "QConvertError",
     "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError", "ShardStatus",
     "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out", "check_foreseen",
-    "check_upload", "convert", "converter", "destination", "diff", "evaluate", "load_recipe",
-    "merge_parts", "open_checkpoint", "passes", "plan", "plan_after", "plan_graft",
-    "plan_pair", "plan_stages", "profiled", "reading_as", "recipes", "refusal", "repair",
-    "rules", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
+    "check_upload", "clean", "convert", "converter", "destination", "diff", "evaluate",
+    "headers_of", "load_recipe", "merge_parts", "open_checkpoint", "passes", "plan",
+    "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as",
+    "recipes", "refusal", "render", "repair", "rules", "run", "status", "upload", "validate",
+    "validate_kernels", "validate_part",
 )  # fmt: skip
 
 
@@ -103,7 +104,53 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 14
+    assert len(found) == 17
+
+
+# What commands take from elsewhere than the API, beside how things are shown, checked as text and
+# completed: a pass or recipe that is an argument of the API, and names of types.
+_SHOWN = (
+    "qconvert.cli", "qconvert.core", "qconvert.validation.reports", "qconvert.validation.diff",
+    "qconvert.passes", "qconvert.contrib", "qconvert.recipe", "qconvert.plan", "qconvert.samples",
+    "qconvert.evaluate", "qconvert.advise.advice", "qconvert.formats", "qconvert.runtimes",
+    "qconvert.checkpoint", "qconvert.validation.runner", "qconvert.validation.findings",
+)  # fmt: skip
+_OF_RUNS = {
+    "qconvert.calibrate.backend": "how much disk a plan needs",
+    "qconvert.hub.card.front": "what a repo id is, and the name of a source in a card",
+    "qconvert.hub.card.of_plan": "the same",
+    "qconvert.hub.headers": "api.headers_of, with what was fetched",
+    "qconvert.hub.upload": "types of api.upload's result",
+    "qconvert.run.cluster": "whether an address or an engine is one, as text",
+    "qconvert.run.division": "whether a shard is one, as text",
+    "qconvert.run.estimate": "time left, of Events",
+    "qconvert.run.forkserver": "imports ahead of planning: faster, no other result",
+    "qconvert.run.prepare": "types of Planned",
+    "qconvert.run.preview": "api.Outlook",
+    "qconvert.run.probe": "this machine's speed, for a plan's time",
+    "qconvert.run.profile": "api.profiled",
+    "qconvert.run.sharing": "options of a command line",
+    "qconvert.run.status": "the command that a journal names; api.status",
+    "qconvert.run.until": "whether a time is one, as text",
+    "qconvert.validation.parts": "api.Part",
+}
+
+
+def test_commands_have_nothing_that_the_api_lacks() -> None:
+    """What else a command imports would be work that a program cannot ask for."""
+    package = Path(api.__file__).parent
+    found = {
+        module
+        for file in (package / "cli").glob("*.py")
+        for module in re.findall(
+            r"^ *(?:from|import) (qconvert\.[a-z_.0-9]+)",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        if not module.startswith((*_SHOWN, "qconvert.api"))
+    }
+    assert found <= set(_OF_RUNS), found - set(_OF_RUNS)
+    assert set(_OF_RUNS) <= found, set(_OF_RUNS) - found
 
 
 # --- The same as the command line ----------------------------------------------------------------

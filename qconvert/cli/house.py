@@ -69,13 +69,9 @@ def clean(out: Path) -> None:
     Example:
       qconvert clean DeepSeek-V3-bf16
     """
-    from qconvert.core.errors import OutputError
-    from qconvert.run.files import Files
-    from qconvert.run.workspace import clean as drop
+    from qconvert import api
 
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such folder")
-    say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
+    say(f"dropped unfinished work in {out}" if api.clean(out) else "nothing to clean")
 
 
 @click.command()
