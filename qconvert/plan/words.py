@@ -61,6 +61,11 @@ def option_word(path: str) -> str:
     return path.replace(f"calibrate.{_FEW}", f"calibrate.{UNDERSAMPLED}")
 
 
+def value_words(name: str, message: str) -> str:
+    """A message about the values that an option of a pass takes, in users' words."""
+    return message.replace(f"{_PEER!r}", f"{REFERENCE!r}") if name == "amx" else message
+
+
 def rounding_word(value: object) -> object:
     """A manifest's `rounding` as users write it."""
     return REFERENCE if value == _PEER else value
