@@ -22,10 +22,11 @@ Importing this module loads neither torch nor numpy; they are imported where som
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from qconvert.advise.advice import Advice
 from qconvert.advise.advice import advise as _advise
@@ -33,6 +34,7 @@ from qconvert.advise.machine import Machine
 from qconvert.calibrate.backend import backend_for, unmet
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
+from qconvert.checkpoint.in_memory import checkpoint_of
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
 from qconvert.checkpoint.store import is_url, named, store_of, work_folder
@@ -50,13 +52,14 @@ from qconvert.core.sizes import parse_size
 from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
+from qconvert.passes import passes as _passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drafts import GraftDraft
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.stages import split_plan, weights_of
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.recipe.recipe import Recipe, load_recipe
+from qconvert.recipe.recipe import Recipe, builtin_recipes, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
 from qconvert.run.cluster import EngineName, check_engine
@@ -65,6 +68,7 @@ from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.files import Files
+from qconvert.run.in_memory import Converter, is_torch, type_of
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
 from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.profile import Profile, Profiling, profiled
@@ -73,6 +77,7 @@ from qconvert.run.sharing import Share, share_of
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.until import Until
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+from qconvert.run.workspace import clean as _clean
 from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
 from qconvert.runtimes.pipeline import (
@@ -87,10 +92,14 @@ from qconvert.samples.data import DataSpec
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
 from qconvert.validation.diff import Difference, compare
-from qconvert.validation.findings import Finding, Measure, Verdict
+from qconvert.validation.findings import Finding, Measure, Rule, Verdict
 from qconvert.validation.parts import DIVIDED, Part, merged, write_part
 from qconvert.validation.parts import validate_part as _validate_part
 from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
+from qconvert.validation.runner import rules as _rules
+
+if TYPE_CHECKING:
+    from qconvert.hub.headers import Place
 
 __all__ = (
     "Advice",
@@ -98,6 +107,7 @@ __all__ = (
     "CheckedFolder",
     "Checkpoint",
     "CheckpointError",
+    "Converter",
     "DataError",
     "Difference",
     "Evaluation",
@@ -109,6 +119,8 @@ __all__ = (
     "Outlook",
     "OutputError",
     "Part",
+    "Pass",
+    "Plan",
     "PlanError",
     "PlanOptions",
     "Planned",
@@ -122,6 +134,7 @@ __all__ = (
     "Repair",
     "Report",
     "Result",
+    "Rule",
     "RunError",
     "ShardStatus",
     "Share",
@@ -132,12 +145,17 @@ __all__ = (
     "carry_out",
     "check_foreseen",
     "check_upload",
+    "clean",
+    "convert",
+    "converter",
     "destination",
     "diff",
     "evaluate",
+    "headers_of",
     "load_recipe",
     "merge_parts",
     "open_checkpoint",
+    "passes",
     "plan",
     "plan_after",
     "plan_graft",
@@ -145,8 +163,11 @@ __all__ = (
     "plan_stages",
     "profiled",
     "reading_as",
+    "recipes",
     "refusal",
+    "render",
     "repair",
+    "rules",
     "run",
     "status",
     "upload",
@@ -604,6 +625,121 @@ def run(
     )  # fmt: skip
 
 
+def converter(recipe: Steps, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Converter:
+    """Plan a recipe for tensors in memory, of torch (any device) or numpy, by their names in the
+    checkpoint, and the model's `config` (what config.json holds). Only their types are looked at: the
+    result converts these and later values of them, as often as they change, without another plan.
+
+    For the weight sync of reinforcement learning: a trainer's BF16 weights, after each step, as the
+    runtime that samples holds them.
+
+        >>> from safetensors.torch import load_file
+        >>> import json
+        >>> bf16 = load_file(next((folder / "bf16").glob("*.safetensors")))
+        >>> config = json.loads((folder / "bf16" / "config.json").read_text())
+        >>> sync = api.converter(api.passes()["fp8"](), bf16, config)
+        >>> sync.config["quantization_config"]["quant_method"]
+        'fp8'
+        >>> for step in range(2):  # each with new values
+        ...     sent = sum(tensor.nbytes for name, tensor in sync.stream(bf16))
+        >>> sent < sum(tensor.nbytes for tensor in bf16.values())
+        True
+
+    Raises as `plan` does, DataError for what is no tensor; PlanError for a recipe that calibrates, and
+    for numpy where a dtype is BF16 or FP8, which it does not have.
+    """
+    steps = _recipe(recipe)
+    if any(getattr(step, "calibrate", None) is not None for step in steps.passes):
+        raise PlanError(
+            "a calibration runs the model layer by layer and needs its folder; in memory choose "
+            "rounding to nearest, or convert the folder"
+        )
+    types = {name: type_of(name, tensor) for name, tensor in tensors.items()}
+    planned = plan(steps, checkpoint_of(types, config))
+    (folder,) = planned.folders
+    return Converter(folder.ready.plan, all(map(is_torch, tensors.values())))
+
+
+def convert(recipe: Steps, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's tensors converted in memory, all at once: `converter` once, for one use.
+
+        >>> from safetensors.torch import load_file
+        >>> import json
+        >>> bf16 = load_file(next((folder / "bf16").glob("*.safetensors")))
+        >>> config = json.loads((folder / "bf16" / "config.json").read_text())
+        >>> made = api.convert("qwen3.5-moe-nvfp4", bf16, config)
+        >>> len(made) > len(bf16)  # its scales
+        True
+
+    Raises as `converter` and Converter.stream do."""
+    return dict(converter(recipe, tensors, config).stream(tensors))
+
+
+@contextmanager
+def headers_of(where: str) -> Iterator[Place]:
+    """Within this, `folder` of what it gives can be opened, planned and advised on: headers and small
+    files of a repo on the Hub (ORG/NAME, fetched by ranges, no weights) or in a store; of a folder it is
+    that one.
+
+        >>> with api.headers_of(str(sample)) as place:
+        ...     print(api.open_checkpoint(place.folder).family.name, place.fetched)
+        qwen3_5 False
+
+    Raises CheckpointError for a repo that is not there, RunError where the Hub fails for too long."""
+    from qconvert.hub.headers import place_of
+
+    with place_of(where) as place:
+        yield place
+
+
+def clean(out: str | Path) -> bool:
+    """Drop the unfinished work of an interrupted run in a folder, or in the stages in it; a finished
+    result is not touched. False if there was none. Raises OutputError if another run holds it, and for
+    no folder.
+
+        >>> api.clean(folder / "bf16")  # another example's result, which is finished
+        False
+    """
+    if not Path(out).is_dir():
+        raise OutputError(f"{out}: no such folder")
+    return _clean(Path(out), Files())
+
+
+def render(report: Report, form: str) -> str:
+    """A validation's report as `text`, `json`, `junit`, `sarif`, `markdown`, `github` or `html`.
+
+        >>> print(api.render(api.validate(sample), "text").splitlines()[-1])
+        0 errors, 0 warnings
+
+    Raises UsageError for another form."""
+    from qconvert.validation.reports import render as _render
+
+    return _render(report, form)
+
+
+def recipes() -> dict[str, str]:
+    """The built-in recipes, by name, as YAML."""
+    return builtin_recipes()
+
+
+def passes() -> dict[str, type[Pass]]:
+    """Every pass by its name in a recipe, a frozen dataclass whose fields are its options.
+
+    >>> api.passes()["w4a16"](group=32).group
+    32
+    """
+    return _passes()
+
+
+def rules() -> Mapping[str, Rule]:
+    """What each id of a finding means: title, cause and fix, by id.
+
+    >>> api.rules()["QC015"].title
+    'a grid of block scales does not fit its weight'
+    """
+    return _rules()
+
+
 def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> tuple[Result, ...]:
     """Run a plan. Returns one result per folder; none of folders that were not begun when the time was
     over. Raises as `run` does."""
@@ -642,6 +778,7 @@ def validate(
     level: Level = "headers",
     pair: str | Path | None = None,
     draft: str | Path | None = None,
+    beside: str | Path | None = None,
     kernels: bool = False,
     logits: int = 0,
     attribute: bool = False,
@@ -660,7 +797,8 @@ def validate(
 
     `against` is the source that it was made from. `level` headers reads no weights, sample some of each
     kind, full every byte. `pair` is the GPU side of a folder of CPU experts, `draft` the folder of the
-    draft that was grafted to the source. `kernels` compares
+    draft that was grafted to the source. `beside` is another folder made from the source, which is
+    checked at that level, too; its report is the report's `beside`. `kernels` compares
     qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
     attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
     (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
@@ -685,6 +823,19 @@ def validate(
         raise UsageError("--logits and --attribute compare with the source: give --against SRC")
     if draft is not None and against is None:
         raise UsageError("--draft was grafted to a source: give --against SRC")
+    if beside is not None:
+        if against is None:
+            raise UsageError("--beside compares two folders of one source: give --against SRC")
+        other = validate(
+            beside, against, level=level, jobs=jobs, memory=memory, follow_links=follow_links,
+            events=events, notice=notice,
+        )  # fmt: skip
+        this = validate(
+            folder, against, level=level, pair=pair, draft=draft, kernels=kernels, logits=logits,
+            attribute=attribute, layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
+            memory=memory, follow_links=follow_links, events=events, notice=notice,
+        )  # fmt: skip
+        return replace(this, beside=other)
     serving = _serving(runtime, tp, pp, ep)
     request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
     source = None if against is None else str(against)

@@ -16,6 +16,7 @@ import gdn_models
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, published, run_cli, tree, watched_reads
 
+import qconvert
 from qconvert import api
 from qconvert.cli.convert import RunOptions, plan_options
 from qconvert.cli.demo_checkpoint import write_sample
@@ -24,15 +25,17 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 
 NAMES = (
-    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
-    "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
-    "OutputError", "Part", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
-    "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
-    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "evaluate", "load_recipe", "merge_parts",
-    "open_checkpoint",
-    "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
-    "repair", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
+    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
+    "DataError", "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine",
+    "Measure", "Outlook", "OutputError", "Part", "Pass", "Plan", "PlanError", "PlanOptions",
+    "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling", "QConvertError",
+    "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError", "ShardStatus",
+    "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out", "check_foreseen",
+    "check_upload", "clean", "convert", "converter", "destination", "diff", "evaluate",
+    "headers_of", "load_recipe", "merge_parts", "open_checkpoint", "passes", "plan",
+    "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as",
+    "recipes", "refusal", "render", "repair", "rules", "run", "status", "upload", "validate",
+    "validate_kernels", "validate_part",
 )  # fmt: skip
 
 
@@ -52,6 +55,20 @@ def test_the_names_are_these() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(api, name))
+
+
+def test_the_package_says_where_its_names_are() -> None:
+    """`import qconvert` alone is light, and has the API as an attribute."""
+    code = (
+        "import sys, qconvert\n"
+        "print('qconvert.api' in sys.modules, 'api' in dir(qconvert))\n"
+        "print(qconvert.api.plan.__module__, qconvert.__version__)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"False True\nqconvert.api {qconvert.__version__}\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        qconvert.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("statement", ["import qconvert", "import qconvert.api"])
@@ -87,7 +104,53 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 10
+    assert len(found) == 17
+
+
+# What commands take from elsewhere than the API, beside how things are shown, checked as text and
+# completed: a pass or recipe that is an argument of the API, and names of types.
+_SHOWN = (
+    "qconvert.cli", "qconvert.core", "qconvert.validation.reports", "qconvert.validation.diff",
+    "qconvert.passes", "qconvert.contrib", "qconvert.recipe", "qconvert.plan", "qconvert.samples",
+    "qconvert.evaluate", "qconvert.advise.advice", "qconvert.formats", "qconvert.runtimes",
+    "qconvert.checkpoint", "qconvert.validation.runner", "qconvert.validation.findings",
+)  # fmt: skip
+_OF_RUNS = {
+    "qconvert.calibrate.backend": "how much disk a plan needs",
+    "qconvert.hub.card.front": "what a repo id is, and the name of a source in a card",
+    "qconvert.hub.card.of_plan": "the same",
+    "qconvert.hub.headers": "api.headers_of, with what was fetched",
+    "qconvert.hub.upload": "types of api.upload's result",
+    "qconvert.run.cluster": "whether an address or an engine is one, as text",
+    "qconvert.run.division": "whether a shard is one, as text",
+    "qconvert.run.estimate": "time left, of Events",
+    "qconvert.run.forkserver": "imports ahead of planning: faster, no other result",
+    "qconvert.run.prepare": "types of Planned",
+    "qconvert.run.preview": "api.Outlook",
+    "qconvert.run.probe": "this machine's speed, for a plan's time",
+    "qconvert.run.profile": "api.profiled",
+    "qconvert.run.sharing": "options of a command line",
+    "qconvert.run.status": "the command that a journal names; api.status",
+    "qconvert.run.until": "whether a time is one, as text",
+    "qconvert.validation.parts": "api.Part",
+}
+
+
+def test_commands_have_nothing_that_the_api_lacks() -> None:
+    """What else a command imports would be work that a program cannot ask for."""
+    package = Path(api.__file__).parent
+    found = {
+        module
+        for file in (package / "cli").glob("*.py")
+        for module in re.findall(
+            r"^ *(?:from|import) (qconvert\.[a-z_.0-9]+)",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        if not module.startswith((*_SHOWN, "qconvert.api"))
+    }
+    assert found <= set(_OF_RUNS), found - set(_OF_RUNS)
+    assert set(_OF_RUNS) <= found, set(_OF_RUNS) - found
 
 
 # --- The same as the command line ----------------------------------------------------------------
@@ -268,7 +331,7 @@ def test_a_repo_or_folder_of_stages_takes_no_pair(source: Path, tmp_path: Path) 
 
 def test_the_page_shows_a_program_that_runs(source: Path, tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "python.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for name, path in (("DeepSeek-V3-bf16", tmp_path / "out"), ("DeepSeek-V3", source)):
         program = program.replace(f'"{name}"', repr(str(path)))
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import itertools
 import json
 import os
 import re
 import select
 import shutil
+import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +406,145 @@ def test_texts_are_readable_in_either_scheme(scheme: str, browser: Browser, page
     assert shown.startswith(b"\x89PNG")
     background = browser.value("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
+
+
+# --- Layout --------------------------------------------------------------------------------------
+
+Colour = tuple[int, int, int]
+
+
+def sized(browser: Browser, width: int) -> None:
+    browser.call(
+        "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
+        mobile=True,  # scroll bars take no room
+    )  # fmt: skip
+    feature = {"name": "prefers-color-scheme", "value": "light"}
+    browser.call("Emulation.setEmulatedMedia", features=[feature])
+
+
+def screenshot(browser: Browser) -> list[list[Colour]]:
+    """The whole page as rows of colours. A PNG of 8 bits a channel (ISO/IEC 15948), its rows unfiltered
+    here."""
+    shown = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    data = base64.b64decode(shown["data"])
+    at, packed = 8, b""
+    while at < len(data):
+        size, kind = struct.unpack(">I4s", data[at : at + 8])
+        body = data[at + 8 : at + 8 + size]
+        if kind == b"IHDR":
+            width, height, depth, colours = struct.unpack(">IIBB", body[:10])
+        packed += body if kind == b"IDAT" else b""
+        at += size + 12
+    channels = {2: 3, 6: 4}[colours]
+    assert depth == 8
+    raw, step = zlib.decompress(packed), width * channels
+    before = bytearray(step)
+    rows = []
+    for y in range(height):
+        kind, line = raw[y * (step + 1)], bytearray(raw[y * (step + 1) + 1 : (y + 1) * (step + 1)])
+        for x in range(step if kind else 0):
+            left = line[x - channels] if x >= channels else 0
+            up, corner = before[x], before[x - channels] if x >= channels else 0
+            guess = left + up - corner
+            nearest = min((left, up, corner), key=lambda one: abs(guess - one))
+            line[x] = (line[x] + (0, left, up, (left + up) // 2, nearest)[kind]) & 255
+        before = line
+        rows.append([(line[i], line[i + 1], line[i + 2]) for i in range(0, step, channels)])
+    return rows
+
+
+_BOXES = """[...document.querySelectorAll("header, .rule, .box, .plot")].map((one) => {
+    const box = one.getBoundingClientRect(), style = getComputedStyle(one);
+    return { name: one.tagName + "." + one.className, x: box.x, y: box.y + scrollY, width: box.width,
+      height: box.height, left: style.borderLeftWidth, edge: style.borderLeftColor,
+      top: style.borderTopWidth, crest: style.borderTopColor, ground: style.backgroundColor };
+})"""
+
+
+def colour(style: str) -> Colour | None:
+    """None: what is behind is seen."""
+    found = [float(part) for part in re.findall(r"[0-9.]+", style)]
+    return (
+        None if len(found) == 4 and found[3] == 0 else (int(found[0]), int(found[1]), int(found[2]))
+    )
+
+
+@pytest.fixture
+def two(browser: Browser, tmp_path: Path) -> Iterator[Path]:
+    """A page of two folders, not as long as that of a large model."""
+    small = large(3, 8)
+    file = tmp_path / "two.html"
+    shown = replace(small, beside=sound(), findings=small.findings[:2])
+    file.write_text(as_html.render(shown, RULES), encoding="utf-8")
+    yield file
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.parametrize("width", [1100, 400])
+def test_boxes_are_painted_where_they_lie(width: int, browser: Browser, two: Path) -> None:
+    """In a screenshot each box has its colours at its edges and corners, and the page's around."""
+    sized(browser, width)
+    browser.open(two)
+    boxes = browser.value(_BOXES)
+    page = colour(browser.value("getComputedStyle(document.body).backgroundColor"))
+    rows = screenshot(browser)
+    assert page is not None
+    assert len(rows[0]) == width
+    assert {box["name"] for box in boxes} >= {
+        "HEADER.failed", "DETAILS.rule error", "DETAILS.rule warning", "DIV.box failed",
+        "DIV.box passed", "DIV.plot",
+    }  # fmt: skip
+    for box in boxes:
+        x, y = round(box["x"]), round(box["y"])
+        right, bottom = round(box["x"] + box["width"]), round(box["y"] + box["height"])
+        middle, across = (y + bottom) // 2, (x + right) // 2
+        edge, crest = float(box["left"][:-2]), float(box["top"][:-2])
+        ground = colour(box["ground"]) or page
+        where = box["name"], x, y
+        assert 0 <= x < right <= width, where
+        assert rows[middle][max(0, x - 3)] == page, where  # beside it
+        assert rows[middle][x + int(edge) // 2] == (colour(box["edge"]) if edge else ground), where
+        assert rows[y + int(crest) // 2][across] == (colour(box["crest"]) if crest else ground), (
+            where
+        )
+        assert rows[bottom - 4][right - 14] == ground, where
+
+
+def test_a_telephone_shows_all_of_the_page(browser: Browser, two: Path) -> None:
+    """At 400 px nothing but tables and plots goes beyond the edge, and those scroll by themselves; texts
+    are no smaller than 12 px, and nothing covers anything."""
+    sized(browser, 400)
+    browser.open(two)
+    beyond = browser.value(
+        """[...document.querySelectorAll("body *")].filter((one) => {
+            const box = one.getBoundingClientRect();
+            return box.width && box.right > 400 && !one.closest(".wide, .plot");
+        }).map((one) => one.outerHTML.slice(0, 80))"""
+    )
+    assert beyond == []
+    assert browser.value("document.documentElement.scrollWidth") == 400
+    small = browser.value(
+        """[...document.querySelectorAll("main *")].filter((one) =>
+            [...one.childNodes].some((text) => text.nodeType === 3 && text.textContent.trim())
+            && parseFloat(getComputedStyle(one).fontSize) < 12
+        ).map((one) => one.outerHTML.slice(0, 80))"""
+    )
+    assert small == []
+    tops = browser.value(
+        """[...document.querySelectorAll("main > *")].map((one) => {
+            const box = one.getBoundingClientRect();
+            return [box.top, box.bottom];
+        })"""
+    )
+    assert all(bottom <= top for (_, bottom), (top, _) in itertools.pairwise(tops)), tops
+
+
+def test_exact_rows_unfold_by_a_click(browser: Browser, two: Path) -> None:
+    browser.open(two)
+    exact = replace(large(3, 4), measures=[measure(0, None, "norm", 0.0), measure(0, 0, "up", 0.1)])
+    two.write_text(as_html.render(exact, RULES), encoding="utf-8")
+    browser.open(two)
+    seen = "document.querySelector('.exact table').checkVisibility({ contentVisibilityAuto: true })"
+    assert browser.value(seen) is False
+    browser.click(".exact summary")
+    assert browser.value(seen) is True

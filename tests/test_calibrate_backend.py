@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,3 +233,18 @@ def test_split_takes_data_for_a_recipe(source: Path, tmp_path: Path) -> None:
     given = run_cli(*plain, "--recipe", recipe, *few)
     assert given.code == 0, given.err
     assert "calibrated (12 times)" in given.out
+
+
+@pytest.mark.big
+def test_the_libraries_say_nothing_on_stdout() -> None:
+    """--json is alone there: llm-compressor warns, as it is imported, of a machine without a GPU."""
+    code = (
+        "from qconvert.calibrate.backend import _hush\n"
+        "_hush()\n"
+        "from llmcompressor.utils.dev import get_main_device\n"
+        "get_main_device()\n"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == ""

@@ -532,7 +532,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 10, "model_type": "qwen3_moe"}')
     (tmp_path / "tokenizer_config.json").write_text("{}")
     data = write(tmp_path / "t.txt", TEXT)
-    with pytest.raises(DataError, match=r"found none; give tokenized safetensors"):
+    with pytest.raises(DataError, match=r"found none; download its tokenizer.json"):
         load(DataSpec(data), tmp_path)
     assert len(load(DataSpec(synthetic=True, samples=2), tmp_path)[0]) == 2
 
@@ -552,7 +552,7 @@ def test_a_tokenizer_that_brings_code_is_not_run(model: Path, tmp_path: Path) ->
     data = write(tmp_path / "d.jsonl", [{"text": "The fox"}])
     with pytest.raises(DataError, match="cannot load the tokenizer") as caught:
         load(DataSpec(data), folder)
-    assert "--synthetic" in str(caught.value)
+    assert "give tokenized safetensors" in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 

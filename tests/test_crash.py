@@ -235,10 +235,11 @@ def _refused(run: Callable[[], object], out: Path) -> str:
 def test_another_plan_is_refused_naming_the_first_pass(source: Path, unfinished: Path) -> None:
     start = Plan.identity(Checkpoint.open(source))
     drop = Drop(match="lm_head.*", why="not needed")
+    line = "`drop: {match: lm_head.*, why: not needed}`"
     others = {
-        f"pass 1 was {Dequant()}, now {drop}": run_passes(start, (drop, Dequant())),
-        f"pass 2 was no pass, now {drop}": run_passes(start, (Dequant(), drop)),
-        f"pass 1 was {Dequant()}, now no pass": start,
+        f"pass 1 was `dequant`, now {line}": run_passes(start, (drop, Dequant())),
+        f"pass 2 was no pass, now {line}": run_passes(start, (Dequant(), drop)),
+        "pass 1 was `dequant`, now no pass": start,
     }
     for said, other in others.items():
         run = partial(execute, other, unfinished, faults.options("sharded"))

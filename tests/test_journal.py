@@ -23,7 +23,7 @@ def test_a_plan_that_differs_in_nothing_else_points_to_the_card() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"passes": ["Fuse()"]}, "pass 1 was Dequant(), now Fuse()"),
+        ({"passes": ["Fuse()"]}, "pass 1 was `dequant`, now `fuse`"),
         ({"source": "t"}, "the source changed since that run began"),
         ({"sha256": True}, "--sha256 was False, now True"),
     ],

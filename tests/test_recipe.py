@@ -311,3 +311,14 @@ def test_a_drop_that_makes_no_sense(options: str, says: str, tmp_path: Path) -> 
     assert result.err.startswith("qconvert: error: ")
     assert says in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pass_is_no_recipe() -> None:
+    with pytest.raises(RecipeError, match=r"'fp8' is a pass.*`passes: \[fp8\]`"):
+        load_recipe("fp8")
+
+
+def test_values_are_listed_in_the_words_of_users() -> None:
+    text = "passes: [amx: {method: int4, numa: 1, rounding: best}]"
+    with pytest.raises(RecipeError, match="'reference' or 'search', found 'best'"):
+        parse_recipe(text, "r")

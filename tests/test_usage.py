@@ -67,7 +67,7 @@ _BAD: dict[str, list[str]] = {
     "save_stats": _FOLDERS, "stats": _FOLDERS, "cpu_out": _FOLDERS, "gpu_out": _FOLDERS,
     "work_dir": _FOLDERS,
     "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
-    "against": _SOURCES, "pair": _SOURCES, "draft": _SOURCES,
+    "against": _SOURCES, "beside": _SOURCES, "pair": _SOURCES, "draft": _SOURCES,
     "layers": ["", "a", "3-1", "1-", "-1", "99999999", "1,,2", "\u0663"],
     "files": ["report", "report.doc"],
     "revision": ["", "a b", "a..b", "/a", "a~1"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -376,8 +377,11 @@ def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:
 
 
 def _hush() -> None:
-    """The libraries' own remarks would stand between the lines of a progress bar."""
+    """The libraries' own remarks would stand between lines of a progress bar, and in JSON on stdout."""
     from loguru import logger
+
+    # Its import sets its logger up anew, and warns of a machine without a GPU before it is done.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
 
     libraries = ("compressed_tensors", "llmcompressor")
     for library in libraries:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.next_step import tell_next
 from qconvert.cli.options import FINDINGS, MORE
 from qconvert.cli.profile import profile_json
 from qconvert.core.say import say, say_json, say_report
@@ -94,6 +95,9 @@ def carry_out(
         found[0].update(profile_json())
         say_json(found if len(found) > 1 else found[0])
     end_with(reports)
+    if results[0].published and not as_json:
+        name = source if isinstance(source, str) else source.name
+        tell_next([result.name for result in results], name, draft, validated=bool(reports))
 
 
 def checked(

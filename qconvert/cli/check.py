@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.consumer import made_for
+from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
@@ -163,6 +165,11 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @click.argument("out", type=SourceName(), required=False)
 @AGAINST
 @DRAFT
+@click.option(
+    "--beside", type=SourceName(), metavar="OTHER",
+    help="Another folder made from SRC: it is checked too, and shown side by side with OUT in the text, "
+    "JSON and HTML reports. [with --against]",
+)  # fmt: skip
 @level("headers")
 @pair()
 @click.option(
@@ -233,11 +240,16 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @report(".html .json .xml (junit) .sarif .md .txt")
 @PROFILE
 @OPENING
-@click.option("--explain", metavar="RULE", help="Print what a rule means, its cause and its fix.")
+@LOUDNESS
+@click.option(
+    "--explain", metavar="RULE", shell_complete=completion.rules,
+    help="Print what a rule means, its cause and its fix.",
+)  # fmt: skip
 def validate(
     out: str | None,
     against: str | None,
     draft: str | None,
+    beside: str | None,
     level: Literal["headers", "sample", "full"],
     pair: str | None,
     kernels: bool,
@@ -270,6 +282,7 @@ def validate(
       qconvert validate DeepSeek-V3-bf16
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3 --level full --report page.html
       qconvert validate ORG/NAME@main
+      qconvert validate rounded --against SRC --beside calibrated --level full --report both.html
       qconvert validate stages --against DeepSeek-V3
       qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
       qconvert validate with-draft --against Qwen3.5-w4a16 --draft Qwen3.5-draft --level full
@@ -294,7 +307,9 @@ def validate(
         raise click.UsageError("--draft was grafted to a source: give --against SRC")
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    about = (consumer, against, draft, pair, logits, attribute, layers)
+    if against is None and beside is not None:
+        raise click.UsageError("--beside compares two folders of one source: give --against SRC")
+    about = (consumer, against, draft, beside, pair, logits, attribute, layers)
     if merge:
         if out is not None or any(about) or level != "headers" or kernels or shard or parts:
             raise click.UsageError("--merge reads what shards found: give it with --report alone")
@@ -307,9 +322,10 @@ def validate(
     if shard is not None:
         if level == "headers":
             raise click.UsageError("--shard divides what --level sample or full reads")
-        if kernels or logits or attribute:
+        if kernels or logits or attribute or beside:
             raise click.UsageError(
-                "--kernels, --logits and --attribute are not divided: run them without --shard"
+                "--kernels, --logits, --attribute and --beside are not divided: run them without "
+                "--shard"
             )
         if files or form is not None:
             raise click.UsageError("a shard has no report: give --format and --report to --merge")
@@ -331,7 +347,7 @@ def validate(
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
-            out, against, level=level, pair=pair, draft=draft, kernels=kernels,
+            out, against, beside=beside, level=level, pair=pair, draft=draft, kernels=kernels,
             logits=logits or 0,
             attribute=attribute, layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
             jobs=jobs, memory=memory, follow_links=follow_links, events=bar,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from qconvert.cli import completion
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +37,11 @@ class ConsumerName(click.ParamType[str]):
         if self._only and consumer.name not in self._only:
             self.fail(f"{consumer.name!r} is not one of {', '.join(self._only)}", param, ctx)
         return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.consumers(incomplete, self._only)
 
 
 def made_for(names: str, *only: str) -> Callable[[F], F]:

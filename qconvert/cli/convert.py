@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar,
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
+from qconvert.cli.loudness import LOUDNESS, columns, is_quiet, is_verbose, without_loudness
 from qconvert.cli.options import (
     DRY_RUN,
     JSON,
@@ -98,6 +101,7 @@ _PLANNING: Callable[[F], F] = stacked(
     base_model("what the source names"),
     OPENING,
     JSON,
+    LOUDNESS,
 )  # fmt: skip
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
@@ -154,7 +158,7 @@ CONVERSION: Callable[[F], F] = stacked(
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
 @click.argument("out", required=False, type=OutName())
 @_PLANNING
@@ -182,7 +186,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
 @OUT
 @RUNNING
@@ -316,6 +320,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
     words: Sequence[str] = without_profile(started.words)
     for option in ("--until", "--log-json"):  # of this start alone
         words = without_option(words, option)
+    words = without_loudness(words)
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
@@ -373,12 +378,21 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             report = plan_json(folder.ready, rates, folder.verdict)
             found.append({**report, **outlook_json(look)})
         else:
-            lines = plan_lines(folder.ready, folder.name, rates, folder.verdict)
+            lines = plan_lines(
+                folder.ready,
+                folder.name,
+                rates,
+                folder.verdict,
+                every=is_verbose(),
+                columns=columns(sys.stdout if dry else sys.stderr),
+            )
+            if is_quiet() and not dry:
+                lines = [line for line in lines if line.startswith("warning ")]
             say(*lines, *outlook_lines(look), err=not dry)
     for share in planned.shares:
         if options["as_json"]:
             found[0]["share"] = asdict(share)
-        else:
+        elif dry or not is_quiet():
             say(share_line(share), err=not dry)
     if options["as_json"]:
         say_json(found if len(found) > 1 else found[0])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     DATA_HELP,
     DEVICE,
@@ -68,6 +69,7 @@ _FORMS = (".html", ".json", ".txt")
     help="Note the result in REPO's manifest and on its model card (`model-index`).",
 )
 @OPENING
+@LOUDNESS
 def evaluate(
     model: str,
     against: str,

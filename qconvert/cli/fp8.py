@@ -81,8 +81,8 @@ def fp8(
       qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
     """
     from qconvert.passes.fp8 import BLOCK, ToFp8
+    from qconvert.plan.words import LINEAR, fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import LINEAR, fields_of
 
     if channel and block is not None:
         raise click.UsageError("--channel stores a scale a row: omit --block")

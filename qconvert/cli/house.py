@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.options import OUT_FOLDER, Folder
 from qconvert.core.say import say
 
@@ -41,7 +42,7 @@ def list_recipes() -> None:
 
 
 @recipes.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.recipes)
 def show_recipe(name: str) -> None:
     """Print a built-in recipe, to read or to edit.
 
@@ -68,13 +69,9 @@ def clean(out: Path) -> None:
     Example:
       qconvert clean DeepSeek-V3-bf16
     """
-    from qconvert.core.errors import OutputError
-    from qconvert.run.files import Files
-    from qconvert.run.workspace import clean as drop
+    from qconvert import api
 
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such folder")
-    say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
+    say(f"dropped unfinished work in {out}" if api.clean(out) else "nothing to clean")
 
 
 @click.command()

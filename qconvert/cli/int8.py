@@ -50,8 +50,8 @@ def int8(
       qconvert int8 Qwen/Qwen3-30B-A3B out --targets experts
     """
     from qconvert.passes.int8 import ToInt8
+    from qconvert.plan.words import LINEAR, fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import LINEAR, fields_of
 
     with from_options():
         chosen = fields_of("int8", {"targets": targets or (LINEAR,)})["targets"]

@@ -75,8 +75,8 @@ def amx(
       qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
     """
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.plan.words import fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import fields_of
 
     asked, options = split_options(given)
     if asked["signs"] is not None:
@@ -131,7 +131,7 @@ def kt(
     from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.recipe.words import fields_of
+    from qconvert.plan.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")

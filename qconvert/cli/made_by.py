@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qconvert.core.shown import count
-from qconvert.recipe.words import rounding_word
+from qconvert.plan.recipe_line import recipe_line
+from qconvert.plan.words import rounding_word
 
 _MOST = 6
 
@@ -16,7 +17,7 @@ def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
     the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")
     steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
-    specs = ", ".join(str(step.get("spec")) for step in steps) or "none: a plain copy"
+    specs = "; ".join(recipe_line(str(step.get("spec"))) for step in steps) or "none: a plain copy"
     yield f"made by qconvert {identity.get('qconvert')}, passes: {specs}"
     digest = str(identity.get("source", "?"))[:16]
     yield f"made from {base or 'a source without a known repo'} (headers {digest})"

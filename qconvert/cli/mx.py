@@ -45,8 +45,8 @@ def mx(
       qconvert mx DeepSeek-V3 out --tp 8
     """
     from qconvert.passes.mx import ToMx
+    from qconvert.plan.words import EXPERTS, fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import EXPERTS, fields_of
 
     with from_options():
         chosen = fields_of("mx", {"targets": targets or (EXPERTS,)})["targets"]

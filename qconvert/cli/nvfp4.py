@@ -78,8 +78,8 @@ def nvfp4(
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
+    from qconvert.plan.words import EXPERTS, fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import EXPERTS, fields_of
 
     asked, options = split_options(given)
     scales = None

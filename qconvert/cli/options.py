@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from qconvert.cli import completion
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 FINDINGS = 3  # exit code of a command that checked and found an error
 MORE = 4  # exit code of a conversion that --until ended: the same command goes on
@@ -90,6 +95,11 @@ class SourceName(_Text):
         elif is_url(text):
             store_of(text)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.paths(incomplete)
+
 
 class Partition(_Text):
     """Layers of each pipeline stage, or a number of stages."""
@@ -113,6 +123,11 @@ class PassName(_Text):
         known = ["source", *passes(), "end"]
         if text not in known:
             raise ValueError(f"unknown pass {text!r}; passes are {', '.join(known)}")
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.passes(incomplete)
 
 
 class Pattern(_Text):
@@ -144,6 +159,11 @@ class DataName(_Text):
 
         if DataSpec(data=text).kind == "dataset" and not _DATASET.fullmatch(text):
             raise ValueError(f"{text!r}: write hf-dataset:NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.paths(incomplete)
 
 
 class Device(_Text):
@@ -220,6 +240,11 @@ class Folder(click.Path):
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.paths(incomplete, "dir")
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
             self.fail(_EMPTY, param, ctx)
@@ -252,6 +277,11 @@ class File(Folder):
 
     def __init__(self) -> None:
         click.Path.__init__(self, exists=True, dir_okay=False, path_type=Path)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completion.paths(incomplete)
 
 
 class Share(click.FloatRange):
@@ -486,7 +516,7 @@ def targets(default: str) -> Callable[[F], F]:
     """What a conversion quantizes, and what it does where nothing is said."""
     return click.option(
         "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
-        metavar="NAME",
+        metavar="NAME", shell_complete=completion.targets,
         help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that "
         "runtimes load so), a module's name, the end of a name, or re:PATTERN. Repeatable. "
         f"[default: {default}]",

@@ -39,9 +39,16 @@ class _Row:
 
 
 def plan_lines(
-    ready: Prepared, out: str | None, rates: Rates, verdict: Verdict = NO_FINDINGS
+    ready: Prepared,
+    out: str | None,
+    rates: Rates,
+    verdict: Verdict = NO_FINDINGS,
+    *,
+    every: bool = False,
+    columns: int | None = None,
 ) -> list[str]:
-    """The plan as text, at most a screen."""
+    """The plan as text, at most a screen; with `every` row and name. `columns` is the width that its
+    table has to fit, None for any."""
     plan, checkpoint = ready.plan, ready.plan.checkpoint
     lines = [
         checkpoint.model_line,
@@ -55,7 +62,7 @@ def plan_lines(
             f"{count(len(plan.tensors), 'tensor')}, {format_size(plan.bytes_out)}"
         ),
         "",
-        *_table(plan),
+        *_table(plan, None if every else MOST_ROWS, columns),
         "",
     ]
     for entry in plan.log:
@@ -65,13 +72,12 @@ def plan_lines(
     if not plan.log:
         lines.append("pass    none: a plain copy")
     lines += _calibration_lines(plan)
-    lines += drop_lines(plan)
+    lines += drop_lines(plan, every=every)
     lines += loss_lines(plan)
     unknown = [name for name in unknown_names(checkpoint) if name in plan.tensors]
     if unknown:
-        lines.append(
-            f"unknown {count(len(unknown), 'tensor')} of unknown role, copied: {some(unknown)}"
-        )
+        names = some(unknown, every=every)
+        lines.append(f"unknown {count(len(unknown), 'tensor')} of unknown role, copied: {names}")
     if checkpoint.family.name == "generic":
         lines.append(
             f"unknown model_type {checkpoint.config.get('model_type')!r}: layers are not counted"
@@ -80,13 +86,13 @@ def plan_lines(
     if absent:
         lines.append(
             f"warning {count(len(absent), 'tensor')} of family {checkpoint.family.name} missing: "
-            f"{some(absent)}"
+            f"{some(absent, every=every)}"
         )
     warnings = (*checkpoint.warnings, *verdict.lines(), *unmet(plan))
     lines += [f"warning {text}" for text in warnings]
     lines += [f"loads   {text}" for text in verdict.loads]
     if checkpoint.denied_files:
-        lines.append(f"left    not copied: {some(checkpoint.denied_files)}")
+        lines.append(f"left    not copied: {some(checkpoint.denied_files, every=every)}")
     lines += [
         (
             f"bytes   {plan.bytes_in} in = {plan.bytes_in - plan.bytes_dropped} used + "
@@ -163,9 +169,9 @@ def _calibration_lines(plan: Plan) -> list[str]:
     return [line]
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: Plan, most: int | None, columns: int | None) -> list[str]:
     rows = sorted(_rows(plan).items(), key=lambda item: -item[1].bytes_out)
-    shown, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
+    shown, rest = rows[:most], rows[len(rows) if most is None else most :]
     if rest:
         other = _Row()
         for _, row in rest:
@@ -175,12 +181,16 @@ def _table(plan: Plan) -> list[str]:
         shown.append(((count(len(rest), "smaller row"), ""), other))
     width = max(4, *(len(what) for (what, _), _ in shown))
     kind_width = max(7, *(len(kind) for (_, kind), _ in shown))
-    head = f"{'role':<{width}}  {'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"
-    return [head] + [
-        f"{what:<{width}}  {kind:<{kind_width}}  {row.tensors:>7}  "
-        f"{format_size(row.bytes_in):>9} -> {format_size(row.bytes_out):>9}"
-        for (what, kind), row in shown
-    ]
+    head = f"{'becomes':<{kind_width}}  {'tensors':>7}  {'in':>9} -> {'out':>9}"
+    # Where both words are too much for a line, roles have lines of their own.
+    apart = columns is not None and width + 2 + len(head) > columns
+    lines = [("role", head)]
+    for (what, kind), row in shown:
+        sizes = f"{format_size(row.bytes_in):>9} -> {format_size(row.bytes_out):>9}"
+        lines.append((what, f"{kind:<{kind_width}}  {row.tensors:>7}  {sizes}"))
+    if apart:
+        return [part for what, rest in lines for part in (what, f"  {rest}")]
+    return [f"{what:<{width}}  {rest}" for what, rest in lines]
 
 
 def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
@@ -296,7 +306,7 @@ def loss_lines(plan: Plan) -> list[str]:
     ]
 
 
-def drop_lines(plan: Plan) -> list[str]:
+def drop_lines(plan: Plan, *, every: bool = False) -> list[str]:
     """Dropped tensors and files, with the rule."""
     rules: dict[str, list[str]] = {}
     for name, rule in plan.dropped.items():
@@ -305,15 +315,17 @@ def drop_lines(plan: Plan) -> list[str]:
     for rule, names in rules.items():
         size = sum(plan.checkpoint[name].type.nbytes for name in names)
         lines.append(
-            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: {some(names)}"
+            f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: "
+            f"{some(names, every=every)}"
         )
     lines += [f"drops   file {name}, by {rule!r}" for name, rule in plan.dropped_files.items()]
     return lines or ["drops   nothing"]
 
 
-def some(names: tuple[str, ...] | list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+def some(names: tuple[str, ...] | list[str], *, every: bool = False) -> str:
+    more = 0 if every else len(names) - _MOST_NAMES
+    shown = names[:_MOST_NAMES] if more > 0 else names
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _time(plan: Plan, rates: Rates) -> str:

@@ -18,6 +18,7 @@ from threading import RLock
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from qconvert.cli.loudness import is_quiet, is_verbose
 from qconvert.core.say import log_line, say, say_log, shown_line
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ _BY_WORK = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
 class Bar:
     """Events of a run as a progress bar. `unit` is what is counted: bytes. `log` is a file that gets
-    lines of JSON, or `-`; `now` is a clock that only goes forward."""
+    lines of JSON, or `-`; `now` is a clock that only goes forward. With -q nothing is shown, with -v
+    a line a phase, too."""
 
     def __init__(
         self, unit: str = "B", *, log: str | None = None, now: Callable[[], float] = time.monotonic
@@ -60,7 +62,9 @@ class Bar:
                 raise OutputError(
                     f"--log-json {self._log}: cannot be written: {error.strerror or error}"
                 ) from error
-        self._shown = sys.stderr.isatty() and self._log != _STDERR
+        self._told = self._log != _STDERR and not is_quiet()
+        self._shown = sys.stderr.isatty() and self._told
+        self._phases = is_verbose() and self._told
         self._bar: tqdm[Any] = tqdm(
             unit=self._unit, unit_scale=True, dynamic_ncols=True, disable=not self._shown,
             leave=False, file=sys.stderr,
@@ -120,6 +124,9 @@ class Bar:
         with self._lock:
             self._phase = text
             self._bar.set_description(shown_line(text))
+            if self._phases:
+                self._bar.clear()
+                say(f"phase   {text}, after {self._now() - self._begun:.1f} s", err=True)
             self._tell("phase")
 
     def _part(self) -> float:
@@ -142,7 +149,7 @@ class Bar:
             self._drawn_at = at
             self._bar.n = round(1000 * self._part())
             self._bar.set_postfix_str(f"{spell(self._left())} left")
-        if not self._shown and self._log != _STDERR and at - self._line_at >= _LINE_SECONDS:
+        if self._told and not self._shown and at - self._line_at >= _LINE_SECONDS:
             self._line_at = at
             what = f", {self._phase}" if self._phase else ""
             say(f"progress  {100 * self._part():.0f} %, {spell(self._left())} left{what}", err=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.loudness import LOUDNESS, is_quiet
 from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
@@ -26,6 +27,7 @@ _REFUSED = ("--family", "--follow-links", "--profile", "--log-json", "--engine",
 @OUT_FOLDER
 @PROFILE
 @JSON
+@LOUDNESS
 @click.pass_context
 def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
     """Publish OUT when all shards of a conversion with --shard are done.
@@ -67,9 +69,12 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
                 f"{out}: the shards were run with {option}, which is not taken from a journal; run "
                 "their command without --shard"
             )
-    say(f"command {shlex.join(['qconvert', *words])}", err=True)
+    if not is_quiet():
+        say(f"command {shlex.join(['qconvert', *words])}", err=True)
     here = out.absolute()
     more = ["--json"] if as_json and "--json" not in words else []
+    if is_quiet():
+        more.append("-q")
     before = Path.cwd()
     if folder and Path(folder).is_dir():
         os.chdir(folder)

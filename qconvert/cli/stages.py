@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import click
 
+from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import carry_out, checked, end_with
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
+from qconvert.cli.loudness import is_quiet, is_verbose
+from qconvert.cli.next_step import tell_next
 from qconvert.cli.options import OUT, OUT_FOLDER, SOURCE, Partition, SourceName
 from qconvert.core.say import say, say_json
 
@@ -34,9 +37,12 @@ def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOption
         return
     assert planned.whole is not None
     notes = [f"warning {note}" for note in planned.notes]
-    lines = (*drop_lines(planned.whole), *loss_lines(planned.whole), *notes)
+    lines = (*drop_lines(planned.whole, every=is_verbose()), *loss_lines(planned.whole), *notes)
     shown = (*lines, *_stage_lines(planned), *_balance_lines(planned))
-    say(planned.source.model_line, *shown, *map(share_line, planned.shares), err=err)
+    shown = (planned.source.model_line, *shown, *map(share_line, planned.shares))
+    if err and is_quiet():
+        shown = tuple(line for line in shown if line.startswith("warning "))
+    say(*shown, err=err)
     for line in (line for look in looks for line in outlook_lines(look)):
         say(line)
 
@@ -116,7 +122,10 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
     is_flag=True,
     help="Cut the N stages so that the fullest one holds least: embeddings, head and draft are counted.",
 )
-@click.option("--recipe", metavar="RECIPE", help="Recipe to apply in the same read.")
+@click.option(
+    "--recipe", metavar="RECIPE", shell_complete=completion.recipes_or_files,
+    help="Recipe to apply in the same read.",
+)  # fmt: skip
 @click.option(
     "--copy", is_flag=True, help="Copy shards instead of hard-linking them to the source's."
 )
@@ -174,6 +183,9 @@ def split(
         say("set " + " or ".join(planned.environment))
     if options["validate"] and not options["dry_run"] and options["shard"] is None:
         end_with([checked(out, source, options)])
+    silent = options["dry_run"] or options["as_json"] or options["shard"] is not None
+    if not silent and options["validate"] is None:
+        tell_next([str(out)], source, None, validated=False)
 
 
 @click.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
     DRY_RUN,
@@ -55,6 +56,7 @@ _MOST_LISTED = 12
 @click.option(
     "--force", is_flag=True, help="Upload a folder that fails validation; the card says so."
 )
+@LOUDNESS
 @DRY_RUN
 @JSON
 def upload(

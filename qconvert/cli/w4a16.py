@@ -97,8 +97,8 @@ def w4a16(
       qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.plan.words import EXPERTS, fields_of
     from qconvert.recipe.recipe import Recipe
-    from qconvert.recipe.words import EXPERTS, fields_of
 
     asked, options = split_options(given)
     if rtn == asked["gptq"]:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from qconvert.core.discovery import PASSES, discover
 from qconvert.core.errors import QConvertError
 from qconvert.plan.plan import Pass
-
-PACKAGES = ("qconvert.passes", "qconvert.contrib.trtllm_gen")
+from qconvert.plan.recipe_line import PACKAGES
 
 
 def passes() -> dict[str, type[Pass]]:

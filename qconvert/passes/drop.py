@@ -48,9 +48,10 @@ class Drop:
         gone = [name for name in plan.tensors if goes(name)]
         if not gone:
             raise PlanError(
-                f"nothing matches {self.match!r}"
+                f"nothing matches {self.match!r}; see `qconvert inspect SRC --tensors '*'` for the names"
                 if self.match is not None
-                else "nothing matches 'mtp': no tensor is known as one of an MTP (draft) layer"
+                else "nothing matches 'mtp': no tensor is known as one of an MTP (draft) layer; leave "
+                "the step out"
             )
         dropped = dict(plan.dropped)
         for name in gone:

@@ -63,12 +63,12 @@ from qconvert.passes.replace_weights import (
 from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
 from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import Plan
+from qconvert.plan.words import EXPERT_PATTERN
 from qconvert.runtimes.shared_experts import loses_shared, would_fuse
 from qconvert.samples.request import Calibration, digest_of, identity
 
 GROUP = 128
-# The routed experts in recipes, whatever their names in a family.
-EXPERTS = r"re:.*\.mlp\.experts\..*"
+EXPERTS = EXPERT_PATTERN
 
 
 @dataclass(frozen=True, slots=True)

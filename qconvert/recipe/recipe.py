@@ -35,8 +35,8 @@ from qconvert.core.yaml_lines import (
 )
 from qconvert.passes import passes
 from qconvert.plan.plan import Pass
+from qconvert.plan.words import fields_of, option_word, value_words, words_of
 from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
-from qconvert.recipe.words import fields_of, option_word, words_of
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -99,6 +99,11 @@ def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     found = builtin_recipes()
     if where in found:
         return parse_recipe(found[where], where, data)
+    if where in passes():
+        raise RecipeError(
+            f"{where!r} is a pass, and no recipe file or built-in recipe; write a file with `passes: "
+            f"[{where}]`, or use its command"
+        )
     raise RecipeError(
         f"no recipe file and no built-in recipe is named {where!r}"
         f"{did_you_mean(where, found)}; `qconvert recipes list` shows them"
@@ -250,7 +255,8 @@ def _build(
         key = str(first["loc"][0]) if first["loc"] else ""
         option = option_word(".".join(map(str, first["loc"])))
         raise RecipeError(
-            f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: {first['msg']}, "
+            f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: "
+            f"{value_words(kind.name, first['msg'])}, "
             f"found {first.get('input')!r}"
         ) from error
     except (DataError, PlanError) as error:  # options that contradict one another

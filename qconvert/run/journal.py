@@ -20,6 +20,7 @@ import xxhash
 from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
 from qconvert.core.regular import SMALL, open_regular
+from qconvert.plan.recipe_line import recipe_line
 from qconvert.run.files import Files
 
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.
@@ -220,6 +221,9 @@ class Journal:
         self._files.close(self._fd)
 
 
+NO_PASS = "no pass"
+
+
 def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """In words, the first thing in which two journal headers differ, in the order a user would
     look: source, passes in turn, then output options. None if they agree."""
@@ -232,10 +236,10 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
             return f"{label} changed since that run began"
     before, after = list(then.get("passes", [])), list(now.get("passes", []))
     for i in range(max(len(before), len(after))):
-        was = before[i] if i < len(before) else "no pass"
-        wants = after[i] if i < len(after) else "no pass"
+        was = before[i] if i < len(before) else NO_PASS
+        wants = after[i] if i < len(after) else NO_PASS
         if was != wants:
-            return f"pass {i + 1} was {was}, now {wants}"
+            return f"pass {i + 1} was {_spelled(was)}, now {_spelled(wants)}"
     for key, label in (
         ("qconvert", "the version of qconvert"),
         ("max_shard_size", "--max-shard-size"),
@@ -253,6 +257,10 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
             "another card)"
         )
     return None
+
+
+def _spelled(spec: str) -> str:
+    return spec if spec == NO_PASS else f"`{recipe_line(spec)}`"
 
 
 def refuse_other_plan(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

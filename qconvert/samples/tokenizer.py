@@ -20,7 +20,8 @@ _FILES = (
     "*.tiktoken", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-_FIX = "give tokenized safetensors (`input_ids` [samples, length]), or --synthetic for a trial"
+_FIX = "give tokenized safetensors (`input_ids` [samples, length])"
+_MISSING = f"download its tokenizer.json and tokenizer_config.json, or {_FIX}"
 
 # ShareGPT's names of who speaks, in the words that chat templates know.
 _ROLES = {
@@ -54,7 +55,7 @@ class Tokenizer:
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             if not any(True for pattern in _VOCABULARIES for _ in self._folder.glob(pattern)):
-                raise DataError(f"{self._folder}: expected tokenizer files, found none; {_FIX}")
+                raise DataError(f"{self._folder}: expected tokenizer files, found none; {_MISSING}")
             for file in self._folder.iterdir():
                 _check_loadable(file)
             what = f"{self._folder}: transformers loads its tokenizer"

@@ -157,7 +157,8 @@ class Validator(Protocol):
 class Report:
     """The result of a validation. `proved` was shown from content, `read` only read in what the folder
     states about itself, `not_checked` was not checked. `about` says what was validated: `folder`,
-    `against`, `model`, `format`, `level`, in that order, as far as known."""
+    `against`, `model`, `format`, `level`, in that order, as far as known.
+    `beside` is the report of another folder of the same source, to compare this one with."""
 
     about: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -166,6 +167,7 @@ class Report:
     not_checked: list[str] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    beside: Report | None = None
 
     @property
     def errors(self) -> int:

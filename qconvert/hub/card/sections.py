@@ -11,6 +11,7 @@ from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.hub.card.facts import amx_of, consumer_of, has_signed_scales, quantization_of
 from qconvert.hub.card.loaders import Loads, command, takers
+from qconvert.plan.recipe_line import recipe_line
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
 from qconvert.runtimes.shared_experts import NO_FUSION
@@ -68,7 +69,7 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         for step in manifest["passes"]:
             wanted = "any" if step["expected"] is None else step["expected"]
             lines.append(
-                f"| {_code(step['name'])} | {_code(step['spec'])} | {step['matched']} | {wanted} |"
+                f"| {_code(step['name'])} | {_code(_options(step))} | {step['matched']} | {wanted} |"
             )
         lines.append("")
     else:
@@ -179,6 +180,13 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
         lines += ["", f"It is pipeline {which}: set {settings}."]
     return "\n".join(lines)
+
+
+def _options(step: Mapping[str, Any]) -> str:
+    """A step's options as a recipe has them."""
+    name = str(step["name"])
+    text = recipe_line(str(step["spec"]))
+    return "none" if text == name else text.removeprefix(f"{name}: ")
 
 
 def _sizes(said: Loads) -> list[str]:

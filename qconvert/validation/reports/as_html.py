@@ -15,6 +15,8 @@ from qconvert.validation.findings import Finding, Measure, Rule, Table
 from qconvert.validation.reports import markup
 from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
 from qconvert.validation.reports.plots import EXACT, UNKNOWN, plot_data
+from qconvert.validation.reports.side_by_side import name_of, side_by_side
+from qconvert.validation.reports.usual import CALIBRATED, compared
 from qconvert.validation.reports.words import by_rule, claims, verdict
 from qconvert.validation.runner import Report
 
@@ -37,9 +39,13 @@ def render(report: Report, rules: Mapping[str, Rule]) -> str:
     """Verdict, findings by rule with cause and fix, claims, tables, and, if something was
     measured, figures, heat map, histogram, errors by layer and the worst 500 matrices."""
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-    body = [*_top(report), *_findings(report, rules), *_claims(report)]
+    body = [*_top(report), *_findings(report, rules)]
+    if report.beside is not None:
+        body += _beside(report, report.beside)
+    # What is lossy comes before what was proved: that is what one opens the page for.
     if report.measures:
         body += _measures(report.measures)
+    body += _claims(report)
     body += [
         markup.section(markup.text(table.title), markup.table(table)) for table in report.tables
     ]
@@ -121,13 +127,20 @@ def _claims(report: Report) -> Iterator[str]:
 
 
 def _measures(measures: Sequence[Measure]) -> Iterator[str]:
-    rows = tuple(cells(group) for group in groups(measures))
+    found = groups(measures)
+    lossy = [group for group in found if group.exact < group.matrices]
+    lossy.sort(key=lambda group: -inf if isnan(group.worst) else group.worst)
+    exact = tuple(cells(group) for group in found if group.exact == group.matrices)
+    rows = tuple((*cells(group), compared(group)) for group in lossy)
     yield markup.section(
         f'Against the source <span class="quiet">{count(len(measures), "matrix", "matrices")}</span>',
         '<p class="quiet">SQNR is signal to quantization noise: the norm of the source\'s weights over '
         "the norm of the difference, in dB. Higher is closer; 20 dB more is a tenth of the error; "
-        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero.</p>",
-        markup.table(Table("", COLUMNS, rows)),
+        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero; "
+        f"{markup.text(CALIBRATED)}.</p>",
+        markup.table(Table("", (*COLUMNS, "in words"), rows)) if rows else "",
+        _exact(exact),
+        id="against",
     )
     kinds = {
         ("grid" if m.expert is not None else "series") for m in measures if m.layer is not None
@@ -138,6 +151,36 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
     if "series" in kinds:
         yield markup.section("Outside the experts, layer by layer", _SERIES, id="layers")
     yield _worst(measures)
+
+
+def _exact(rows: tuple[tuple[str, ...], ...]) -> str:
+    """Roles whose matrices all equal the source: a line, and the rows for who opens it."""
+    if not rows:
+        return ""
+    number = sum(int(row[2].replace(",", "")) for row in rows)
+    matrices = count(number, "matrix or vector", "matrices and vectors")
+    be = "is" if number == 1 else "are"
+    summary = f"{matrices} of {count(len(rows), 'role')} {be} exact"
+    return (
+        f'<details class="exact">\n<summary>{summary}</summary>\n'
+        f"{markup.table(Table('', COLUMNS, rows))}\n</details>"
+    )
+
+
+def _beside(report: Report, other: Report) -> Iterator[str]:
+    """Both folders in a box each, then role by role."""
+    boxes = "".join(
+        f'<div class="box {verdict(one)}"><b>{label}: {markup.text(name_of(one))}</b><br>'
+        f"{verdict(one)}: {count(one.errors, 'error')}, {count(one.warnings, 'warning')}<br>"
+        f'<span class="quiet">{markup.text(one.about.get("format", ""))}</span></div>'
+        for label, one in (("this", report), ("the other", other))
+    )
+    yield markup.section(
+        "Side by side",
+        f'<div class="pair">{boxes}</div>',
+        markup.table(side_by_side(report, other)),
+        id="beside",
+    )
 
 
 _HEAT = """<div class="bar"><label>Projection <select id="heat-role"></select></label>

@@ -33,6 +33,7 @@ def to_json(report: Report, rules: Mapping[str, Rule]) -> dict[str, Any]:
             {**asdict(table), "columns": list(table.columns), "rows": [list(r) for r in table.rows]}
             for table in report.tables
         ],
+        **({} if report.beside is None else {"beside": to_json(report.beside, rules)}),
         "measures": [_measure(measure) for measure in report.measures],
     }
 

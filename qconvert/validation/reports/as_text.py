@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
 from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
-from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
+from qconvert.validation.reports.figures import COLUMNS, Group, cells, decibel, groups, worst
+from qconvert.validation.reports.side_by_side import name_of, side_by_side
+from qconvert.validation.reports.usual import CALIBRATED, compared
 from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
 from qconvert.validation.runner import Report
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 _MOST = 20
 _WORST = 5
+_WIDE = 80  # columns of a terminal; in less, columns of zeros are left out
+_SHORT = 12
 _STYLES = {"error": "bold red", "warning": "bold yellow"}
 _LABELS = {"proved": "green", "only read": "yellow", "not checked": "bright_black"}
 
@@ -37,6 +42,8 @@ def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False)
         _table(console, table)
     if report.measures:
         _measures(console, report)
+    if report.beside is not None:
+        _table(console, beside_table(report, report.beside))
     if report.measures or report.tables:
         console.print()
     _findings(console, report, rules)
@@ -87,6 +94,11 @@ def _measures(console: Console, report: Report) -> None:
     if rows:
         note = "SQNR: signal to quantization noise, higher is closer to the source"
         _table(console, Table("measured against the source", COLUMNS, rows, note))
+        for word, names in _in_words(found).items():
+            who = ", ".join(names) if len(names) < 4 else count(len(names), "role")
+            _line(console, (f"{who}: {word}", ""))
+        if any("worse than" in word for word in _in_words(found)):
+            _line(console, (CALIBRATED, "bright_black"))
         text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:
         _line(console, (text, ""))
@@ -97,18 +109,44 @@ def _measures(console: Console, report: Report) -> None:
         _table(console, Table(f"the worst {len(listed)}", columns, listed))
 
 
+def _in_words(found: Sequence[Group]) -> Mapping[str, Sequence[str]]:
+    """Roles by how they compare with what their format usually loses."""
+    said: dict[str, list[str]] = {}
+    for group in found:
+        if word := compared(group):
+            said.setdefault(printable(word), []).append(printable(group.role))
+    return said
+
+
+def beside_table(report: Report, other: Report) -> Table:
+    """`side_by_side` under a title with both names."""
+    told = f"{count(other.errors, 'error')}, {count(other.warnings, 'warning')}"
+    title = f"{name_of(report)} (this) beside {name_of(other)} (the other: {told})"
+    return replace(side_by_side(report, other), title=title)
+
+
 def _table(console: Console, table: Table) -> None:
     from rich.table import Table as Grid
     from rich.text import Text
 
     console.print()
     _line(console, (printable(table.title), "bold"))
-    grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="underline")
-    for at, column in enumerate(table.columns):
+    narrow = console.is_terminal and console.width < _WIDE
+    grid = Grid(box=None, padding=(0, 1 if narrow else 2, 0, 0), header_style="underline")
+    shown = [
+        at for at in range(len(table.columns))
+        if not narrow or not table.rows or {row[at] for row in table.rows} != {"0"}
+    ]  # fmt: skip
+    for at in shown:
         right = all(is_figure(row[at]) for row in table.rows)
-        grid.add_column(Text(printable(column)), justify="right" if right else "left")
+        # A figure or a short name that is cut says nothing; headings and long names fold.
+        least = max((len(row[at]) for row in table.rows), default=0)
+        grid.add_column(
+            Text(printable(table.columns[at])), justify="right" if right else "left",
+            overflow="fold", min_width=least if narrow and least <= _SHORT else None,
+        )  # fmt: skip
     for row in table.rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
+        grid.add_row(*(Text(printable(row[at])) for at in shown))
     console.print(grid, soft_wrap=not console.is_terminal)
     if table.note:
         _line(console, (printable(table.note), "bright_black"))

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from qconvert.core.errors import UsageError
-from qconvert.passes.w4a16 import EXPERTS as EXPERT_PATTERN
 
+# What w4a16 has for the routed experts, whatever their names in a family.
+EXPERT_PATTERN = r"re:.*\.mlp\.experts\..*"
 # What `targets` names beside modules: the routed experts, and every linear layer that runtimes load so.
 EXPERTS, LINEAR = "experts", "Linear"
 # Of --rounding: the bytes of kt-kernel's own converter.
@@ -58,6 +59,11 @@ def words_of(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 def option_word(path: str) -> str:
     """An option's path, `calibrate.few`, as users write it."""
     return path.replace(f"calibrate.{_FEW}", f"calibrate.{UNDERSAMPLED}")
+
+
+def value_words(name: str, message: str) -> str:
+    """A message about the values that an option of a pass takes, in users' words."""
+    return message.replace(f"{_PEER!r}", f"{REFERENCE!r}") if name == "amx" else message
 
 
 def rounding_word(value: object) -> object:
