@@ -30,7 +30,7 @@ from typing import TypedDict, Unpack
 from qconvert.advise.advice import Advice
 from qconvert.advise.advice import advise as _advise
 from qconvert.advise.machine import Machine
-from qconvert.calibrate.backend import backend_for, unmet
+from qconvert.calibrate.backend import backend_for, unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.open import open_source, stage_folders
@@ -61,6 +61,7 @@ from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
 from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.delivery import Delivery, check_urls_apart
+from qconvert.run.disk import check_disk_budget, whole_result
 from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
@@ -190,6 +191,10 @@ class PlanOptions(TypedDict, total=False):
     calibration at that of a layer, by then as far as the longest so far tells; `Result.left_units` are
     left to the same call. It is not part of the plan.
 
+    `disk_budget` (bytes, or `60GiB`) is the most that a run may put on disk: one that needs more is
+    refused, with the smallest budget that works. A source in a store or on the Hub takes none. It is not
+    part of the plan either.
+
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
     """
@@ -210,6 +215,7 @@ class PlanOptions(TypedDict, total=False):
     work_dir: str | Path | None
     device: str | None
     until: Until | str | float | None
+    disk_budget: int | str | None
 
 
 @dataclass(frozen=True)
@@ -1041,7 +1047,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
         engine=_engine(options), address=options.get("address"), device=options.get("device"),
-        until=Until.of(options.get("until")),
+        until=Until.of(options.get("until")), disk_budget=_size(options.get("disk_budget")),
     )  # fmt: skip
 
 
@@ -1071,8 +1077,18 @@ def _judged(
     carded = [with_card(plan, base_model) for plan in plans]
     groups = [carded] if together else [[plan] for plan in carded]
     ready = [part for group in groups for part in prepare_together(group, options)]
+    _check_disk(ready)
     verdicts = judgement.judged(ready, source)
     return tuple(PlannedFolder(*each) for each in zip(outs, ready, verdicts, strict=True))
+
+
+def _check_disk(ready: Sequence[Prepared]) -> None:
+    """Raise PlanError where the folders of a command take more disk than it may. A calibration's states
+    are those of one folder at a time."""
+    calibrations = [part.plan.calibration for part in ready]
+    states = max((work_dir_bytes(found) for found in calibrations if found is not None), default=0)
+    folders = "the result" if len(ready) == 1 else f"the results, {len(ready)} folders,"
+    check_disk_budget(ready[0].options.disk_budget, whole_result(ready, states), folders)
 
 
 def _named(planned: Planned) -> list[tuple[Prepared, Path]]:

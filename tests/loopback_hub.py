@@ -12,7 +12,8 @@ import base64
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
@@ -88,6 +89,7 @@ class Fault:
     headers: Mapping[str, str]
     body: int | None = None
     after: bool = False
+    stall: float = 0.0
 
 
 class LoopbackHub:
@@ -109,6 +111,13 @@ class LoopbackHub:
         self.ranges = True
         self.waits: list[float] = []
         self.lock = threading.RLock()
+        # Answers that a link to an object is good for (None: all), by the link's number; and whether it
+        # is for the one range that it was asked for with.
+        self.link_uses: int | None = None
+        self.one_range_links = False
+        self.links: list[str | None] = []
+        # Called with each request before it is answered.
+        self.watch: Callable[[str, str], None] = lambda method, path: None
         hub = self
 
         class Handler(_Handler):
@@ -142,6 +151,11 @@ class LoopbackHub:
     def cut_answer(self, pattern: str, body: int, times: int = 1) -> None:
         """Close the connection of the next downloads after so many bytes of the file."""
         self.faults.append(Fault("GET", pattern, 0, times, {}, body=body))
+
+    def stall(self, pattern: str, body: int, seconds: float, times: int = 1) -> None:
+        """Stop in the middle of the next downloads, after so many bytes of the file, for a while; then
+        close the connection."""
+        self.faults.append(Fault("GET", pattern, 0, times, {}, body=body, stall=seconds))
 
     def take(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -211,8 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         self.sent = self.status = 0
         self.answer_cut: int | None = None
+        self.stall = 0.0
         parts = urlsplit(self.path)
         self.where, self.query = unquote(parts.path), parse_qs(parts.query)
+        self.hub.watch(self.command, self.path)
         fault = self.hub.take(self.command, self.path)
         if fault is not None and fault.status == 0 and fault.body is None and not fault.after:
             self._drop(0)
@@ -222,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(fault.status, {"error": "as injected"}, fault.headers)
         else:
             if fault is not None:
-                self.answer_cut = fault.body or 0
+                self.answer_cut, self.stall = fault.body or 0, fault.stall
             try:
                 with self.hub.lock:
                     handle = self._route()
@@ -282,6 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:  # the client has what it wanted, and went
             self.close_connection = True
         if len(part) < len(data):
+            time.sleep(self.stall)
             self.close_connection = True
 
     # --- What is asked for ------------------------------------------------------------------------
@@ -517,12 +534,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.hub.objects[blob.lfs] = blob.data
         # Another host name for the same server: the client must not take its token there.
-        headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}"
+        with self.hub.lock:
+            self.hub.links.append(self.headers.get("Range") if self.hub.one_range_links else None)
+            number = len(self.hub.links) - 1
+        headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}?link={number}"
         headers["X-Linked-ETag"] = f'"{blob.lfs}"'
         headers["X-Linked-Size"] = str(len(blob.data))
         self._answer(302, b"", headers)
 
     def _cdn(self, oid: str) -> None:
+        number = int(self.query["link"][0])
+        used = len(self.hub.asked("GET", rf"/cdn/\w+\?link={number}$"))
+        over = self.hub.link_uses is not None and used >= self.hub.link_uses
+        if over or self.hub.links[number] not in (None, self.headers.get("Range")):
+            raise _Refused(403, "", "the link has expired")
         self._send(self.hub.objects[oid], {"ETag": f'"{oid}"'})
 
     def _send(self, data: bytes, headers: Mapping[str, str]) -> None:

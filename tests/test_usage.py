@@ -36,6 +36,7 @@ _SCALES = ["", "0", "-1", "inf", "nan", "x"]
 # Values that an option refuses by their text, for each that takes a value.
 _BAD: dict[str, list[str]] = {
     "memory": _SIZES, "max_shard_size": _SIZES, "jobs": _COUNTS, "groups": _COUNTS,
+    "disk_budget": _SIZES,
     "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,

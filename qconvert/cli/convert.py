@@ -15,6 +15,7 @@ import click
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.options import (
+    DISK_BUDGET,
     DRY_RUN,
     JSON,
     LOG_JSON,
@@ -54,6 +55,7 @@ class RunOptions(TypedDict):
     memory: int | None
     jobs: int | None
     max_shard_size: int | None
+    disk_budget: int | None
     sha256: bool
     verify: bool
     validate: Level | None
@@ -91,6 +93,7 @@ _PLANNING: Callable[[F], F] = stacked(
     click.option(
         "--max-shard-size", type=Size(), metavar="SIZE", help="Largest output file. [default: 5GB]"
     ),
+    DISK_BUDGET,
     click.option(
         "--dump-after", metavar="PASS", type=PassName(),
         help="Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
@@ -319,6 +322,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
+        "disk_budget": options["disk_budget"],
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,

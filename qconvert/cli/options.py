@@ -400,6 +400,13 @@ def shard(after: str) -> Callable[[F], F]:
     )  # fmt: skip
 
 
+DISK_BUDGET = click.option(
+    "--disk-budget", type=Size(), metavar="SIZE",
+    help="Most disk that the run may take, e.g. 60GiB: refused while planning where the result and what "
+    "is kept beside it need more. A SRC on the Hub or in a store takes none. [default: no limit]",
+)  # fmt: skip
+
+
 UNTIL = click.option(
     "--until", type=Time(), metavar="TIME",
     help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "
