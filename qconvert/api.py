@@ -191,12 +191,12 @@ class PlanOptions(TypedDict, total=False):
     calibration at that of a layer, by then as far as the longest so far tells; `Result.left_units` are
     left to the same call. It is not part of the plan.
 
-    `disk_budget` (bytes, or `60GiB`) is the most that a run may put on disk: one that needs more is
-    refused, with the smallest budget that works. A source in a store or on the Hub takes none. It is not
-    part of the plan either.
-
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
+
+    `disk_budget` (bytes, or `60GiB`) is the most disk that a run may take. It is not part of the plan.
+    One that needs more is refused, with the smallest that works; a source in a store or on the Hub takes
+    none.
     """
 
     memory: int | str | None
@@ -395,8 +395,9 @@ class Result:
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """A checkpoint known from its headers: a folder, one .safetensors file, a repo in the local Hub
-    cache (ORG/NAME, hf://ORG/NAME, @REVISION), or the folder of all pipeline stages of a split.
+    """A checkpoint known from its headers: a folder, one .safetensors file, a repo on the Hub (ORG/NAME,
+    hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it, a folder in
+    a store by its URL, or the folder of all pipeline stages of a split.
 
     It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.
@@ -674,7 +675,8 @@ def validate(
     `ep` groups of experts among them. `jobs`
     worker processes (None: the cores, as far as the work needs them) start by importing the main
     module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
-    From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
+    From a repo on the Hub level headers fetches no weights, the others what they read; `notice` is called
+    with what was fetched of headers.
 
     The report's `findings` are errors and warnings; `proved`, `read` and `not_checked` say what was
     checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU
@@ -1087,7 +1089,7 @@ def _check_disk(ready: Sequence[Prepared]) -> None:
     are those of one folder at a time."""
     calibrations = [part.plan.calibration for part in ready]
     states = max((work_dir_bytes(found) for found in calibrations if found is not None), default=0)
-    folders = "the result" if len(ready) == 1 else f"the results, {len(ready)} folders,"
+    folders = "the result" if len(ready) == 1 else f"the result, {len(ready)} folders,"
     check_disk_budget(ready[0].options.disk_budget, whole_result(ready, states), folders)
 
 

@@ -55,7 +55,6 @@ class RunOptions(TypedDict):
     memory: int | None
     jobs: int | None
     max_shard_size: int | None
-    disk_budget: int | None
     sha256: bool
     verify: bool
     validate: Level | None
@@ -65,6 +64,7 @@ class RunOptions(TypedDict):
     until: str | None
     log_json: str | None
     work_dir: Path | None
+    disk_budget: int | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -93,7 +93,6 @@ _PLANNING: Callable[[F], F] = stacked(
     click.option(
         "--max-shard-size", type=Size(), metavar="SIZE", help="Largest output file. [default: 5GB]"
     ),
-    DISK_BUDGET,
     click.option(
         "--dump-after", metavar="PASS", type=PassName(),
         help="Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
@@ -144,6 +143,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
         "it. [default: ~/.cache/qconvert/outputs]",
     ),
+    DISK_BUDGET,
     PROFILE,
     DRY_RUN,
     _engine_checked,
@@ -161,8 +161,11 @@ CONVERSION: Callable[[F], F] = stacked(
 @SOURCE
 @click.argument("out", required=False, type=OutName())
 @_PLANNING
+@DISK_BUDGET
 @DATA
-def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
+def plan(
+    recipe: str, source: str, out: Path | str | None, disk_budget: int | None, **given: Any
+) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -179,8 +182,9 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None}
+    here |= {"until": None, "log_json": None, "disk_budget": None}
     options = cast(RunOptions, {**rest, **running, **here})
+    options["disk_budget"] = disk_budget
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -322,14 +326,13 @@ def plan_options(options: RunOptions) -> PlanOptions:
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
-        "disk_budget": options["disk_budget"],
         "verify": options["verify"], "base_model": options["base_model"],
         "follow_links": options["follow_links"], "for_run": not options["dry_run"],
         "shard": options["shard"], "finish": started.finishing is not None,
         "command": tuple(words),
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
-        "device": options.get("device"),
+        "device": options.get("device"), "disk_budget": options["disk_budget"],
     }  # fmt: skip
 
 

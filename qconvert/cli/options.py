@@ -400,13 +400,6 @@ def shard(after: str) -> Callable[[F], F]:
     )  # fmt: skip
 
 
-DISK_BUDGET = click.option(
-    "--disk-budget", type=Size(), metavar="SIZE",
-    help="Most disk that the run may take, e.g. 60GiB: refused while planning where the result and what "
-    "is kept beside it need more. A SRC on the Hub or in a store takes none. [default: no limit]",
-)  # fmt: skip
-
-
 UNTIL = click.option(
     "--until", type=Time(), metavar="TIME",
     help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "
@@ -419,6 +412,13 @@ LOG_JSON = click.option(
     "--log-json", type=LogFile(), metavar="FILE",
     help="Also add the progress to FILE (- for stderr), a JSON object a line: seconds, phase, bytes, "
     "the part that is done, seconds left, work by kind.",
+)  # fmt: skip
+
+
+DISK_BUDGET = click.option(
+    "--disk-budget", type=Size(), metavar="SIZE",
+    help="Most disk that the run may take, e.g. 60GiB: one that is too small is refused while "
+    "planning, with the smallest that works. [default: no limit; for an OUT on the Hub, some shards]",
 )  # fmt: skip
 
 

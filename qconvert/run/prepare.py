@@ -43,7 +43,7 @@ class Options:
     cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
     `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays.
     `until`: the run stops by then, and leaves what it has not done to the same run again.
-    `disk_budget`: the most that the run may put on disk (run/disk.py)."""
+    `disk_budget` is the most disk that a run may take, None for no limit."""
 
     memory: int | None = None
     jobs: int | None = None
