@@ -396,8 +396,8 @@ class Result:
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """A checkpoint known from its headers: a folder, one .safetensors file, a repo on the Hub (ORG/NAME,
-    hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it, a folder in
-    a store by its URL, or the folder of all pipeline stages of a split.
+    hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it, a folder
+    in a store by its URL, or the folder of all pipeline stages of a split.
 
     It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.
@@ -675,8 +675,8 @@ def validate(
     `ep` groups of experts among them. `jobs`
     worker processes (None: the cores, as far as the work needs them) start by importing the main
     module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
-    From a repo on the Hub level headers fetches no weights, the others what they read; `notice` is called
-    with what was fetched of headers.
+    From a repo on the Hub level headers fetches no weights, the others what they read; `notice` is
+    called with what was fetched of headers.
 
     The report's `findings` are errors and warnings; `proved`, `read` and `not_checked` say what was
     checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU

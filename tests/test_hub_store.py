@@ -226,8 +226,9 @@ def test_a_branch_that_moves_while_it_is_read(
     """What the branch stood for when the command began is read to the end, and validated against."""
 
     def move(method: str, path: str) -> None:
-        if "/cdn/" in path and len(hub.repos[REPO].commits) == 1:
-            moved(hub)
+        with hub.lock:
+            if "/cdn/" in path and len(hub.repos[REPO].commits) == 1:
+                moved(hub)
 
     hub.watch = move
     words = ("run", "dequant-fp8", REPO, tmp_path / "out", "--jobs", "1", "--validate", "full")
