@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_loopbackSECRETtoken"
+_PACED = 256 << 10
 _RELATIONS = ("adapter", "merge", "quantized", "finetune")
 
 
@@ -92,6 +93,23 @@ class Fault:
     stall: float = 0.0
 
 
+class Pace:
+    """A network of so many bytes a second for all that share it."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free = rate, time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        """Wait until so many bytes have passed."""
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now - 0.01) + nbytes / self._rate
+            wait = self._free - now
+        if wait > 0:
+            time.sleep(wait)
+
+
 class LoopbackHub:
     """The server. `lfs_from` bytes and more, and every safetensors file, go through LFS; objects of
     more than `part` bytes in parts of that size. `garble` is applied to objects as they arrive."""
@@ -116,6 +134,9 @@ class LoopbackHub:
         self.link_uses: int | None = None
         self.one_range_links = False
         self.links: list[str | None] = []
+        # How fast bodies go each way; None: as fast as can be.
+        self.down: Pace | None = None
+        self.up: Pace | None = None
         # Called with each request before it is answered.
         self.watch: Callable[[str, str], None] = lambda method, path: None
         hub = self
@@ -269,7 +290,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
             return b"".join(pieces)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return self._receive(int(self.headers.get("Content-Length") or 0))
+
+    def _receive(self, size: int) -> bytes:
+        if self.hub.up is None:
+            return self.rfile.read(size)
+        body = bytearray()
+        while len(body) < size:
+            piece = self.rfile.read(min(_PACED, size - len(body)))
+            if not piece:
+                break
+            self.hub.up.take(len(piece))
+            body += piece
+        return bytes(body)
 
     def _answer(
         self, status: int, body: Any = b"", headers: Mapping[str, str] | None = None
@@ -293,13 +326,22 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         try:
-            self.wfile.write(part)
-            self.wfile.flush()
+            self._send_body(part)
         except OSError:  # the client has what it wanted, and went
             self.close_connection = True
         if len(part) < len(data):
             time.sleep(self.stall)
             self.close_connection = True
+
+    def _send_body(self, data: bytes) -> None:
+        if self.hub.down is None:
+            self.wfile.write(data)
+        else:
+            view = memoryview(data)
+            for at in range(0, len(view), _PACED):
+                self.hub.down.take(len(view[at : at + _PACED]))
+                self.wfile.write(view[at : at + _PACED])
+        self.wfile.flush()
 
     # --- What is asked for ------------------------------------------------------------------------
 
