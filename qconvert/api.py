@@ -867,8 +867,9 @@ def evaluate(
     spec = DataSpec(str(data), samples, length, seed, column=column)
     repo = _checkpoint(folder, follow_links=follow_links)
     if write:
-        if is_url(str(folder)):
-            raise UsageError(f"{folder}: is in a store, which is not written to; omit --write")
+        if any(shard.remote is not None for shard in repo.shards):
+            where = "on the Hub" if repo.name.startswith("hf://") else "in a store"
+            raise UsageError(f"{repo.name}: is {where}, which is not written to; omit --write")
         check_recordable(repo)
     beside = None if pair is None else _checkpoint(pair, follow_links=follow_links)
     found = _evaluate(

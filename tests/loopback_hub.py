@@ -134,6 +134,8 @@ class LoopbackHub:
         self.link_uses: int | None = None
         self.one_range_links = False
         self.links: list[str | None] = []
+        # What a large file redirects to instead of its object.
+        self.redirect: str | None = None
         # How fast bodies go each way; None: as fast as can be.
         self.down: Pace | None = None
         self.up: Pace | None = None
@@ -579,7 +581,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.links.append(self.headers.get("Range") if self.hub.one_range_links else None)
             number = len(self.hub.links) - 1
-        headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}?link={number}"
+        link = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}?link={number}"
+        headers["Location"] = self.hub.redirect or link
         headers["X-Linked-ETag"] = f'"{blob.lfs}"'
         headers["X-Linked-Size"] = str(len(blob.data))
         self._answer(302, b"", headers)

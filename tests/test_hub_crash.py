@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import published, run_cli, tree, watched_reads
+from checkpoints import published, run_cli, tensor, tree, watched_reads
 from hub_client import client_of
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
+from models import qwen3_moe
 
 from qconvert import api
 from qconvert.cli.demo_checkpoint import write_sample
@@ -320,3 +322,47 @@ def _convert(words: Sequence[str], source: Path | str, out: Path, *more: str) ->
     at = 2 if words[0] in ("run", "experts", "mtp") else 1
     done = run_cli(*words[:at], source, out, *words[at:], "--jobs", "1", *more)
     assert done.code == 0, done.err
+
+
+@pytest.mark.crash
+def test_within_a_quarter_of_the_source(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that a conversion by id takes, its headers included, sampled while requests fail."""
+    model = qwen3_moe()
+    hidden = model.config["hidden_size"]
+    model.config["vocab_size"] = 30_000
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        model.tensors[name] = tensor("BF16", 30_000, hidden)
+    source = model.write(tmp_path / "source")
+    hub.add("org/wide", {n: data for n, data in tree(source).items() if isinstance(data, bytes)})
+    for words in (("/resolve/", 503), ("/cdn/", 500)):
+        hub.fail("GET", *words, times=2, headers={"Retry-After": "0"})
+    hub.cut_answer("/cdn/", 1000, times=2)
+    budget = sum(file.stat().st_size for file in source.glob("*.safetensors")) // 4
+    room, largest = tmp_path / "room", 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(room / "cache"))
+
+    def sampled(method: str, path: str) -> None:
+        nonlocal largest
+        largest = max(largest, on_disk(room))
+
+    hub.watch = sampled
+    words = ("amx", "org/wide", room / "out", "--method", "int4", "--numa", "1", "--jobs", "1")
+    done = run_cli(*words, "--disk-budget", str(budget))
+    assert done.code == 0, done.err
+    assert 0 < max(largest, on_disk(room)) <= budget
+    assert run_cli(*words[:2], tmp_path / "x", *words[3:], "--disk-budget", "100KB").code == 1
+    near = ("amx", source, tmp_path / "near", *words[3:], "--base-model", "org/wide")
+    assert run_cli(*near).code == 0
+    assert tree(room / "out") == tree(tmp_path / "near")
+
+
+def on_disk(place: Path) -> int:
+    """Bytes that files below a folder take; holes take none."""
+    total = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total

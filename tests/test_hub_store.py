@@ -8,11 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import bf16_moe, fp8_moe, run_cli, shard_name, tensor, tree
 from hub_client import hub_and_client
-from loopback_hub import TOKEN, LoopbackHub
+from loopback_hub import TOKEN, LoopbackHub, _Handler
 
 from qconvert import api
 from qconvert.checkpoint.hub_store import HubStore
@@ -479,10 +480,55 @@ def test_a_tree_that_leaves_the_folder(
     assert hub.asked("GET", "/resolve/") == []
 
 
+def test_redirects_that_lead_nowhere(hub: LoopbackHub, tmp_path: Path) -> None:
+    """A circle is refused at once; what is no URL is an answer that was garbled."""
+    shard = f"/{REPO}/resolve/{hub.repos[REPO].refs['main']}/{shard_name(1)}"
+    hub.redirect = hub.url + shard
+    with pytest.raises(CheckpointError, match="after at most 5 redirects"):
+        dequant(REPO, tmp_path / "out")
+    assert hub.waits == []
+    hub.redirect = "http://localhost:port/x"
+    with pytest.raises(RunError, match="Invalid URL in location header.*, 6 times"):
+        dequant(REPO, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sha", "../../../evil"), ("sha", "main"), ("size", -1), ("size", "12"), ("oid", "../x")],
+)
+def test_answers_are_not_trusted(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    """Commits are names of folders, sizes those of files."""
+    answer = _Handler._answer
+
+    def wrong(self: _Handler, status: int, body: Any = b"", headers: Any = None) -> None:
+        if isinstance(body, dict) and name in body:
+            body = body | {name: value}
+        if isinstance(body, list):
+            body = [entry | {name: value} if "lfs" not in entry else entry for entry in body]
+        answer(self, status, body, headers)
+
+    monkeypatch.setattr(_Handler, "_answer", wrong)
+    with pytest.raises(CheckpointError, match="check HF_ENDPOINT"):
+        dequant(REPO, tmp_path / "out")
+    assert not list(tmp_path.rglob("evil*"))
+
+
 def test_a_source_that_is_the_output(hub: LoopbackHub, tmp_path: Path) -> None:
     root = api.open_checkpoint(REPO).root
     with pytest.raises(OutputError, match="must lie apart from the source"):
         dequant(REPO, root / "out")
+
+
+def test_a_repo_is_not_written_to(hub: LoopbackHub, tmp_path: Path) -> None:
+    """Not the mirror in its place either."""
+    before = tree(api.open_checkpoint(REPO).root)
+    with pytest.raises(UsageError, match=f"hf://{REPO}@.*: is on the Hub, which is not written to"):
+        api.evaluate(REPO, REPO, tmp_path / "ids.jsonl", write=True)
+    with pytest.raises(UsageError, match="name a folder for the changed files"):
+        api.repair(REPO)
+    assert tree(api.open_checkpoint(REPO).root) == before
 
 
 def test_stages_of_a_repo(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -8,21 +8,31 @@ commit is read there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
-from qconvert.checkpoint.store import Stored
+from qconvert.checkpoint.store import MOST_OBJECTS, Stored
 from qconvert.client.download import client
 from qconvert.client.http import library
 from qconvert.client.ranges import ranges_of
 from qconvert.client.retries import READING, Refused, patiently
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.links import open_inside
+from qconvert.core.shown import shortened
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
+
+# Of git's, or of the bytes.
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,11 @@ def commit_of(repo: Repo, where: str) -> str | None:
         raise CheckpointError(
             f"{where} is neither a folder nor a repo that can be read: {error}"
         ) from error
+    if not Repo(repo.id, commit).is_commit:
+        raise CheckpointError(
+            f"{where}: the Hub says that it is at commit {shortened(commit, 80)!r}, expected 40 digits; "
+            "check HF_ENDPOINT"
+        )
     if known is not None:
         known[repo] = commit
     return commit
@@ -134,18 +149,27 @@ def _listed(store: HubStore) -> tuple[Stored, ...]:
 
     def once() -> list[RepoFile]:
         listed = api.list_repo_tree(store.repo, recursive=True, revision=store.commit)
-        return [each for each in listed if isinstance(each, RepoFile)]
+        # A list that has no end is cut: of so many files a repo is refused.
+        some = islice(listed, 2 * MOST_OBJECTS)
+        return [each for each in some if isinstance(each, RepoFile)]
 
     try:
         files = patiently(once, f"listing {store.repo}", why=READING)
     except Refused as error:
         raise CheckpointError(str(error)) from error
-    return tuple(
-        Stored(file.path, file.size, file.blob_id)
-        if file.lfs is None
-        else Stored(file.path, file.lfs.size, file.lfs.sha256)
-        for file in sorted(files, key=lambda file: file.path)
-    )
+    return tuple(_stored(store, file) for file in sorted(files, key=lambda file: str(file.path)))
+
+
+def _stored(store: HubStore, file: RepoFile) -> Stored:
+    """A file as the Hub lists it: its size, and a hash of its content for a mark."""
+    size, mark = (file.size, file.blob_id) if file.lfs is None else (file.lfs.size, file.lfs.sha256)
+    sound = type(size) is int and 0 <= size < 1 << 63 and isinstance(mark, str)
+    if not (sound and _HASH.fullmatch(mark)):
+        raise CheckpointError(
+            f"{store.url}: expected {shortened(str(file.path), 200)!r} to be listed with a size and a "
+            f"hash, found {shortened(repr((size, mark)), 200)}; check HF_ENDPOINT"
+        )
+    return Stored(str(file.path), size, mark)
 
 
 def _cached(store: HubStore, name: str, start: int, stop: int) -> bytes | None:
