@@ -488,7 +488,7 @@ def test_redirects_that_lead_nowhere(hub: LoopbackHub, tmp_path: Path) -> None:
         dequant(REPO, tmp_path / "out")
     assert hub.waits == []
     hub.redirect = "http://localhost:port/x"
-    with pytest.raises(RunError, match="Invalid URL in location header.*, 6 times"):
+    with pytest.raises(RunError, match=r"Invalid URL in location header.*, 6 times"):
         dequant(REPO, tmp_path / "out")
 
 
