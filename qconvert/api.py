@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from qconvert.advise.advice import Advice
 from qconvert.advise.advice import advise as _advise
 from qconvert.advise.machine import Machine
-from qconvert.calibrate.backend import backend_for, unmet
+from qconvert.calibrate.backend import backend_for, unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.grafted import Grafted, grafted
 from qconvert.checkpoint.in_memory import checkpoint_of
@@ -64,6 +64,7 @@ from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
 from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.delivery import Delivery, check_urls_apart
+from qconvert.run.disk import check_disk_budget, whole_result
 from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
@@ -213,6 +214,10 @@ class PlanOptions(TypedDict, total=False):
 
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
+
+    `disk_budget` (bytes, or `60GiB`) is the most disk that a run may take. It is not part of the plan.
+    One that needs more is refused, with the smallest that works; a source in a store or on the Hub takes
+    none.
     """
 
     memory: int | str | None
@@ -231,6 +236,7 @@ class PlanOptions(TypedDict, total=False):
     work_dir: str | Path | None
     device: str | None
     until: Until | str | float | None
+    disk_budget: int | str | None
 
 
 @dataclass(frozen=True)
@@ -410,8 +416,9 @@ class Result:
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """A checkpoint known from its headers: a folder, one .safetensors file, a repo in the local Hub
-    cache (ORG/NAME, hf://ORG/NAME, @REVISION), or the folder of all pipeline stages of a split.
+    """A checkpoint known from its headers: a folder, one .safetensors file, a repo on the Hub (ORG/NAME,
+    hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it, a folder
+    in a store by its URL, or the folder of all pipeline stages of a split.
 
     It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.
@@ -806,7 +813,8 @@ def validate(
     `ep` groups of experts among them. `jobs`
     worker processes (None: the cores, as far as the work needs them) start by importing the main
     module: a script needs `if __name__ == "__main__"`. `memory` of all processes: None is no limit.
-    From a repo on the Hub level headers fetches no weights; `notice` is called with what was fetched.
+    From a repo on the Hub level headers fetches no weights, the others what they read; `notice` is
+    called with what was fetched of headers.
 
     The report's `findings` are errors and warnings; `proved`, `read` and `not_checked` say what was
     checked, and how. Raises CheckpointError for a folder that does not exist and for a source or GPU
@@ -1010,8 +1018,9 @@ def evaluate(
     spec = DataSpec(str(data), samples, length, seed, column=column)
     repo = _checkpoint(folder, follow_links=follow_links)
     if write:
-        if is_url(str(folder)):
-            raise UsageError(f"{folder}: is in a store, which is not written to; omit --write")
+        if any(shard.remote is not None for shard in repo.shards):
+            where = "on the Hub" if repo.name.startswith("hf://") else "in a store"
+            raise UsageError(f"{repo.name}: is {where}, which is not written to; omit --write")
         check_recordable(repo)
     beside = None if pair is None else _checkpoint(pair, follow_links=follow_links)
     found = _evaluate(
@@ -1192,7 +1201,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
         engine=_engine(options), address=options.get("address"), device=options.get("device"),
-        until=Until.of(options.get("until")),
+        until=Until.of(options.get("until")), disk_budget=_size(options.get("disk_budget")),
     )  # fmt: skip
 
 
@@ -1222,8 +1231,18 @@ def _judged(
     carded = [with_card(plan, base_model) for plan in plans]
     groups = [carded] if together else [[plan] for plan in carded]
     ready = [part for group in groups for part in prepare_together(group, options)]
+    _check_disk(ready)
     verdicts = judgement.judged(ready, source)
     return tuple(PlannedFolder(*each) for each in zip(outs, ready, verdicts, strict=True))
+
+
+def _check_disk(ready: Sequence[Prepared]) -> None:
+    """Raise PlanError where the folders of a command take more disk than it may. A calibration's states
+    are those of one folder at a time."""
+    calibrations = [part.plan.calibration for part in ready]
+    states = max((work_dir_bytes(found) for found in calibrations if found is not None), default=0)
+    folders = "the result" if len(ready) == 1 else f"the result, {len(ready)} folders,"
+    check_disk_budget(ready[0].options.disk_budget, whole_result(ready, states), folders)
 
 
 def _named(planned: Planned) -> list[tuple[Prepared, Path]]:

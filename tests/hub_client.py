@@ -39,7 +39,7 @@ def client_of(
     if token is not None:
         patch.setenv("HF_TOKEN", token)
     patch.setattr("huggingface_hub.utils._http.time", clock)
-    patch.setattr("qconvert.hub.retries.time", clock)
+    patch.setattr("qconvert.client.retries.time", clock)
     close_session()
     try:
         yield waits

@@ -12,7 +12,8 @@ import base64
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_loopbackSECRETtoken"
+_PACED = 256 << 10
 _RELATIONS = ("adapter", "merge", "quantized", "finetune")
 
 
@@ -88,6 +90,24 @@ class Fault:
     headers: Mapping[str, str]
     body: int | None = None
     after: bool = False
+    stall: float = 0.0
+
+
+class Pace:
+    """A network of so many bytes a second for all that share it."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free = rate, time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        """Wait until so many bytes have passed."""
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now - 0.01) + nbytes / self._rate
+            wait = self._free - now
+        if wait > 0:
+            time.sleep(wait)
 
 
 class LoopbackHub:
@@ -109,6 +129,18 @@ class LoopbackHub:
         self.ranges = True
         self.waits: list[float] = []
         self.lock = threading.RLock()
+        # Answers that a link to an object is good for (None: all), by the link's number; and whether it
+        # is for the one range that it was asked for with.
+        self.link_uses: int | None = None
+        self.one_range_links = False
+        self.links: list[str | None] = []
+        # What a large file redirects to instead of its object.
+        self.redirect: str | None = None
+        # How fast bodies go each way; None: as fast as can be.
+        self.down: Pace | None = None
+        self.up: Pace | None = None
+        # Called with each request before it is answered.
+        self.watch: Callable[[str, str], None] = lambda method, path: None
         hub = self
 
         class Handler(_Handler):
@@ -142,6 +174,11 @@ class LoopbackHub:
     def cut_answer(self, pattern: str, body: int, times: int = 1) -> None:
         """Close the connection of the next downloads after so many bytes of the file."""
         self.faults.append(Fault("GET", pattern, 0, times, {}, body=body))
+
+    def stall(self, pattern: str, body: int, seconds: float, times: int = 1) -> None:
+        """Stop in the middle of the next downloads, after so many bytes of the file, for a while; then
+        close the connection."""
+        self.faults.append(Fault("GET", pattern, 0, times, {}, body=body, stall=seconds))
 
     def take(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -211,8 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         self.sent = self.status = 0
         self.answer_cut: int | None = None
+        self.stall = 0.0
         parts = urlsplit(self.path)
         self.where, self.query = unquote(parts.path), parse_qs(parts.query)
+        self.hub.watch(self.command, self.path)
         fault = self.hub.take(self.command, self.path)
         if fault is not None and fault.status == 0 and fault.body is None and not fault.after:
             self._drop(0)
@@ -222,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(fault.status, {"error": "as injected"}, fault.headers)
         else:
             if fault is not None:
-                self.answer_cut = fault.body or 0
+                self.answer_cut, self.stall = fault.body or 0, fault.stall
             try:
                 with self.hub.lock:
                     handle = self._route()
@@ -253,7 +292,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
             return b"".join(pieces)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return self._receive(int(self.headers.get("Content-Length") or 0))
+
+    def _receive(self, size: int) -> bytes:
+        if self.hub.up is None:
+            return self.rfile.read(size)
+        body = bytearray()
+        while len(body) < size:
+            piece = self.rfile.read(min(_PACED, size - len(body)))
+            if not piece:
+                break
+            self.hub.up.take(len(piece))
+            body += piece
+        return bytes(body)
 
     def _answer(
         self, status: int, body: Any = b"", headers: Mapping[str, str] | None = None
@@ -277,12 +328,22 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         try:
-            self.wfile.write(part)
-            self.wfile.flush()
+            self._send_body(part)
         except OSError:  # the client has what it wanted, and went
             self.close_connection = True
         if len(part) < len(data):
+            time.sleep(self.stall)
             self.close_connection = True
+
+    def _send_body(self, data: bytes) -> None:
+        if self.hub.down is None:
+            self.wfile.write(data)
+        else:
+            view = memoryview(data)
+            for at in range(0, len(view), _PACED):
+                self.hub.down.take(len(view[at : at + _PACED]))
+                self.wfile.write(view[at : at + _PACED])
+        self.wfile.flush()
 
     # --- What is asked for ------------------------------------------------------------------------
 
@@ -517,12 +578,21 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.hub.objects[blob.lfs] = blob.data
         # Another host name for the same server: the client must not take its token there.
-        headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}"
+        with self.hub.lock:
+            self.hub.links.append(self.headers.get("Range") if self.hub.one_range_links else None)
+            number = len(self.hub.links) - 1
+        link = f"http://localhost:{self.hub.port}/cdn/{blob.lfs}?link={number}"
+        headers["Location"] = self.hub.redirect or link
         headers["X-Linked-ETag"] = f'"{blob.lfs}"'
         headers["X-Linked-Size"] = str(len(blob.data))
         self._answer(302, b"", headers)
 
     def _cdn(self, oid: str) -> None:
+        number = int(self.query["link"][0])
+        used = len(self.hub.asked("GET", rf"/cdn/\w+\?link={number}$"))
+        over = self.hub.link_uses is not None and used >= self.hub.link_uses
+        if over or self.hub.links[number] not in (None, self.headers.get("Range")):
+            raise _Refused(403, "", "the link has expired")
         self._send(self.hub.objects[oid], {"ETag": f'"{oid}"'})
 
     def _send(self, data: bytes, headers: Mapping[str, str]) -> None:

@@ -32,8 +32,8 @@ from checkpoints import (
 from hub_client import hub_and_client
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-from qconvert.hub.http import library
-from qconvert.hub.retries import TRIES, fault_of
+from qconvert.client.http import library
+from qconvert.client.retries import TRIES, fault_of
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

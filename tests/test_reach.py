@@ -363,7 +363,7 @@ _PARSERS = {
     "run/workspace.py", "run/journal.py", "run/staging.py", "run/verify.py", "run/finished.py",
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
-    "validators/amx/kt_forward.py", "hub/retries.py",  # our own job; answers of the Hub
+    "validators/amx/kt_forward.py", "client/retries.py",  # our own job; answers of the Hub
     "layouts/derived/transformers_class.py",  # what find.py asks it
 }  # fmt: skip
 _ROOT = Path(qconvert.__file__).parent

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import read_tensors, run_cli
 from models import qwen3_moe
 
+from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.fsspec_store import FsspecStore
 from qconvert.core.graph import Source
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import REREAD_BYTES, Compute, Unit, reread
-from qconvert.run import unit_runner
+from qconvert.run import fetch, unit_runner
+from qconvert.run.executor import run_prepared
 from qconvert.run.memory import share_out
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.reader import Reader
@@ -59,27 +63,58 @@ def test_each_weight_is_read_once_and_the_bytes_are_the_same(
         experts = [name for name in counted if ".experts." in name]
         assert experts
         assert {counted[name] // sizes[name] for name in experts} == {1 if out is once else 2}
-        monkeypatch.setattr(unit_runner, "reread", lambda _step: {})
+        monkeypatch.setattr(unit_runner, "kept_in", lambda *_: {})
     one, other = read_tensors(once), read_tensors(twice)
     assert {n: t.data for n, t in one.items()} == {n: t.data for n, t in other.items()}
 
 
-def test_objects_of_a_store_are_read_as_often_as_they_were_asked_for(
-    source: Path, tmp_path: Path, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("enough", [True, False])
+def test_objects_of_a_store_are_fetched_once_where_memory_has_room(
+    enough: bool,
+    source: Path,
+    tmp_path: Path,
+    counted: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = Reader.__init__
+    """Of pieces so small that no matrix is held in them."""
+    monkeypatch.setattr(fetch, "PIECE_BYTES", 4096)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: Counter[str] = Counter()
+    real = FsspecStore.read
 
-    def far(self: Reader, *arguments: object) -> None:
-        real(self, *arguments)  # type: ignore[arg-type]
-        self.far = True
-        monkeypatch.setattr(self, "expect", lambda _units: None)
+    def read(self: FsspecStore, name: str, start: int, stop: int) -> bytes:
+        asked[name] += stop - start
+        return real(self, name, start, stop)
 
-    monkeypatch.setattr(Reader, "__init__", far)
-    done = run_cli("nvfp4", source, tmp_path / "out", "--dialect", "modelopt", "--jobs", "1")
-    assert done.code == 0, done.err
-    sizes = {name: len(tensor.data) for name, tensor in read_tensors(source).items()}
-    experts = [name for name in counted if ".experts." in name]
-    assert {counted[name] // sizes[name] for name in experts} == {2}
+    (planned,) = api.plan(ToNvfp4("modelopt"), source.as_uri(), tmp_path / "far", jobs=1).folders
+    assert planned.ready.plan.checkpoint.sample_digest, "the samples are read before"
+    monkeypatch.setattr(FsspecStore, "read", read)
+    least = share_out(planned.ready.units, len(planned.ready.units), None, 1, 1)
+    ready = planned.ready
+    if not enough:
+        small = replace(ready.share, arena=max(unit.peak for unit in ready.units))
+        ready = replace(ready, share=small)
+    run_prepared(ready, tmp_path / "far")
+    tensors = api.open_checkpoint(source).nbytes
+    fetched = sum(size for name, size in asked.items() if name.endswith(".safetensors"))
+    assert (fetched < 1.02 * tensors) if enough else (fetched > 1.5 * tensors)
+    assert least.arena >= ready.share.arena
+    api.run(ToNvfp4("modelopt"), source, tmp_path / "near", jobs=1)
+    near, far = read_tensors(tmp_path / "near"), read_tensors(tmp_path / "far")
+    assert {n: t.data for n, t in near.items()} == {n: t.data for n, t in far.items()}
+
+
+def test_for_a_store_workers_are_given_up_first(source: Path) -> None:
+    """One that keeps what it reads again is better than two that fetch it twice."""
+    units = units_of(source)
+    one = share_out(units, len(units), 1 << 40, 1, client=1)
+    kept = share_out(units, len(units), 1 << 40, 1).arena
+    two = share_out(units, len(units), 1 << 40, 2, client=1)
+    assert one.arena == kept == two.arena
+    less = share_out(units, len(units), two.total - 1, 2, client=1)
+    assert (less.jobs, less.arena) == (1, kept)
+    near = share_out(units, len(units), two.total - 3, 2)
+    assert near.jobs == 2
 
 
 def test_memory_for_it_is_taken_only_beside_all_else(source: Path) -> None:

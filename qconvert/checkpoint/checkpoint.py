@@ -533,7 +533,7 @@ def _shard_files(
         return [only], None, []
     if os.path.lexists(root / INDEX):
         raw = _read_needed(
-            root, INDEX, _index_limit(root, follow_links=follow_links), follow_links=follow_links
+            root, INDEX, index_limit(root, follow_links=follow_links), follow_links=follow_links
         )
         table = parse_object(raw, root / INDEX)
         weight_map, metadata = table.get("weight_map"), table.get("metadata")
@@ -576,7 +576,7 @@ def _shard_files(
     return found, None, []
 
 
-def _index_limit(root: Path, *, follow_links: bool) -> int:
+def index_limit(root: Path, *, follow_links: bool) -> int:
     """Largest allowed index in bytes: it has one line per tensor, and the header lengths of the shards
     next to it bound how many there can be."""
     tensors = 0

@@ -14,6 +14,7 @@ from qconvert.core.errors import CheckpointError, UsageError
 
 _SCHEME = "hf://"
 _PLAIN = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 
 
@@ -26,6 +27,11 @@ class Repo:
 
     def __str__(self) -> str:
         return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a commit, which never stands for anything else."""
+        return self.revision is not None and bool(_COMMIT.fullmatch(self.revision))
 
     @property
     def download(self) -> str:
@@ -58,18 +64,26 @@ def parse_repo(text: str) -> Repo | None:
 
 
 def cached_folder(repo: Repo, where: str) -> Path:
-    """The repo's snapshot in the client's cache (HF_HUB_CACHE). Nothing is downloaded: raises
-    CheckpointError if there is none; `where` is how the user named it."""
+    """The repo's snapshot in the client's cache (HF_HUB_CACHE), whole or not. Nothing is downloaded:
+    raises CheckpointError if there is none; `where` is how the user named it."""
+    found = snapshot(repo)
+    if found is None:
+        raise CheckpointError(
+            f"{where}: not found as a folder or in the local Hub cache, and the Hub cannot be asked "
+            f"(offline, or no answer); download it first: {repo.download}"
+        )
+    return found
+
+
+def snapshot(repo: Repo) -> Path | None:
+    """What the client's cache has of the repo's revision, None for nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
     except LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{where}: not found as a folder or in the local Hub cache; download it first: "
-            f"{repo.download}"
-        ) from None
+        return None
 
 
 def cached_id(folder: Path) -> str | None:

@@ -95,16 +95,19 @@ def _listed(store: Store) -> list[Stored]:
         if name not in DENIED_NAMES and not DENIED_FOLDERS & {*folders, name}:
             found.append(each)
     if not found:
-        raise CheckpointError(
-            f"{store.url}: holds no files; check its name, and AWS_ENDPOINT_URL for a store that is not "
-            "Amazon's"
-        )
+        raise CheckpointError(f"{store.url}: holds no files; check its name{_elsewhere(store)}")
     if len(found) > MOST_OBJECTS:
         raise CheckpointError(
             f"{store.url}: expected at most {MOST_OBJECTS} files, found {len(found)}; name the "
             "checkpoint's own folder"
         )
     return found
+
+
+def _elsewhere(store: Store) -> str:
+    if store.url.startswith("hf://"):
+        return " and revision"
+    return ", and AWS_ENDPOINT_URL for a store that is not Amazon's"
 
 
 def _is_shard(name: str) -> bool:
@@ -131,8 +134,10 @@ def _fetch(store: Store, objects: Sequence[Stored], folder: Path) -> tuple[int, 
         )
     for parent in sorted({(folder / file.name).parent for file in objects} | {folder}):
         parent.mkdir(parents=True, exist_ok=True)
+    # The first alone: what may not be read is refused once, and not by as many requests as threads.
+    counts = [_write(store, file, folder / file.name) for file in objects[:1]]
     with ThreadPoolExecutor(_THREADS) as pool:
-        counts = list(pool.map(lambda file: _write(store, file, folder / file.name), objects))
+        counts += pool.map(lambda file: _write(store, file, folder / file.name), objects[1:])
     return sum(nbytes for nbytes, _ in counts), sum(requests for _, requests in counts)
 
 

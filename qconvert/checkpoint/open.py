@@ -1,24 +1,38 @@
-"""Any source opened as one checkpoint: a folder, a file, a repo in the Hub's cache, or the folders of
-pipeline stages that a split made.
+"""Any source opened as one checkpoint: a folder, a file, a repo on the Hub or in its client's cache, a
+folder in a store, or the folders of pipeline stages that a split made.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint, Shard
+from qconvert.checkpoint.checkpoint import (
+    INDEX,
+    RECEIPT,
+    WORK_DIR,
+    Checkpoint,
+    Shard,
+    index_limit,
+)
+from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo, snapshot
 from qconvert.checkpoint.mirror import mirror
 from qconvert.checkpoint.receipt import parse_receipt
 from qconvert.checkpoint.store import is_url, named, store_of
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
-from qconvert.core.links import resolved
+from qconvert.core.json_text import parse_object
+from qconvert.core.links import read_inside, resolved
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.profiling import phase
+
+_STAGE = re.compile(r"stage-\d{1,6}-of-(\d{1,6})")
+_SHARD = re.compile(r"-\d{1,6}-of-(\d{1,6})\.safetensors$")
 
 STAGE_FACT = "stage"
 HEAD = "lm_head.weight"
@@ -123,21 +137,63 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 
 @phase("open")
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """Any source: what Checkpoint.open takes, a folder in a store by its URL, or a folder of pipeline
-    stages as the one checkpoint they were. Raises CheckpointError."""
-    if is_url(where):
-        try:
-            return open_source(local(where), follow_links=follow_links)
-        except CheckpointError as error:
-            raise CheckpointError(named(str(error))) from error
-    if str(where) and stage_folders(Path(where)):
-        return open_stages(Path(where), follow_links=follow_links)
-    return Checkpoint.open(where, follow_links=follow_links)
+    """Any source: what Checkpoint.open takes, a repo on the Hub by its id, a folder in a store by its
+    URL, or a folder of pipeline stages as the one checkpoint they were. Raises CheckpointError, and
+    RunError where the Hub or the store fails for too long."""
+    folder = local(where)
+    try:
+        if str(where) and stage_folders(folder):
+            return open_stages(folder, follow_links=follow_links)
+        return Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
+    except CheckpointError as error:
+        raise CheckpointError(named(str(error))) from error
 
 
 def local(where: str | Path) -> Path:
-    """A folder, or the one on this machine that stands for a store. Raises as the store does."""
-    return mirror(store_of(str(where))).folder if is_url(where) else Path(where)
+    """A folder or file, or the folder on this machine that stands for what lies elsewhere: of a repo
+    its snapshot in the client's cache, if that is finished or the Hub cannot be asked, else a mirror of
+    the commit that its revision stands for. Raises as the store does."""
+    if is_url(where):
+        return mirror(store_of(str(where))).folder
+    repo = named_repo(where)
+    if repo is None:
+        return Path(where)
+    found = snapshot(repo)
+    if found is not None and _is_finished(found):
+        return found
+    from qconvert.checkpoint.hub_store import store_of_repo
+
+    store = store_of_repo(repo, str(where))
+    return cached_folder(repo, str(where)) if store is None else mirror(store).folder
+
+
+def named_repo(where: str | Path) -> Repo | None:
+    """The repo that a user named, None for what is a file or folder of this machine, or cannot be a
+    repo's name. Raises UsageError as `parse_repo` does."""
+    with suppress(OSError):  # a name too long for a file: who opens it says so
+        if not str(where) or Path(where).exists():
+            return None
+    return parse_repo(str(where))
+
+
+def _is_finished(snapshot: Path) -> bool:
+    """Whether a snapshot in the client's cache has its config and every file of weights that its index,
+    or the shards' names, speak of. Of one that is broken otherwise, who opens it says so."""
+    if not (snapshot / "config.json").exists():
+        counts = [_STAGE.fullmatch(path.name) for path in stage_folders(snapshot)]
+        return bool(counts) and all(n is not None and int(n[1]) == len(counts) for n in counts)
+    try:
+        limit = index_limit(snapshot, follow_links=False)
+        index = parse_object(read_inside(snapshot, INDEX, limit), snapshot / INDEX)
+    except FileNotFoundError:
+        shards = [path.name for path in snapshot.glob("*.safetensors")]
+        of = [int(found[1]) for name in shards if (found := _SHARD.search(name))]
+        return bool(shards) and all(count == len(of) for count in of)
+    except CheckpointError:
+        return True
+    files = index.get("weight_map")
+    names = set(map(str, files.values())) if isinstance(files, dict) else set()
+    return all((snapshot / name).exists() for name in names)
 
 
 def stage_folders(folder: Path) -> list[Path]:

@@ -96,7 +96,7 @@ class Remote:
 
 
 def is_url(where: str | Path) -> bool:
-    """Whether a text names a folder in a store; repos on the Hub (`hf://`) do not."""
+    """Whether a text names a folder in a store; repos on the Hub (`hf://`) are named otherwise."""
     found = _URL.fullmatch(str(where)) if isinstance(where, str) else None
     return found is not None and found[1] != "hf"
 
@@ -116,6 +116,16 @@ def store_of(url: str) -> WritableStore:
     if rest.endswith(".safetensors"):
         raise UsageError(f"{url}: names a file; name the folder that it lies in")
     return FsspecStore(f"{found[1]}://{rest}")
+
+
+def source_store(url: str) -> Store:
+    """The store that a source's URL names: `store_of`'s, or for `hf://ORG/NAME@COMMIT` that commit.
+    Raises UsageError for a URL that names none."""
+    if url.startswith("hf://"):
+        from qconvert.checkpoint.hub_store import store_at
+
+        return store_at(url)
+    return store_of(url)
 
 
 def _parts(rest: str) -> list[str]:
@@ -195,7 +205,9 @@ def mirrored_at(root: Path) -> Mirrored | None:
     objects = [Stored(str(n), int(size), str(mark), str(time)) for n, size, mark, time in listed]
     below = real.relative_to(folder).as_posix()
     return Mirrored(
-        store_of(url), {each.name: each for each in objects}, "" if below == "." else f"{below}/"
+        source_store(url),
+        {each.name: each for each in objects},
+        "" if below == "." else f"{below}/",
     )
 
 
@@ -203,6 +215,17 @@ def objects_text(url: str, objects: Sequence[Stored]) -> bytes:
     """What a mirror's list of objects holds."""
     listed = [[each.name, each.size, each.mark, each.time] for each in objects]
     return (json.dumps({"url": url, "objects": listed}) + "\n").encode()
+
+
+def mirrored_repo(root: Path) -> str | None:
+    """The id of the repo on the Hub that a folder is the mirror of, None for any other folder."""
+    real, home = Path(os.path.realpath(root)), Path(os.path.realpath(stores_root() / "hf"))
+    if home not in real.parents:
+        return None
+    parts = real.relative_to(home).parts
+    if parts[3:] != (FILES,) or not re.fullmatch(_STATE, parts[2]):
+        return None
+    return f"{parts[0]}/{parts[1].partition('@')[0]}"
 
 
 def check_name(url: str, name: str) -> None:

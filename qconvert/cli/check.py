@@ -275,7 +275,7 @@ def validate(
 
     Prints findings, then what was proved, what was only read, and what was not checked. Exit code 3 on
     an error-level finding. In GitHub Actions it also writes the step's summary. From a repo on the Hub
-    level headers fetches no weights; the other levels use the local cache.
+    level headers fetches no weights, the others what they read, where the local cache lacks it.
 
     \b
     Examples:

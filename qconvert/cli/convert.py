@@ -18,6 +18,7 @@ from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.loudness import LOUDNESS, columns, is_quiet, is_verbose, without_loudness
 from qconvert.cli.options import (
+    DISK_BUDGET,
     DRY_RUN,
     JSON,
     LOG_JSON,
@@ -66,6 +67,7 @@ class RunOptions(TypedDict):
     until: str | None
     log_json: str | None
     work_dir: Path | None
+    disk_budget: int | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -145,6 +147,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
         "it. [default: ~/.cache/qconvert/outputs]",
     ),
+    DISK_BUDGET,
     PROFILE,
     DRY_RUN,
     _engine_checked,
@@ -162,8 +165,11 @@ CONVERSION: Callable[[F], F] = stacked(
 @SOURCE
 @click.argument("out", required=False, type=OutName())
 @_PLANNING
+@DISK_BUDGET
 @DATA
-def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
+def plan(
+    recipe: str, source: str, out: Path | str | None, disk_budget: int | None, **given: Any
+) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -180,8 +186,9 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None}
+    here |= {"until": None, "log_json": None, "disk_budget": None}
     options = cast(RunOptions, {**rest, **running, **here})
+    options["disk_budget"] = disk_budget
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -330,7 +337,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "command": tuple(words),
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
-        "device": options.get("device"),
+        "device": options.get("device"), "disk_budget": options["disk_budget"],
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from types import FrameType
 import click
 
 from qconvert import __version__
+from qconvert.checkpoint.hub_store import pinned
 from qconvert.checkpoint.store import named
 from qconvert.cli.advise import advise
 from qconvert.cli.carry_out import Started
@@ -48,8 +49,8 @@ def cli() -> None:
     """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
 
     Streams in bounded memory, resumes where it was interrupted, accounts for every byte. A source
-    is a folder, one .safetensors file, or a repo in the local Hub cache: ORG/NAME, with hf:// before
-    it or @REVISION behind it.
+    is a folder, one .safetensors file, a folder in a store (s3://...), or a repo on the Hub: ORG/NAME,
+    with hf:// before it or @REVISION behind it, read by ranges where the local cache lacks it.
 
     \b
     Examples:
@@ -61,6 +62,8 @@ def cli() -> None:
     Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 4 more to do (--until),
     130 interrupted.
     """
+    # A command reads one commit of a repo, wherever its branch goes meanwhile.
+    click.get_current_context().with_resource(pinned())
 
 
 _CONVERSIONS = (

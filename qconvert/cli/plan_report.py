@@ -12,7 +12,7 @@ from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.sizes import exact_size, format_size
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.run.preview import Outlook
@@ -100,7 +100,8 @@ def plan_lines(
         ),
         (
             f"needs   {_memory(ready)}, "
-            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_time(plan, rates)}"
+            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_budget(ready)}"
+            f"{_time(plan, rates)}"
         ),
     ]
     if ready.share.device is not None:
@@ -116,6 +117,11 @@ def _memory(ready: Prepared) -> str:
     return (
         f"{format_size(share.total)} memory here, {format_size(share.worker)} for {workers} on Ray"
     )
+
+
+def _budget(ready: Prepared) -> str:
+    given = ready.options.disk_budget
+    return "" if given is None else f" of --disk-budget {exact_size(given)}"
 
 
 def unknown_names(checkpoint: Checkpoint) -> list[str]:
@@ -388,6 +394,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "worker_memory": ready.share.worker,
         "device": None if ready.share.device is None else asdict(ready.share.device),
         "disk": ready.layout.nbytes + side_bytes(plan),
+        "disk_budget": ready.options.disk_budget,
         "rates": {"read": rates.read, "write": rates.write},
         "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],
         "tensors": {

@@ -91,7 +91,7 @@ def evaluate(
             f"the first {layers} of {theirs.model.layers} layers: no perplexity, no KL, no agreement"
         )
     return Evaluation(
-        folder=str(repo.root), against=str(source.root), model=(rest or repo).model_line,
+        folder=repo.name, against=source.name, model=(rest or repo).model_line,
         data=Path(data.data or "").name, digest=told, samples=len(tokens), length=data.length,
         seed=data.seed, tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
         hidden=found.hidden, logits=found.logits, notes=(*notes, WEIGHTS_ONLY),

@@ -84,7 +84,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        return str(self.checkpoint.root)
+        return self.checkpoint.name
 
     @property
     def is_sparse(self) -> bool:

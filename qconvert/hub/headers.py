@@ -17,17 +17,18 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import DENIED_NAMES, DENIED_SUFFIXES
-from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo
+from qconvert.checkpoint.hub_cache import cached_folder, cached_id
+from qconvert.checkpoint.hub_store import commit_of
 from qconvert.checkpoint.mirror import mirror
+from qconvert.checkpoint.open import local, named_repo
 from qconvert.checkpoint.safetensors import MAX_HEADER
 from qconvert.checkpoint.store import is_url, named, store_of
+from qconvert.client.download import Reader, client
+from qconvert.client.retries import patiently
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import open_inside
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
-from qconvert.hub.download import Reader, client
-from qconvert.hub.http import library
-from qconvert.hub.retries import Refused, patiently
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
@@ -68,32 +69,40 @@ class Place:
         return text.replace(str(self.folder), self.name)
 
 
-class _OutOfReach(CheckpointError):
-    """The Hub did not answer at all."""
+@contextmanager
+def _naming_the_store() -> Iterator[None]:
+    """Errors from within are about the store that a mirror stands for."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(named(str(error))) from error
 
 
 @contextmanager
 def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
     """Where to open what a user named. What lies in a store is opened through its mirror, which knows
     where the weights are. A repo's headers are fetched at its current commit, whatever
-    of it is in the client's cache taken from there; where `weights` are wanted too, offline, and
-    where the Hub is out of reach, it is the snapshot in the cache.
+    of it is in the client's cache taken from there; offline, and where the Hub is out of reach, it is
+    the snapshot in the cache. Where `weights` are wanted too, it is what any command opens of a repo.
 
     Raises CheckpointError for a repo that is not there (its text names the repo, also where it comes
     from within the context), RunError where the Hub fails for too long.
     """
     if is_url(where):
         found = mirror(store_of(where))
-        try:
+        with _naming_the_store():
             yield Place(found.folder, where.rstrip("/"), found.nbytes, found.requests)
-        except CheckpointError as error:
-            raise CheckpointError(named(str(error))) from error
         return
-    repo = None if not where or Path(where).exists() else parse_repo(where)
+    repo = named_repo(where)
     if repo is None:
         yield Place(where, where)
         return
-    commit = None if weights else _commit(repo, where)
+    if weights:
+        folder = local(where)
+        with _naming_the_store():
+            yield Place(folder, where if cached_id(folder) else named(str(folder)))
+        return
+    commit = commit_of(repo, where)
     if commit is None:
         yield Place(cached_folder(repo, where), where)
         return
@@ -107,30 +116,6 @@ def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
             yield place
         except CheckpointError as error:
             raise CheckpointError(place.named(str(error))) from error
-
-
-def _commit(repo: Repo, where: str) -> str | None:
-    """The commit that the repo's revision stands for now, None where the Hub cannot be asked."""
-    from huggingface_hub import is_offline_mode
-
-    if is_offline_mode():
-        return None
-    api = client()
-
-    def look() -> str:
-        try:
-            return str(api.repo_info(repo.id, revision=repo.revision).sha)
-        except library().TransportError as error:  # no use in waiting: the cache may do
-            raise _OutOfReach(str(error)) from error
-
-    try:
-        return patiently(look, f"looking for {repo}")
-    except _OutOfReach:
-        return None
-    except Refused as error:
-        raise CheckpointError(
-            f"{where} is neither a folder nor a repo that can be read: {error}"
-        ) from error
 
 
 def _fetch(reader: Reader, folder: Path) -> tuple[str, ...]:

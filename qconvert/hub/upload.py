@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.hub_cache import Repo
+from qconvert.client.download import Reader, client
+from qconvert.client.retries import Refused, Say, patiently, without_userinfo
 from qconvert.core.errors import OutputError
-from qconvert.hub.download import Reader, client
-from qconvert.hub.retries import Refused, Say, patiently, without_userinfo
 from qconvert.hub.trees import (
     MISSING,
     Difference,

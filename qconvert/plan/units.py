@@ -32,6 +32,9 @@ GATHER_BYTES = 32 << 20
 REREAD_BYTES = 64 << 20
 # As many parts of a node's work are remembered for others like it.
 _FEW_PARTS = 64
+# The same of what comes from a store or the Hub, where reading again is fetching again: a dense model's
+# largest matrix, 8192 x 28672 in BF16, is 470 MB.
+FAR_REREAD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +132,21 @@ def gathered_of(node: Apply) -> int:
     return size if size <= GATHER_BYTES else 0
 
 
-def reread(step: Compute) -> dict[Piece, int]:
+def reread(step: Compute, most: int = REREAD_BYTES) -> dict[Piece, int]:
     """Ranges of a source that are a whole argument of several of a step's nodes, and their bytes: none
-    where they are more than REREAD_BYTES together."""
+    where they are more than `most` together."""
     if len(step.nodes) == 1:
         return {}
     times = Counter(arg.pieces[0] for node in step.nodes for arg in node.args if read_whole(arg))
     found = {piece: piece.nbytes for piece, count in times.items() if count > 1}
-    return found if sum(map(aligned, found.values())) <= REREAD_BYTES else {}
+    return found if sum(map(aligned, found.values())) <= most else {}
+
+
+def kept_in(step: Compute, room: int, most: int = REREAD_BYTES) -> dict[Piece, int]:
+    """What of `reread` is kept where a step has so much room: all of it, or nothing."""
+    wanted = reread(step, most)
+    beside = compute_bytes(step) + gathered_bytes(step) if wanted else 0
+    return wanted if sum(map(aligned, wanted.values())) + beside <= room else {}
 
 
 def read_whole(arg: Output) -> bool:

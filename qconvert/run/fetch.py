@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
-from qconvert.plan.units import Copy, Unit
+from qconvert.plan.units import FAR_REREAD_BYTES, Copy, Unit, kept_in, read_whole
 
 PIECE_BYTES = 4 << 20
 # The least that is fetched at a time where nothing was said of what is read.
@@ -212,18 +212,22 @@ def pieces_of(ranges: Iterable[Range]) -> list[_Piece]:
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
 
-def ranges_of(units: Iterable[Unit]) -> Iterator[Range]:
+def ranges_of(units: Iterable[Unit], room: int = 0) -> Iterator[Range]:
     """What units read of their sources, in their order; of one step the small parts first, since a part
-    of its work needs some of each."""
+    of its work needs some of each. What a step reads more than once is read once where it has `room` to
+    keep it."""
     for unit in units:
         for step in unit.steps:
             if isinstance(step, Copy):
                 yield _range(step.source, step.start, step.stop)
                 continue
-            found = [
+            args = [arg for node in step.nodes for arg in node.args]
+            once = dict.fromkeys(kept_in(step, room, FAR_REREAD_BYTES))
+            found = [_range(*piece) for piece in once]
+            found += [
                 _range(origin, low, high)
-                for node in step.nodes
-                for arg in node.args
+                for arg in args
+                if not (read_whole(arg) and arg.pieces[0] in once)
                 for origin, low, high in arg.bytes_range(0, arg.type.nbytes)
                 if isinstance(origin, Source)
             ]

@@ -21,6 +21,7 @@ from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
 from qconvert.core.regular import SMALL, open_regular
 from qconvert.plan.recipe_line import recipe_line
+from qconvert.core.shown import shortened
 from qconvert.run.files import Files
 
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.
@@ -233,7 +234,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         ("stat", "the source's files (size or time)"),
     ):
         if then.get(key) != now.get(key):
-            return f"{label} changed since that run began"
+            return f"{label} changed since that run began{_moved(then, now)}"
     before, after = list(then.get("passes", [])), list(now.get("passes", []))
     for i in range(max(len(before), len(after))):
         was = before[i] if i < len(before) else NO_PASS
@@ -261,6 +262,23 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 def _spelled(spec: str) -> str:
     return spec if spec == NO_PASS else f"`{recipe_line(spec)}`"
+
+
+def _moved(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Where a run was begun from another commit of a repo, both, and how to go on."""
+    was, found = (header.get("stores") for header in (then, now))
+    if not (_is_texts(was) and _is_texts(found)):
+        return ""
+    assert isinstance(was, list)
+    assert isinstance(found, list)
+    gone = [url for url in was if url not in found and url.startswith("hf://")]
+    return "".join(
+        f": it was read from {shortened(url, 200)}, and is {shortened(new, 200)} now; name the source "
+        f"{shortened(url.removeprefix('hf://'), 200)} to go on"
+        for url in gone
+        for new in found
+        if new.startswith(f"{url.partition('@')[0]}@")
+    )
 
 
 def refuse_other_plan(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -19,7 +19,9 @@ from qconvert.ops.compiled.choice import wanted as loops_wanted
 from qconvert.ops.gpu.choice import Decision
 from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.units import (
+    FAR_REREAD_BYTES,
     PART_BYTES,
+    REREAD_BYTES,
     Compute,
     Step,
     Unit,
@@ -92,7 +94,9 @@ def share_out(
     process = PROCESS_BYTES + client
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
-    kept = _kept(units)
+    kept = _kept(units, FAR_REREAD_BYTES if client else REREAD_BYTES)
+    # Of a store, reading again costs more than fewer workers do.
+    least = comfortable + (kept if client else 0)
     need = plan + process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     output = sum(unit.write for unit in units)
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
@@ -112,7 +116,7 @@ def share_out(
     for count in range(wanted, 0, -1):
         processes = process * (count + 1 if count > 1 else 1)
         each = (memory - plan - processes) // count
-        if each >= comfortable + WINDOWS * WINDOW_BYTES or count == 1:
+        if each >= least + WINDOWS * WINDOW_BYTES or count == 1:
             arena = min(each - WINDOWS * MIN_WINDOW_BYTES, comfortable)
             if each >= comfortable + kept + WINDOWS * WINDOW_BYTES:
                 arena += kept
@@ -212,10 +216,11 @@ def _comfort(units: Sequence[Unit]) -> int:
     return most
 
 
-def _kept(units: Sequence[Unit]) -> int:
-    """Memory in which a worker keeps what a step of these units reads more than once."""
+def _kept(units: Sequence[Unit], most: int) -> int:
+    """Memory in which a worker keeps what a step of these units reads more than once, if it is no more
+    than `most`."""
     steps = (step for unit in units if unit.node is None for step in unit.cut)
-    found = (reread(step) for step in steps if isinstance(step, Compute))
+    found = (reread(step, most) for step in steps if isinstance(step, Compute))
     return max((sum(map(aligned, each.values())) for each in found), default=0)
 
 

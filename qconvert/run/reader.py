@@ -25,11 +25,12 @@ class Reader:
         self._fetching = Fetching(shards)
         self.far = any(shard.remote is not None for shard in shards)
 
-    def expect(self, units: Iterable[Unit]) -> None:
-        """These units are run next: what they read of a store is asked for now."""
+    def expect(self, units: Iterable[Unit], room: int = 0) -> None:
+        """These units are run next: what they read of a store is asked for now. A step has so much
+        `room` to keep what it reads more than once."""
         if self.far:
             shards = self._shards
-            ranges = (r for r in ranges_of(units) if shards[r[0]].remote is not None)
+            ranges = (r for r in ranges_of(units, room) if shards[r[0]].remote is not None)
             self._fetching.expect(ranges)
 
     def _open_shard(self, number: int) -> int:

@@ -39,8 +39,8 @@ _READ_BYTES = 4 << 20
 
 
 def identity_of(ready: Prepared) -> dict[str, Any]:
-    """What makes this run this run. A journal with another identity is not resumed, `seen` aside; the
-    manifest keeps all of it but what this machine's files are like."""
+    """What makes this run this run. A journal with another identity is not resumed, `seen` and `stores`
+    aside; the manifest keeps all of it but what this machine's files are like."""
     checkpoint = ready.plan.checkpoint
     return {
         "qconvert": __version__,
@@ -53,6 +53,7 @@ def identity_of(ready: Prepared) -> dict[str, Any]:
         "linked": [file.name for file in ready.layout.files if file.link is not None],
         "stat": [shard.stat for shard in checkpoint.shards],
         "seen": seen(checkpoint.shards),
+        "stores": sorted({s.remote.store.url for s in checkpoint.shards if s.remote is not None}),
     }
 
 

@@ -12,21 +12,21 @@ from typing import Any
 import xxhash
 
 from qconvert.core.errors import RowError, RunError, ScaleError
-from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source, aligned
+from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source
 from qconvert.plan.units import (
     COPY_BYTES,
+    FAR_REREAD_BYTES,
     PART_BYTES,
+    REREAD_BYTES,
     Compute,
     Copy,
     Unit,
     Write,
-    compute_bytes,
-    gathered_bytes,
     gathered_of,
+    kept_in,
     node_bytes,
     parts_of,
     read_whole,
-    reread,
     scratch_of,
     taken_by_others,
 )
@@ -135,7 +135,7 @@ class UnitRunner:
 
     def expect(self, units: Iterable[Unit]) -> None:
         """These are run next, in this order."""
-        self._reader.expect(units)
+        self._reader.expect(units, self._arena.size)
 
     def run(self, unit: Unit, places: Mapping[str, Place]) -> UnitResult:
         """Make the unit's outputs and leave them with the sink, which writes them in its own time.
@@ -262,13 +262,9 @@ class Job:
         self._arena.reset(mark)
 
     def _keep_what_is_reread(self, step: Compute) -> None:
-        """Take room for what several nodes read, where there is that much beside all else. Not of a
-        store: what was asked for of it twice is read twice."""
-        wanted = reread(step)
-        size = sum(map(aligned, wanted.values()))
-        beside = compute_bytes(step) + gathered_bytes(step)
-        if self._reader.far or size + beside > self._arena.size - self._arena.mark():
-            wanted = {}
+        """Take room for what several nodes read, where there is that much beside all else."""
+        most = FAR_REREAD_BYTES if self._reader.far else REREAD_BYTES
+        wanted = kept_in(step, self._arena.size - self._arena.mark(), most)
         self._kept = {piece: Kept(self._arena.take(count)) for piece, count in wanted.items()}
 
     def _argument(

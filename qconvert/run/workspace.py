@@ -576,9 +576,13 @@ def identity_in(manifest: Path) -> Any:
     return found.get("identity") if isinstance(found, dict) else None
 
 
+# Of a run's identity: what files are like on this machine, and where they were read.
+_HERE = ("stat", "seen", "stores")
+
+
 def lasting(identity: Mapping[str, Any]) -> dict[str, Any]:
     """What of a run's identity the manifest keeps: all but what this machine's files are like."""
-    return {key: value for key, value in identity.items() if key not in ("stat", "seen")}
+    return {key: value for key, value in identity.items() if key not in _HERE}
 
 
 def _folders(root: Path, names: Sequence[str]) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.hub_cache import cached_id
+from qconvert.checkpoint.store import mirrored_repo
 from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
 from qconvert.hub.card.loaders import TRANSFORMERS, Loads, library, takers
 
@@ -114,10 +115,10 @@ def base_model_of(front: Mapping[str, Any]) -> str | None:
 
 
 def base_of(root: Path, source: Mapping[str, Any]) -> str | None:
-    """The repo of a source: the one that its folder is a snapshot of, else the base_model of its README;
-    None if neither is known. `_name_or_path` of config.json is not used: after training it is often a
-    local path, and `checkpoints/final` looks like a repo."""
-    name = cached_id(root)
+    """The repo of a source: the one that its folder is a snapshot or a mirror of, else the base_model of
+    its README; None if neither is known. `_name_or_path` of config.json is not used: after training it
+    is often a local path, and `checkpoints/final` looks like a repo."""
+    name = cached_id(root) or mirrored_repo(root)
     return name if is_id(name) else base_model_of(source)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from qconvert.client.http import library
 from qconvert.core.errors import OutputError, QConvertError, RunError
 from qconvert.core.say import say
-from qconvert.hub.http import library
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -28,6 +28,18 @@ TRIES = 6
 _LONGEST = 60.0
 # Seconds; the longest wait that the Hub asks for and gets. It may ask for hours.
 MOST_ASKED = 300.0
+WRITING: Mapping[int, str] = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token that is valid",
+    403: "the token lacks permission; use one with write access to the repo",
+    404: "it does not exist, or the token has no access to it",
+    413: "the file is too large for the Hub; convert again with a smaller --max-shard-size",
+}
+# Of a repo that is read. The Hub says 401 of a name that nobody has, too.
+READING: Mapping[int, str] = {
+    401: "check its name; for a private or gated repo log in with `hf auth login`, or set HF_TOKEN",
+    403: "the token has no access; to a gated repo ask for it on its page, with the token's account",
+    404: "check its name and revision; the token may have no access to it",
+}
 _USERINFO = re.compile(r"(?<=://)[^/\s@]*@")
 
 
@@ -124,13 +136,15 @@ def patiently(
     say: Say = to_stderr,
     once: str | None = None,
     then: str = "try again later",
+    why: Mapping[int, str] = WRITING,
 ) -> T:
     """Call until it succeeds: up to TRIES times, waiting 1, 2, 4, ... seconds or what the Hub asks for,
     MOST_ASKED at most; `say` gets a line for each retry.
 
     `what` names the request in errors. `once` is part of the path of a request that must not be
     carried out twice: where it may have been, it is not retried. `then` tells the user what to do after
-    the last try. Raises Refused for failures that are not transient, RunError after the last try.
+    the last try, `why` what to do about a status that is not retried. Raises Refused for failures that
+    are not transient, RunError after the last try.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -142,7 +156,7 @@ def patiently(
             if fault is None:
                 raise _translated(error, what) from error
             if not fault.is_transient:
-                raise Refused(fault.status or 0, _refusal(fault, what)) from error
+                raise Refused(fault.status or 0, _refusal(fault, what, why)) from error
             if once is not None and once in fault.path and fault.status not in _NOT_DONE:
                 raise RunError(
                     f"{what}: {fault}; the Hub may have carried it out: look at the repo, and if a pull "
@@ -174,13 +188,5 @@ def _translated(error: Exception, what: str) -> Exception:
     return error
 
 
-_WHY = {
-    401: "log in with `hf auth login`, or set HF_TOKEN to a token that is valid",
-    403: "the token lacks permission; use one with write access to the repo",
-    404: "it does not exist, or the token has no access to it",
-    413: "the file is too large for the Hub; convert again with a smaller --max-shard-size",
-}
-
-
-def _refusal(fault: Fault, what: str) -> str:
-    return f"{what}: {fault}; {_WHY.get(fault.status or 0, 'a retry would not help')}"
+def _refusal(fault: Fault, what: str, why: Mapping[int, str]) -> str:
+    return f"{what}: {fault}; {why.get(fault.status or 0, 'a retry would not help')}"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qconvert.client.retries import patiently, without_userinfo
 from qconvert.core.errors import CheckpointError
-from qconvert.hub.retries import patiently, without_userinfo
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -1,0 +1,194 @@
+"""A commit of a repo on the Hub as a store: its files are read by ranges; nothing is downloaded first.
+
+A branch is looked up once for a command, and what it stood for then is read to the end: a commit's files
+never change. Their marks are the hashes that the Hub lists them with. What the client's cache has of the
+commit is read there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from qconvert.checkpoint.hub_cache import Repo, parse_repo
+from qconvert.checkpoint.store import MOST_OBJECTS, Stored
+from qconvert.client.download import client
+from qconvert.client.http import library
+from qconvert.client.ranges import ranges_of
+from qconvert.client.retries import READING, Refused, patiently
+from qconvert.core.errors import CheckpointError, UsageError
+from qconvert.core.links import open_inside
+from qconvert.core.shown import shortened
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
+
+# Of git's, or of the bytes.
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubStore:
+    """A commit of a repo, at a Hub. Can be sent to other processes, which take the token from their own
+    environment. Its methods raise CheckpointError for what is not there or not allowed, RunError where
+    the Hub fails for too long."""
+
+    repo: str
+    commit: str
+    endpoint: str
+
+    @property
+    def url(self) -> str:
+        return f"hf://{self.repo}@{self.commit}"
+
+    def listed(self) -> Sequence[Stored]:
+        """All files of the commit, asked for once a process."""
+        return _listed(self)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        if stop <= start:
+            return b""
+        data = _cached(self, name, start, stop)
+        if data is not None:
+            return data
+        try:
+            return ranges_of(self.endpoint, self.repo, self.commit).read(name, start, stop)
+        except Refused as error:
+            raise CheckpointError(str(error)) from error
+
+
+def store_at(url: str) -> HubStore:
+    """The store of `hf://ORG/NAME@COMMIT`. Raises UsageError where no commit is named."""
+    repo = parse_repo(url)
+    if repo is None or not repo.is_commit:
+        raise UsageError(f"{url}: expected hf://ORG/NAME@COMMIT, with all 40 digits of the commit")
+    return HubStore(repo.id, str(repo.revision), client().endpoint)
+
+
+def store_of_repo(repo: Repo, where: str) -> HubStore | None:
+    """The store of the commit that a repo's revision stands for now, or stood for when this command
+    first asked; None where the Hub cannot be reached. `where` is how the user named it. Raises
+    CheckpointError for what is not there or not allowed."""
+    commit = commit_of(repo, where)
+    return None if commit is None else HubStore(repo.id, commit, client().endpoint)
+
+
+_PINNED: ContextVar[dict[Repo, str] | None] = ContextVar("pinned", default=None)
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Within this a revision stands for the commit that it stood for when it was first asked for: a
+    command reads one commit, whatever happens to the branch."""
+    if _PINNED.get() is not None:
+        yield
+        return
+    token = _PINNED.set({})
+    try:
+        yield
+    finally:
+        _PINNED.reset(token)
+
+
+class _OutOfReach(CheckpointError):
+    """The Hub did not answer at all."""
+
+
+def commit_of(repo: Repo, where: str) -> str | None:
+    """The commit that the repo's revision stands for, None where the Hub cannot be asked (offline, no
+    answer at all: no use in waiting, since the cache may do). Raises CheckpointError for a repo that
+    is not there or not allowed, RunError where the Hub fails for too long."""
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        return None
+    if repo.is_commit:
+        return repo.revision
+    known = _PINNED.get()
+    if known is not None and repo in known:
+        return known[repo]
+    api = client()
+
+    def look() -> str:
+        try:
+            return str(api.repo_info(repo.id, revision=repo.revision).sha)
+        except library().TransportError as error:
+            raise _OutOfReach(str(error)) from error
+
+    try:
+        commit = patiently(look, f"looking for {repo}", why=READING)
+    except _OutOfReach:
+        return None
+    except Refused as error:
+        raise CheckpointError(
+            f"{where} is neither a folder nor a repo that can be read: {error}"
+        ) from error
+    if not Repo(repo.id, commit).is_commit:
+        raise CheckpointError(
+            f"{where}: the Hub says that it is at commit {shortened(commit, 80)!r}, expected 40 digits; "
+            "check HF_ENDPOINT"
+        )
+    if known is not None:
+        known[repo] = commit
+    return commit
+
+
+@lru_cache(maxsize=64)
+def _listed(store: HubStore) -> tuple[Stored, ...]:
+    from huggingface_hub import HfApi, RepoFile
+
+    api = HfApi(endpoint=store.endpoint)
+
+    def once() -> list[RepoFile]:
+        listed = api.list_repo_tree(store.repo, recursive=True, revision=store.commit)
+        # A list that has no end is cut: of so many files a repo is refused.
+        some = islice(listed, 2 * MOST_OBJECTS)
+        return [each for each in some if isinstance(each, RepoFile)]
+
+    try:
+        files = patiently(once, f"listing {store.repo}", why=READING)
+    except Refused as error:
+        raise CheckpointError(str(error)) from error
+    return tuple(_stored(store, file) for file in sorted(files, key=lambda file: str(file.path)))
+
+
+def _stored(store: HubStore, file: RepoFile) -> Stored:
+    """A file as the Hub lists it: its size, and a hash of its content for a mark."""
+    size, mark = (file.size, file.blob_id) if file.lfs is None else (file.lfs.size, file.lfs.sha256)
+    sound = type(size) is int and 0 <= size < 1 << 63 and isinstance(mark, str)
+    if not (sound and _HASH.fullmatch(mark)):
+        raise CheckpointError(
+            f"{store.url}: expected {shortened(str(file.path), 200)!r} to be listed with a size and a "
+            f"hash, found {shortened(repr((size, mark)), 200)}; check HF_ENDPOINT"
+        )
+    return Stored(str(file.path), size, mark)
+
+
+def _cached(store: HubStore, name: str, start: int, stop: int) -> bytes | None:
+    """A range of a file that the client's cache has of this commit, None where it does not have it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(store.repo, name, revision=store.commit)
+    if not isinstance(found, str):
+        return None
+    # Links in the cache lead to its blobs; one that does not is not followed.
+    snapshot = Path(found).parents[len(PurePosixPath(name).parts) - 1]
+    try:
+        fd = open_inside(snapshot, name)
+    except FileNotFoundError:  # it was deleted meanwhile
+        return None
+    try:
+        data = os.pread(fd, stop - start, start)
+    except OSError as error:
+        raise CheckpointError(f"{found}: cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+    return data if len(data) == stop - start else None
