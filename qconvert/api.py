@@ -192,6 +192,8 @@ class PlanOptions(TypedDict, total=False):
 
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
+
+    `disk_budget` (bytes, or `60GiB`) is the most disk that a run may take. It is not part of the plan.
     """
 
     memory: int | str | None
@@ -210,6 +212,7 @@ class PlanOptions(TypedDict, total=False):
     work_dir: str | Path | None
     device: str | None
     until: Until | str | float | None
+    disk_budget: int | str | None
 
 
 @dataclass(frozen=True)
@@ -1041,7 +1044,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
         engine=_engine(options), address=options.get("address"), device=options.get("device"),
-        until=Until.of(options.get("until")),
+        until=Until.of(options.get("until")), disk_budget=_size(options.get("disk_budget")),
     )  # fmt: skip
 
 

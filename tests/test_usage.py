@@ -35,8 +35,9 @@ _OUTS = [*_PATHS, "s3://", "s3://b/../c", "https://h/model"]
 _SCALES = ["", "0", "-1", "inf", "nan", "x"]
 # Values that an option refuses by their text, for each that takes a value.
 _BAD: dict[str, list[str]] = {
-    "memory": _SIZES, "max_shard_size": _SIZES, "jobs": _COUNTS, "groups": _COUNTS,
-    "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS, "logits": _COUNTS,
+    "memory": _SIZES, "max_shard_size": _SIZES, "disk_budget": _SIZES, "jobs": _COUNTS,
+    "groups": _COUNTS, "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS,
+    "logits": _COUNTS,
     "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
     "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
     "validate": _CHOICES, "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],

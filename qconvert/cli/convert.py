@@ -15,6 +15,7 @@ import click
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.options import (
+    DISK_BUDGET,
     DRY_RUN,
     JSON,
     LOG_JSON,
@@ -63,6 +64,7 @@ class RunOptions(TypedDict):
     until: str | None
     log_json: str | None
     work_dir: Path | None
+    disk_budget: int | None
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -141,6 +143,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
         "it. [default: ~/.cache/qconvert/outputs]",
     ),
+    DISK_BUDGET,
     PROFILE,
     DRY_RUN,
     _engine_checked,
@@ -176,7 +179,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None}
+    here |= {"until": None, "log_json": None, "disk_budget": None}
     options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
@@ -325,7 +328,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "command": tuple(words),
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
-        "device": options.get("device"),
+        "device": options.get("device"), "disk_budget": options["disk_budget"],
     }  # fmt: skip
 
 

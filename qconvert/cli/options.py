@@ -415,6 +415,13 @@ LOG_JSON = click.option(
 )  # fmt: skip
 
 
+DISK_BUDGET = click.option(
+    "--disk-budget", type=Size(), metavar="SIZE",
+    help="Most disk that the run may take, e.g. 60GiB: one that is too small is refused while "
+    "planning, with the smallest that works. [default: no limit; for an OUT on the Hub, some shards]",
+)  # fmt: skip
+
+
 def base_model(default: str) -> Callable[[F], F]:
     return click.option(
         "--base-model", metavar="ORG/NAME", type=ModelId(),

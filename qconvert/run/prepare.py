@@ -42,7 +42,8 @@ class Options:
     in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
     cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
     `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays.
-    `until`: the run stops by then, and leaves what it has not done to the same run again."""
+    `until`: the run stops by then, and leaves what it has not done to the same run again.
+    `disk_budget` is the most disk that a run may take, None for no limit."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -58,6 +59,7 @@ class Options:
     address: str | None = None
     device: str | None = None
     until: Until | None = None
+    disk_budget: int | None = None
 
 
 @dataclass(frozen=True)
