@@ -49,6 +49,14 @@ from qconvert.core.errors import (
 from qconvert.core.sizes import parse_size
 from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.destination import (
+    check_streamed,
+    hub_destination,
+    hub_work_folder,
+    is_hub,
+    outlet_of,
+)
+from qconvert.hub.outlet import HubOutlet
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drafts import GraftDraft
@@ -59,6 +67,7 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.backend import Backend
 from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.delivery import Delivery, check_urls_apart
 from qconvert.run.division import Shard, parse_shard
@@ -70,9 +79,10 @@ from qconvert.run.preview import Outlook, foreseen
 from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.sharing import Share, share_of
+from qconvert.run.staging import publish_order
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.until import Until
-from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+from qconvert.run.workspace import check_apart, check_disk, check_folders_apart, clean
 from qconvert.runtimes.balance import Cut, balanced
 from qconvert.runtimes.consumers import Consumer, parse_consumer
 from qconvert.runtimes.pipeline import (
@@ -193,6 +203,10 @@ class PlanOptions(TypedDict, total=False):
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
 
+    An `out` that is a repo on the Hub (`hf://ORG/NAME`, `@BRANCH`) gets its shards while others are
+    made; each is removed from the folder below `work_dir` when it is there, and all become visible in
+    one commit at the end. The repo is made where it is missing, `private` if that is asked for.
+
     `disk_budget` (bytes, or `60GiB`) is the most disk that a run may take. It is not part of the plan.
     """
 
@@ -213,18 +227,21 @@ class PlanOptions(TypedDict, total=False):
     device: str | None
     until: Until | str | float | None
     disk_budget: int | str | None
+    private: bool
 
 
 @dataclass(frozen=True)
 class PlannedFolder:
-    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds the
-    warnings of the header rules. `out` is None if no folder was named; with a `url`, it is where the
-    folder is made before it is sent there."""
+    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds
+    the warnings of the header rules. `out` is None if no folder was named; with a `url`, it is where
+    the folder is made before it is sent there, or, where that is a repo on the Hub (`hf://`), while it
+    is made. `private`: that repo is to be."""
 
     out: Path | None
     ready: Prepared
     verdict: Verdict
     url: str | None = None
+    private: bool = False
 
     @property
     def name(self) -> str | None:
@@ -233,8 +250,17 @@ class PlannedFolder:
 
     @property
     def delivery(self) -> Delivery | None:
-        """How a result gets to its store, None for one that stays here."""
-        return None if self.url is None else Delivery(store_of(self.url), self.ready)
+        """How a result gets to its store, None for one that stays here or is streamed."""
+        if self.url is None or is_hub(self.url):
+            return None
+        return Delivery(store_of(self.url), self.ready)
+
+    @property
+    def outlet(self) -> HubOutlet | None:
+        """The repo that a result goes to while it is made, None for any other place."""
+        if self.url is None or not is_hub(self.url):
+            return None
+        return outlet_of(self.ready, self.url, private=self.private)
 
     @property
     def tensors(self) -> int:
@@ -422,8 +448,9 @@ def plan(
     steps, checkpoint = _recipe(recipe), _source(source, options)
     folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
-    running, card = _running(steps, options), options.get("base_model")
-    return _sent(Planned(checkpoint, _judged([made], [folder], checkpoint, running, card)), url)
+    running, card = _streaming(_running(steps, options), [url]), options.get("base_model")
+    planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
+    return _sent(planned, [url], options)
 
 
 def plan_after(
@@ -487,7 +514,8 @@ def plan_graft(
     checkpoint = _grafted(source, draft, options)
     folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
-    running, card = _running(Recipe("graft", ()), options), options.get("base_model")
+    running = _streaming(_running(Recipe("graft", ()), options), [url])
+    card = options.get("base_model")
     planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
     carried = planned.folders[0].verdict.carried
     wrong = [
@@ -501,7 +529,7 @@ def plan_graft(
             f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
             "draft from one release"
         )
-    return _sent(planned, url)
+    return _sent(planned, [url], options)
 
 
 def plan_stages(
@@ -995,6 +1023,13 @@ def _placed(
 ) -> tuple[Path | None, str | None]:
     """The folder that a result is made in, and the URL that it is sent to. Raises OutputError for one on
     top of the source, UsageError for what cannot be done in a store."""
+    if out is not None and is_hub(out):
+        repo = hub_destination(str(out))
+        check_streamed(repo, options.get("shard"), options.get("engine", "local"))
+        work = hub_work_folder(repo, options.get("work_dir"))
+        if options.get("for_run"):
+            check_apart(work, source)
+        return work, f"hf://{repo}"
     if out is None or not is_url(out):
         folder = None if out is None else _here(out, options)
         if folder is not None and options.get("for_run"):
@@ -1023,10 +1058,25 @@ def _here(out: str | Path, options: PlanOptions) -> Path:
     return Path(out)
 
 
-def _sent(planned: Planned, url: str | None) -> Planned:
-    """A plan of one folder, whose result is sent to a store."""
-    (folder,) = planned.folders
-    return replace(planned, folders=(replace(folder, url=url),))
+def _sent(planned: Planned, urls: Sequence[str | None], options: PlanOptions) -> Planned:
+    """A plan whose folders are sent elsewhere, one to each URL. Raises UsageError for --private where
+    none is a repo's."""
+    private = options.get("private", False)
+    if private and not any(url is not None and is_hub(url) for url in urls):
+        raise UsageError("--private is of a repo that is made on the Hub: name one, hf://ORG/NAME")
+    return replace(
+        planned,
+        folders=tuple(
+            replace(folder, url=url, private=private)
+            for folder, url in zip(planned.folders, urls, strict=True)
+        ),
+    )
+
+
+def _streaming(running: Options, urls: Sequence[str | None]) -> Options:
+    """The options of a run whose results go to the Hub while they are made."""
+    streamed = any(url is not None and is_hub(url) for url in urls)
+    return replace(running, streamed=True) if streamed else running
 
 
 def _size(given: int | str | None) -> int | None:
@@ -1099,11 +1149,12 @@ def _foreseen(planned: Planned) -> list[Outlook]:
 
 def _foreseen_there(folder: PlannedFolder, look: Outlook) -> Outlook:
     """What a run finds of a result that goes to a store."""
-    if folder.delivery is None:
+    place = folder.delivery or folder.outlet
+    if place is None:
         return look
     look = replace(look, url=folder.url)
     try:
-        found = folder.delivery.look()
+        found = place.look()
     except QConvertError as error:
         return replace(look, state=None, refusals=(*look.refusals, str(error)))
     return replace(look, state="finished", done=look.units) if found == "finished" else look
@@ -1113,6 +1164,9 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     parts = _named(planned)
     backend = backend_for([ready.plan for ready, _ in parts])
     first = planned.folders[0]
+    outlets = [folder.outlet for folder in planned.folders if folder.outlet is not None]
+    if outlets:
+        return _streamed_out(planned, parts, outlets, events, backend)
     if first.delivery is None:
         receipts = run_together(parts, events=events, backend=backend)
         return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
@@ -1131,6 +1185,31 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     delivery.clear(folder, Files())
     # What was made before and only sent now is no result that was there already.
     return [_result(first, replace(done, already_done=False))]
+
+
+def _streamed_out(
+    planned: Planned,
+    parts: Sequence[tuple[Prepared, Path]],
+    outlets: Sequence[HubOutlet],
+    events: Events | None,
+    backend: Backend | None,
+) -> list[Result]:
+    """Run a plan whose folders all go to the Hub while they are made."""
+    if all(outlet.look() == "finished" for outlet in outlets):
+        for _, work in parts:  # of a run that was killed after its last request
+            clean(work, Files())
+        return [
+            _result(
+                folder,
+                RunResult(
+                    work, ready.fingerprint, tuple(publish_order(ready)), ready.layout.nbytes,
+                    already_done=True,
+                ),
+            )
+            for folder, (ready, work) in zip(planned.folders, parts, strict=True)
+        ]  # fmt: skip
+    done = run_together(parts, events=events, backend=backend, outlets=outlets)
+    return [_result(*each) for each in zip(planned.folders, done, strict=True)]
 
 
 def _result(planned: PlannedFolder, done: RunResult) -> Result:

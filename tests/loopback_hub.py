@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     # --- One request ------------------------------------------------------------------------------
 
@@ -293,6 +293,9 @@ class _Handler(BaseHTTPRequestHandler):
             ("POST", r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self._preupload),
             ("POST", r"/api/models/([^/]+/[^/]+)/commit/(.+)", self._commit),
             ("POST", r"/api/models/([^/]+/[^/]+)/branch/(.+)", self._branch),
+            ("DELETE", r"/api/models/([^/]+/[^/]+)/branch/(.+)", self._drop_branch),
+            ("POST", r"/api/models/([^/]+/[^/]+)/paths-info/(.+)", self._paths_info),
+            ("GET", r"/api/models/([^/]+/[^/]+)/refs", self._refs),
             ("GET", r"/api/models/([^/]+/[^/]+)/tree/(.+)", self._tree),
             ("GET", r"/api/models/([^/]+/[^/]+)/revision/(.+)", self._info),
             ("GET", r"/api/models/([^/]+/[^/]+)", self._info),
@@ -435,6 +438,11 @@ class _Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "header":
                 message = value["summary"]
+                parent = value.get("parentCommit")
+                if parent is not None and self._named(repo, revision) != parent:
+                    raise _Refused(
+                        412, "", "A commit has happened since. Please refresh and try again."
+                    )
             elif item["key"] == "file":
                 tree[value["path"]] = Blob(base64.b64decode(value["content"]), None)
             elif item["key"] == "lfsFile":
@@ -471,6 +479,42 @@ class _Handler(BaseHTTPRequestHandler):
         repo.refs[branch] = repo.refs["main"]
         self._answer(201, {})
 
+    def _drop_branch(self, name: str, branch: str) -> None:
+        self._writer()
+        repo = self._repo(name)
+        if branch == "main" or branch.startswith("refs/"):
+            raise _Refused(403, "", "Cannot delete this reference")
+        if branch not in repo.refs:
+            raise _Refused(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+        del repo.refs[branch]
+        self._answer(200, {})
+
+    def _refs(self, name: str) -> None:
+        repo = self._repo(name)
+        branches = [
+            {"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": sha}
+            for ref, sha in repo.refs.items()
+            if not ref.startswith("refs/")
+        ]
+        self._answer(200, {"branches": branches, "converts": [], "tags": []})
+
+    def _paths_info(self, name: str, revision: str) -> None:
+        repo = self._repo(name)
+        tree = repo.commits[self._named(repo, revision)]
+        wanted = parse_qs(self.body.decode())["paths"]
+        self._answer(200, [self._entry(path, tree[path]) for path in wanted if path in tree])
+
+    def _entry(self, path: str, blob: Blob) -> dict[str, Any]:
+        """A file as the Hub lists it."""
+        entry: dict[str, Any] = {
+            "type": "file", "path": path, "size": len(blob.data), "oid": blob.oid,
+        }  # fmt: skip
+        if blob.lfs is not None:
+            # What lies there, unless the server only repeats what it was told.
+            oid = blob.lfs if self.hub.lying_tree else sha256(blob.data).hexdigest()
+            entry["lfs"] = {"oid": oid, "size": len(blob.data), "pointerSize": 130}
+        return entry
+
     def _info(self, name: str, revision: str = "main") -> None:
         repo = self._repo(name)
         sha = self._named(repo, revision)
@@ -482,16 +526,7 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self._repo(name)
         tree = sorted(repo.commits[self._named(repo, revision)].items())
         start = int(self.query.get("cursor", ["0"])[0])
-        listed: list[dict[str, Any]] = []
-        for path, blob in tree[start : start + self.hub.page]:
-            entry: dict[str, Any] = {
-                "type": "file", "path": path, "size": len(blob.data), "oid": blob.oid,
-            }  # fmt: skip
-            if blob.lfs is not None:
-                # What lies there, unless the server only repeats what it was told.
-                oid = blob.lfs if self.hub.lying_tree else sha256(blob.data).hexdigest()
-                entry["lfs"] = {"oid": oid, "size": len(blob.data), "pointerSize": 130}
-            listed.append(entry)
+        listed = [self._entry(path, blob) for path, blob in tree[start : start + self.hub.page]]
         headers = {}
         if start + self.hub.page < len(tree):
             stem = f"{self.hub.url}{self.path.partition('?')[0]}"

@@ -21,6 +21,7 @@ from qconvert.cli.options import (
     LOG_JSON,
     OPENING,
     OUT,
+    PRIVATE,
     SOURCE,
     UNTIL,
     Address,
@@ -65,6 +66,7 @@ class RunOptions(TypedDict):
     log_json: str | None
     work_dir: Path | None
     disk_budget: int | None
+    private: bool
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -141,9 +143,11 @@ RUNNING: Callable[[F], F] = stacked(
         type=Folder(),
         metavar="DIR",
         help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
-        "it. [default: ~/.cache/qconvert/outputs]",
+        "it, and shards of one on the Hub (hf://ORG/NAME) until they are. "
+        "[default: ~/.cache/qconvert/outputs]",
     ),
     DISK_BUDGET,
+    PRIVATE,
     PROFILE,
     DRY_RUN,
     _engine_checked,
@@ -179,7 +183,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None, "disk_budget": None}
+    here |= {"until": None, "log_json": None, "disk_budget": None, "private": False}
     options = cast(RunOptions, {**rest, **running, **here})
     convert(load_recipe(recipe, data), source, out, options)
 
@@ -329,6 +333,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
         "device": options.get("device"), "disk_budget": options["disk_budget"],
+        "private": options["private"],
     }  # fmt: skip
 
 
