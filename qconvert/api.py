@@ -56,6 +56,7 @@ from qconvert.hub.destination import (
     is_hub,
     outlet_of,
 )
+from qconvert.hub.file_diff import FileDifference, FilesCompared, compare_files
 from qconvert.hub.outlet import HubOutlet
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes.amx import ExpertsToAmx
@@ -112,6 +113,8 @@ __all__ = (
     "Difference",
     "Evaluation",
     "Events",
+    "FileDifference",
+    "FilesCompared",
     "Finding",
     "FolderStatus",
     "Machine",
@@ -144,6 +147,7 @@ __all__ = (
     "check_upload",
     "destination",
     "diff",
+    "diff_files",
     "evaluate",
     "load_recipe",
     "merge_parts",
@@ -975,6 +979,13 @@ def diff(
     only names, dtypes and shapes are compared. Raises CheckpointError."""
     first, second = (_checkpoint(where, follow_links=follow_links) for where in (a, b))
     return compare(first, second, data=data)
+
+
+def diff_files(a: str | Path, b: str | Path, *, follow_links: bool = False) -> FilesCompared:
+    """Compare a folder with a repo on the Hub (`hf://ORG/NAME`, `@REVISION`), or two repos, file by
+    file, by the sizes and hashes that the Hub lists: not a byte of weights is fetched, and hidden
+    files are left out. Raises UsageError for two folders, CheckpointError, OutputError, RunError."""
+    return compare_files(a, b, follow_links=follow_links)
 
 
 class _Counted:

@@ -24,8 +24,8 @@ from qconvert.cli.options import (
     PRIVATE,
     SOURCE,
     UNTIL,
+    WORK_FOLDER,
     Address,
-    Folder,
     OutName,
     PassName,
     Size,
@@ -138,14 +138,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
         "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
     ),
-    click.option(
-        "--work-dir",
-        type=Folder(),
-        metavar="DIR",
-        help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
-        "it, and shards of one on the Hub (hf://ORG/NAME) until they are. "
-        "[default: ~/.cache/qconvert/outputs]",
-    ),
+    WORK_FOLDER,
     DISK_BUDGET,
     PRIVATE,
     PROFILE,

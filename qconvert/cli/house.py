@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from qconvert.cli.options import OUT_FOLDER, Folder
+from qconvert.cli.options import DRY_RUN, WORK_FOLDER, Folder, FolderOrRepo
 from qconvert.core.say import say
 
 
@@ -59,22 +59,59 @@ def show_recipe(name: str) -> None:
 
 
 @click.command()
-@OUT_FOLDER
-def clean(out: Path) -> None:
+@click.argument("out", type=FolderOrRepo())
+@WORK_FOLDER
+@DRY_RUN
+def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
     """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one
     that was being repaired is unfinished.
 
+    Of a repo on the Hub (hf://ORG/NAME) the branches with shards of unfinished results are removed, and
+    the folder on this machine that they were made in. A run that is at work there sends them again.
+
     \b
-    Example:
+    Examples:
       qconvert clean DeepSeek-V3-bf16
+      qconvert clean hf://me/DeepSeek-V3-bf16 --dry-run
     """
-    from qconvert.core.errors import OutputError
+    from qconvert.core.errors import OutputError, UsageError
+    from qconvert.run.files import Files
+    from qconvert.run.preview import unfinished
+    from qconvert.run.workspace import clean as drop
+
+    if isinstance(out, str):
+        _clean_repo(out, work_dir, dry_run=dry_run)
+        return
+    if work_dir is not None:
+        raise UsageError("--work-dir is for an OUT on the Hub, hf://ORG/NAME")
+    if not out.is_dir():
+        raise OutputError(f"{out}: no such folder")
+    if dry_run:
+        found = unfinished(out)
+        say(*(f"unfinished work in {folder}" for folder in found))
+        if not found:
+            say("nothing to clean")
+        return
+    say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
+
+
+def _clean_repo(where: str, work_dir: Path | None, *, dry_run: bool) -> None:
+    """Remove what runs to a repo left, there and here."""
+    from qconvert.hub.clean import leftovers_of, remove_branches
     from qconvert.run.files import Files
     from qconvert.run.workspace import clean as drop
 
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such folder")
-    say(f"dropped unfinished work in {out}" if drop(out, Files()) else "nothing to clean")
+    found = leftovers_of(where, work_dir)
+    does = "unfinished" if dry_run else "dropped"
+    if not dry_run:
+        if found.folder is not None:  # refused while a run is at work there
+            drop(found.folder, Files())
+        remove_branches(found)
+    if found.folder is not None:
+        say(f"{does}  work in {found.folder}")
+    say(*(f"{does}  branch {name} of {found.repo}" for name in found.branches))
+    if found.folder is None and not found.branches:
+        say("nothing to clean")
 
 
 @click.command()

@@ -250,6 +250,17 @@ class OutName(Folder):
             self.fail(str(error), param, ctx)
 
 
+class FolderOrRepo(Folder):
+    """A folder's path, or a repo on the Hub."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from qconvert.checkpoint.store import is_url
+
+        if is_url(value):
+            self.fail(f"{value} is a URL; name a folder, or hf://ORG/NAME", param, ctx)
+        return OutName().convert(value, param, ctx)
+
+
 class File(Folder):
     """The path of a file that exists."""
 
@@ -425,6 +436,12 @@ DISK_BUDGET = click.option(
 )  # fmt: skip
 
 
+WORK_FOLDER = click.option(
+    "--work-dir", type=Folder(), metavar="DIR",
+    help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of it, "
+    "and shards of one on the Hub (hf://ORG/NAME) until they are. "
+    "[default: ~/.cache/qconvert/outputs]",
+)  # fmt: skip
 PRIVATE = click.option("--private", is_flag=True, help="Make the repo private if it is created.")
 
 
