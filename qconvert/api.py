@@ -54,7 +54,10 @@ from qconvert.hub.destination import (
     hub_destination,
     hub_work_folder,
     is_hub,
+    naming_other,
+    naming_stages,
     outlet_of,
+    stage_repo,
 )
 from qconvert.hub.file_diff import FileDifference, FilesCompared, compare_files
 from qconvert.hub.outlet import HubOutlet
@@ -486,16 +489,21 @@ def plan_pair(
     **options: Unpack[PlanOptions],
 ) -> Planned:
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
-    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
+    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128). Both
+    may be repos on the Hub; the card of each then names the other."""
     checkpoint = _source(source, options)
-    outs = (_here(cpu_out, options), _here(gpu_out, options))
+    outs, urls = _placed_together((cpu_out, gpu_out), checkpoint, options)
     if options.get("for_run"):
         for out in outs:
             check_apart(out, checkpoint)
         check_folders_apart(outs[1], outs[0])
     plans = pair_plans(Plan.identity(checkpoint), cpu, gpu or ExpertsToW4A16())
-    running, card = _running(Recipe("pair", ()), options), options.get("base_model")
-    return Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
+    if urls[0] is not None and urls[1] is not None:  # the card of each names the other
+        plans = naming_other(plans[0], urls[1]), naming_other(plans[1], urls[0])
+    running = _streaming(_running(Recipe("pair", ()), options), urls)
+    card = options.get("base_model")
+    planned = Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
+    return _sent(planned, urls, options)
 
 
 def plan_graft(
@@ -552,13 +560,16 @@ def plan_stages(
     `stages` are the layers of each (`15,15,15,16`, or numbers), or a number of stages (`4`) to split as
     `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `balance` cuts a number of stages
     so that the fullest one holds least. `link`: a shard that belongs to one
-    stage unchanged is hard-linked to the source's, where possible.
+    stage unchanged is hard-linked to the source's, where possible. With a repo on the Hub as `out`
+    (`hf://ORG/NAME`) each stage goes to its own, `ORG/NAME-stage-NN-of-NN`; their cards name one
+    another.
     """
     steps, checkpoint = _recipe(recipe), _source(source, options)
-    folder = _here(out, options)
+    repo = hub_destination(str(out)) if is_hub(out) else None
+    folder = _here(out, options) if repo is None else hub_work_folder(repo, options.get("work_dir"))
     if options.get("for_run"):
         check_apart(folder, checkpoint)
-    running = replace(_running(steps, options), link_near=folder if link else None)
+    running = replace(_running(steps, options), link_near=folder if link and not repo else None)
     whole = run_passes(Plan.identity(checkpoint), steps.passes)
     known: Runtime | None = check_runtime(runtime)
     unchecked = None if runtime is None else parse_consumer(runtime).unchecked
@@ -574,9 +585,18 @@ def plan_stages(
         before, after = Cut(partition, weights.held(partition)), balanced(weights)
         partition = after.partition
     plans = [part.check() for part in split_plan(whole, partition, known)]
+    urls: list[str | None] = [None for _ in plans]
+    if repo is not None:
+        check_streamed(repo, options.get("shard"), options.get("engine", "local"))
+        repos = [stage_repo(repo, part.facts["stage"]["folder"]) for part in plans]
+        plans = [naming_stages(part, [each.id for each in repos]) for part in plans]
+        urls = [f"hf://{each}" for each in repos]
     outs = [folder / part.facts["stage"]["folder"] for part in plans]
-    card = options.get("base_model")
-    folders = _judged(plans, outs, checkpoint, running, card, together=False)
+    running, card = _streaming(running, urls), options.get("base_model")
+    folders = _sent(
+        Planned(checkpoint, _judged(plans, outs, checkpoint, running, card, together=False)),
+        urls, options,
+    ).folders  # fmt: skip
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     planned = PlannedStages(
@@ -1058,9 +1078,27 @@ def _placed(
     return folder, url
 
 
+def _placed_together(
+    outs: Sequence[str | Path], source: Checkpoint, options: PlanOptions
+) -> tuple[list[Path], list[str | None]]:
+    """The folders that results of one run are made in, and the URLs of repos that they go to. Raises
+    UsageError where some are repos and others are not, or two are one."""
+    if not any(map(is_hub, outs)):
+        return [_here(out, options) for out in outs], [None for _ in outs]
+    if not all(map(is_hub, outs)):
+        raise UsageError(
+            f"{outs[0]} and {outs[1]}: one is a folder and one a repo on the Hub; name two of a kind"
+        )
+    placed = [_placed(out, source, options) for out in outs]
+    urls = [url for _, url in placed]
+    if len(set(urls)) < len(urls):
+        raise UsageError(f"{urls[0]}: is named for both sides; name another repo for one of them")
+    return [folder for folder, _ in placed if folder is not None], urls
+
+
 def _here(out: str | Path, options: PlanOptions) -> Path:
     """A folder of this machine. Raises UsageError for a URL."""
-    if is_url(out):
+    if is_url(out) or is_hub(out):
         raise UsageError(f"{out}: several folders are made at once; name folders of this machine")
     if options.get("work_dir") is not None:
         raise UsageError(

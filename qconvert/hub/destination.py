@@ -4,6 +4,8 @@ in."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,6 +15,7 @@ from qconvert.checkpoint.store import stores_root
 from qconvert.core.errors import UsageError
 from qconvert.hub.outlet import HubOutlet
 from qconvert.hub.retries import to_stderr
+from qconvert.plan.plan import Plan
 from qconvert.run.cluster import EngineName
 from qconvert.run.prepare import Prepared
 from qconvert.run.staging import identity_of, publish_order
@@ -72,3 +75,20 @@ def outlet_of(ready: Prepared, url: str, *, private: bool = False) -> HubOutlet:
         private=private,
         say=to_stderr,
     )
+
+
+def naming_other(side: Plan, url: str) -> Plan:
+    """A side of a pair whose manifest, and so its card, names the repo of the other side."""
+    fact = {**side.facts["pair"], "repo": hub_destination(url).id}
+    return replace(side, facts={**side.facts, "pair": fact})
+
+
+def naming_stages(stage: Plan, repos: Sequence[str]) -> Plan:
+    """A stage of a split whose manifest, and so its card, names the repos of all stages."""
+    fact = {**stage.facts["stage"], "repos": list(repos)}
+    return replace(stage, facts={**stage.facts, "stage": fact})
+
+
+def stage_repo(repo: Repo, folder: str) -> Repo:
+    """The repo of one stage of a split."""
+    return Repo(f"{repo.id}-{folder}", repo.revision)
