@@ -51,6 +51,19 @@ from qconvert.core.errors import (
 from qconvert.core.sizes import parse_size
 from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.clean import leftovers_of, remove_branches
+from qconvert.hub.destination import (
+    check_streamed,
+    hub_destination,
+    hub_work_folder,
+    is_hub,
+    naming_other,
+    naming_stages,
+    outlet_of,
+    stage_repo,
+)
+from qconvert.hub.file_diff import FileDifference, FilesCompared, compare_files
+from qconvert.hub.outlet import HubOutlet
 from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
 from qconvert.passes import passes as _passes
 from qconvert.passes.amx import ExpertsToAmx
@@ -62,6 +75,7 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe, builtin_recipes, load_recipe
 from qconvert.repair.repair import Repair, repair_of
 from qconvert.repair.write import finish, write
+from qconvert.run.backend import Backend
 from qconvert.run.cluster import EngineName, check_engine
 from qconvert.run.delivery import Delivery, check_urls_apart
 from qconvert.run.disk import check_disk_budget, whole_result
@@ -71,10 +85,11 @@ from qconvert.run.executor import RunResult, run_together
 from qconvert.run.files import Files
 from qconvert.run.in_memory import Converter, is_torch, type_of
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
-from qconvert.run.preview import Outlook, foreseen
+from qconvert.run.preview import Outlook, foreseen, unfinished
 from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.sharing import Share, share_of
+from qconvert.run.staging import publish_order
 from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.until import Until
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
@@ -113,6 +128,8 @@ __all__ = (
     "Difference",
     "Evaluation",
     "Events",
+    "FileDifference",
+    "FilesCompared",
     "Finding",
     "FolderStatus",
     "Machine",
@@ -151,6 +168,7 @@ __all__ = (
     "converter",
     "destination",
     "diff",
+    "diff_files",
     "evaluate",
     "headers_of",
     "load_recipe",
@@ -215,6 +233,10 @@ class PlanOptions(TypedDict, total=False):
     An `out` in an object store (`s3://BUCKET/FOLDER`) is made in a folder below `work_dir` (None: below
     `~/.cache/qconvert/outputs`), which needs the disk for it, then sent, compared and removed there.
 
+    An `out` that is a repo on the Hub (`hf://ORG/NAME`, `@BRANCH`) gets its shards while others are
+    made; each is removed from the folder below `work_dir` when it is there, and all become visible in
+    one commit at the end. The repo is made where it is missing, `private` if that is asked for.
+
     `disk_budget` (bytes, or `60GiB`) is the most disk that a run may take. It is not part of the plan.
     One that needs more is refused, with the smallest that works; a source in a store or on the Hub takes
     none.
@@ -237,18 +259,21 @@ class PlanOptions(TypedDict, total=False):
     device: str | None
     until: Until | str | float | None
     disk_budget: int | str | None
+    private: bool
 
 
 @dataclass(frozen=True)
 class PlannedFolder:
-    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds the
-    warnings of the header rules. `out` is None if no folder was named; with a `url`, it is where the
-    folder is made before it is sent there."""
+    """A folder that a run would make: `ready` is its plan, cut into units and files; `verdict` holds
+    the warnings of the header rules. `out` is None if no folder was named; with a `url`, it is where
+    the folder is made before it is sent there, or, where that is a repo on the Hub (`hf://`), while it
+    is made. `private`: that repo is to be."""
 
     out: Path | None
     ready: Prepared
     verdict: Verdict
     url: str | None = None
+    private: bool = False
 
     @property
     def name(self) -> str | None:
@@ -257,8 +282,17 @@ class PlannedFolder:
 
     @property
     def delivery(self) -> Delivery | None:
-        """How a result gets to its store, None for one that stays here."""
-        return None if self.url is None else Delivery(store_of(self.url), self.ready)
+        """How a result gets to its store, None for one that stays here or is streamed."""
+        if self.url is None or is_hub(self.url):
+            return None
+        return Delivery(store_of(self.url), self.ready)
+
+    @property
+    def outlet(self) -> HubOutlet | None:
+        """The repo that a result goes to while it is made, None for any other place."""
+        if self.url is None or not is_hub(self.url):
+            return None
+        return outlet_of(self.ready, self.url, private=self.private)
 
     @property
     def tensors(self) -> int:
@@ -447,8 +481,9 @@ def plan(
     steps, checkpoint = _recipe(recipe), _source(source, options)
     folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
-    running, card = _running(steps, options), options.get("base_model")
-    return _sent(Planned(checkpoint, _judged([made], [folder], checkpoint, running, card)), url)
+    running, card = _streaming(_running(steps, options), [url]), options.get("base_model")
+    planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
+    return _sent(planned, [url], options)
 
 
 def plan_after(
@@ -480,16 +515,21 @@ def plan_pair(
     **options: Unpack[PlanOptions],
 ) -> Planned:
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
-    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128)."""
+    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128). Both
+    may be repos on the Hub; the card of each then names the other."""
     checkpoint = _source(source, options)
-    outs = (_here(cpu_out, options), _here(gpu_out, options))
+    outs, urls = _placed_together((cpu_out, gpu_out), checkpoint, options)
     if options.get("for_run"):
         for out in outs:
             check_apart(out, checkpoint)
         check_folders_apart(outs[1], outs[0])
     plans = pair_plans(Plan.identity(checkpoint), cpu, gpu or ExpertsToW4A16())
-    running, card = _running(Recipe("pair", ()), options), options.get("base_model")
-    return Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
+    if urls[0] is not None and urls[1] is not None:  # the card of each names the other
+        plans = naming_other(plans[0], urls[1]), naming_other(plans[1], urls[0])
+    running = _streaming(_running(Recipe("pair", ()), options), urls)
+    card = options.get("base_model")
+    planned = Planned(checkpoint, _judged(plans, outs, checkpoint, running, card))
+    return _sent(planned, urls, options)
 
 
 def plan_graft(
@@ -512,7 +552,8 @@ def plan_graft(
     checkpoint = _grafted(source, draft, options)
     folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
-    running, card = _running(Recipe("graft", ()), options), options.get("base_model")
+    running = _streaming(_running(Recipe("graft", ()), options), [url])
+    card = options.get("base_model")
     planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
     carried = planned.folders[0].verdict.carried
     wrong = [
@@ -526,7 +567,7 @@ def plan_graft(
             f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
             "draft from one release"
         )
-    return _sent(planned, url)
+    return _sent(planned, [url], options)
 
 
 def plan_stages(
@@ -545,13 +586,16 @@ def plan_stages(
     `stages` are the layers of each (`15,15,15,16`, or numbers), or a number of stages (`4`) to split as
     `runtime` would: `sglang` or `vllm`, optionally with `==VERSION`. `balance` cuts a number of stages
     so that the fullest one holds least. `link`: a shard that belongs to one
-    stage unchanged is hard-linked to the source's, where possible.
+    stage unchanged is hard-linked to the source's, where possible. With a repo on the Hub as `out`
+    (`hf://ORG/NAME`) each stage goes to its own, `ORG/NAME-stage-NN-of-NN`; their cards name one
+    another.
     """
     steps, checkpoint = _recipe(recipe), _source(source, options)
-    folder = _here(out, options)
+    repo = hub_destination(str(out)) if is_hub(out) else None
+    folder = _here(out, options) if repo is None else hub_work_folder(repo, options.get("work_dir"))
     if options.get("for_run"):
         check_apart(folder, checkpoint)
-    running = replace(_running(steps, options), link_near=folder if link else None)
+    running = replace(_running(steps, options), link_near=folder if link and not repo else None)
     whole = run_passes(Plan.identity(checkpoint), steps.passes)
     known: Runtime | None = check_runtime(runtime)
     unchecked = None if runtime is None else parse_consumer(runtime).unchecked
@@ -567,9 +611,18 @@ def plan_stages(
         before, after = Cut(partition, weights.held(partition)), balanced(weights)
         partition = after.partition
     plans = [part.check() for part in split_plan(whole, partition, known)]
+    urls: list[str | None] = [None for _ in plans]
+    if repo is not None:
+        check_streamed(repo, options.get("shard"), options.get("engine", "local"))
+        repos = [stage_repo(repo, part.facts["stage"]["folder"]) for part in plans]
+        plans = [naming_stages(part, [each.id for each in repos]) for part in plans]
+        urls = [f"hf://{each}" for each in repos]
     outs = [folder / part.facts["stage"]["folder"] for part in plans]
-    card = options.get("base_model")
-    folders = _judged(plans, outs, checkpoint, running, card, together=False)
+    running, card = _streaming(running, urls), options.get("base_model")
+    folders = _sent(
+        Planned(checkpoint, _judged(plans, outs, checkpoint, running, card, together=False)),
+        urls, options,
+    ).folders  # fmt: skip
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     planned = PlannedStages(
@@ -699,17 +752,38 @@ def headers_of(where: str) -> Iterator[Place]:
         yield place
 
 
-def clean(out: str | Path) -> bool:
+def clean(
+    out: str | Path, *, work_dir: str | Path | None = None, dry_run: bool = False
+) -> tuple[str, ...]:
     """Drop the unfinished work of an interrupted run in a folder, or in the stages in it; a finished
-    result is not touched. False if there was none. Raises OutputError if another run holds it, and for
-    no folder.
+    result is not touched. Of a repo on the Hub (`hf://ORG/NAME`) the branches with shards of unfinished
+    results are removed, and the folder below `work_dir` that they were made in. Returns a line for
+    each that was removed, or with `dry_run` would be. Raises OutputError if another run holds it, and
+    for no folder; RunError where the Hub fails.
 
         >>> api.clean(folder / "bf16")  # another example's result, which is finished
-        False
+        ()
     """
+    if is_hub(out):
+        return _clean_repo(str(out), work_dir, dry_run=dry_run)
+    if work_dir is not None:
+        raise UsageError("a work folder is for an OUT on the Hub, hf://ORG/NAME")
     if not Path(out).is_dir():
         raise OutputError(f"{out}: no such folder")
-    return _clean(Path(out), Files())
+    if dry_run:
+        return tuple(f"unfinished work in {found}" for found in unfinished(Path(out)))
+    return (f"unfinished work in {out}",) if _clean(Path(out), Files()) else ()
+
+
+def _clean_repo(where: str, work_dir: str | Path | None, *, dry_run: bool) -> tuple[str, ...]:
+    """Remove what runs to a repo left, there and here."""
+    found = leftovers_of(where, work_dir)
+    if not dry_run:
+        if found.folder is not None:  # refused while a run is at work there
+            _clean(found.folder, Files())
+        remove_branches(found)
+    here = () if found.folder is None else (f"unfinished work in {found.folder}",)
+    return *here, *(f"branch {name} of {found.repo}" for name in found.branches)
 
 
 def render(report: Report, form: str) -> str:
@@ -1106,6 +1180,13 @@ def diff(
     return compare(first, second, data=data)
 
 
+def diff_files(a: str | Path, b: str | Path, *, follow_links: bool = False) -> FilesCompared:
+    """Compare a folder with a repo on the Hub (`hf://ORG/NAME`, `@REVISION`), or two repos, file by
+    file, by the sizes and hashes that the Hub lists: not a byte of weights is fetched, and hidden
+    files are left out. Raises UsageError for two folders, CheckpointError, OutputError, RunError."""
+    return compare_files(a, b, follow_links=follow_links)
+
+
 class _Counted:
     """Events that call a function."""
 
@@ -1152,6 +1233,13 @@ def _placed(
 ) -> tuple[Path | None, str | None]:
     """The folder that a result is made in, and the URL that it is sent to. Raises OutputError for one on
     top of the source, UsageError for what cannot be done in a store."""
+    if out is not None and is_hub(out):
+        repo = hub_destination(str(out))
+        check_streamed(repo, options.get("shard"), options.get("engine", "local"))
+        work = hub_work_folder(repo, options.get("work_dir"))
+        if options.get("for_run"):
+            check_apart(work, source)
+        return work, f"hf://{repo}"
     if out is None or not is_url(out):
         folder = None if out is None else _here(out, options)
         if folder is not None and options.get("for_run"):
@@ -1169,9 +1257,27 @@ def _placed(
     return folder, url
 
 
+def _placed_together(
+    outs: Sequence[str | Path], source: Checkpoint, options: PlanOptions
+) -> tuple[list[Path], list[str | None]]:
+    """The folders that results of one run are made in, and the URLs of repos that they go to. Raises
+    UsageError where some are repos and others are not, or two are one."""
+    if not any(map(is_hub, outs)):
+        return [_here(out, options) for out in outs], [None for _ in outs]
+    if not all(map(is_hub, outs)):
+        raise UsageError(
+            f"{outs[0]} and {outs[1]}: one is a folder and one a repo on the Hub; name two of a kind"
+        )
+    placed = [_placed(out, source, options) for out in outs]
+    urls = [url for _, url in placed]
+    if len(set(urls)) < len(urls):
+        raise UsageError(f"{urls[0]}: is named for both sides; name another repo for one of them")
+    return [folder for folder, _ in placed if folder is not None], urls
+
+
 def _here(out: str | Path, options: PlanOptions) -> Path:
     """A folder of this machine. Raises UsageError for a URL."""
-    if is_url(out):
+    if is_url(out) or is_hub(out):
         raise UsageError(f"{out}: several folders are made at once; name folders of this machine")
     if options.get("work_dir") is not None:
         raise UsageError(
@@ -1180,10 +1286,25 @@ def _here(out: str | Path, options: PlanOptions) -> Path:
     return Path(out)
 
 
-def _sent(planned: Planned, url: str | None) -> Planned:
-    """A plan of one folder, whose result is sent to a store."""
-    (folder,) = planned.folders
-    return replace(planned, folders=(replace(folder, url=url),))
+def _sent(planned: Planned, urls: Sequence[str | None], options: PlanOptions) -> Planned:
+    """A plan whose folders are sent elsewhere, one to each URL. Raises UsageError for --private where
+    none is a repo's."""
+    private = options.get("private", False)
+    if private and not any(url is not None and is_hub(url) for url in urls):
+        raise UsageError("--private is of a repo that is made on the Hub: name one, hf://ORG/NAME")
+    return replace(
+        planned,
+        folders=tuple(
+            replace(folder, url=url, private=private)
+            for folder, url in zip(planned.folders, urls, strict=True)
+        ),
+    )
+
+
+def _streaming(running: Options, urls: Sequence[str | None]) -> Options:
+    """The options of a run whose results go to the Hub while they are made."""
+    streamed = any(url is not None and is_hub(url) for url in urls)
+    return replace(running, streamed=True) if streamed else running
 
 
 def _size(given: int | str | None) -> int | None:
@@ -1231,7 +1352,8 @@ def _judged(
     carded = [with_card(plan, base_model) for plan in plans]
     groups = [carded] if together else [[plan] for plan in carded]
     ready = [part for group in groups for part in prepare_together(group, options)]
-    _check_disk(ready)
+    if not any(one.options.streamed for one in ready):
+        _check_disk(ready)
     verdicts = judgement.judged(ready, source)
     return tuple(PlannedFolder(*each) for each in zip(outs, ready, verdicts, strict=True))
 
@@ -1266,11 +1388,12 @@ def _foreseen(planned: Planned) -> list[Outlook]:
 
 def _foreseen_there(folder: PlannedFolder, look: Outlook) -> Outlook:
     """What a run finds of a result that goes to a store."""
-    if folder.delivery is None:
+    place = folder.delivery or folder.outlet
+    if place is None:
         return look
     look = replace(look, url=folder.url)
     try:
-        found = folder.delivery.look()
+        found = place.look()
     except QConvertError as error:
         return replace(look, state=None, refusals=(*look.refusals, str(error)))
     return replace(look, state="finished", done=look.units) if found == "finished" else look
@@ -1280,6 +1403,9 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     parts = _named(planned)
     backend = backend_for([ready.plan for ready, _ in parts])
     first = planned.folders[0]
+    outlets = [folder.outlet for folder in planned.folders if folder.outlet is not None]
+    if outlets:
+        return _streamed_out(planned, parts, outlets, events, backend)
     if first.delivery is None:
         receipts = run_together(parts, events=events, backend=backend)
         return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
@@ -1298,6 +1424,31 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     delivery.clear(folder, Files())
     # What was made before and only sent now is no result that was there already.
     return [_result(first, replace(done, already_done=False))]
+
+
+def _streamed_out(
+    planned: Planned,
+    parts: Sequence[tuple[Prepared, Path]],
+    outlets: Sequence[HubOutlet],
+    events: Events | None,
+    backend: Backend | None,
+) -> list[Result]:
+    """Run a plan whose folders all go to the Hub while they are made."""
+    if all(outlet.look() == "finished" for outlet in outlets):
+        for _, work in parts:  # of a run that was killed after its last request
+            clean(work, Files())
+        return [
+            _result(
+                folder,
+                RunResult(
+                    work, ready.fingerprint, tuple(publish_order(ready)), ready.layout.nbytes,
+                    already_done=True,
+                ),
+            )
+            for folder, (ready, work) in zip(planned.folders, parts, strict=True)
+        ]  # fmt: skip
+    done = run_together(parts, events=events, backend=backend, outlets=outlets)
+    return [_result(*each) for each in zip(planned.folders, done, strict=True)]
 
 
 def _result(planned: PlannedFolder, done: RunResult) -> Result:

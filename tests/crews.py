@@ -95,6 +95,9 @@ class CrewEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
+    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+        return ()
+
     def run(self, work: Work) -> Generator[Told]:
         chooser = random.Random(self.seed)
         self.crew = HereCrew(work.setup, list(self.machines), chooser, self.losses, self.chance)

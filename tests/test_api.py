@@ -26,16 +26,16 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
-    "DataError", "Difference", "Evaluation", "Events", "Finding", "FolderStatus", "Machine",
-    "Measure", "Outlook", "OutputError", "Part", "Pass", "Plan", "PlanError", "PlanOptions",
-    "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling", "QConvertError",
-    "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError", "ShardStatus",
-    "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out", "check_foreseen",
-    "check_upload", "clean", "convert", "converter", "destination", "diff", "evaluate",
-    "headers_of", "load_recipe", "merge_parts", "open_checkpoint", "passes", "plan",
-    "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as",
-    "recipes", "refusal", "render", "repair", "rules", "run", "status", "upload", "validate",
-    "validate_kernels", "validate_part",
+    "DataError", "Difference", "Evaluation", "Events", "FileDifference", "FilesCompared",
+    "Finding", "FolderStatus", "Machine", "Measure", "Outlook", "OutputError", "Part", "Pass",
+    "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages", "Profile",
+    "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule",
+    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise",
+    "carry_out", "check_foreseen", "check_upload", "clean", "convert", "converter",
+    "destination", "diff", "diff_files", "evaluate", "headers_of", "load_recipe", "merge_parts",
+    "open_checkpoint", "passes", "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages",
+    "profiled", "reading_as", "recipes", "refusal", "render", "repair", "rules", "run",
+    "status", "upload", "validate", "validate_kernels", "validate_part",
 )  # fmt: skip
 
 

@@ -112,18 +112,22 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
     """Compare two checkpoints tensor by tensor, whatever their shards.
 
     Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
-    they differ.
+    they differ. A repo that is named by hf:// is compared file by file, by the sizes and hashes that the
+    Hub lists: no weights are fetched.
 
     \b
     Examples:
       qconvert diff DeepSeek-V3-bf16 other-bf16
       qconvert diff original resharded --headers
       qconvert diff one other --all | grep lm_head
+      qconvert diff V3-bf16 hf://me/DeepSeek-V3-bf16
     """
     from qconvert import api
     from qconvert.core.shown import count
     from qconvert.validation.diff import grouped_lines
 
+    if not headers and any(name.startswith("hf://") for name in (a, b)) and not _offline():
+        return _diff_files(a, b, follow_links=follow_links, as_json=as_json)
     found = api.diff(a, b, data=not headers, follow_links=follow_links)
     if as_json:
         listed = [
@@ -138,6 +142,32 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
         what = "names, dtypes and shapes" if headers else "tensors"
         say(count(len(found), "difference") if found else f"no difference: {what} are equal")
     return FINDINGS if found else 0
+
+
+def _offline() -> bool:
+    """Whether the client must not reach the Hub: a repo is then what the cache has."""
+    from huggingface_hub import is_offline_mode
+
+    return is_offline_mode()
+
+
+def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
+    """Compare files by size and hash."""
+    from dataclasses import asdict
+
+    from qconvert import api
+    from qconvert.core.shown import count
+
+    found = api.diff_files(a, b, follow_links=follow_links)
+    if as_json:
+        say_json([asdict(each) for each in found.differences])
+    else:
+        says = {"only-a": "is only in A", "only-b": "is only in B", "data": "differs"}
+        say_all(f"{d.file}: {says[d.kind]} ({d.detail})" for d in found.differences)
+        equal = f"{count(found.equal, 'file')} equal by size and hash"
+        more = count(len(found.differences), "difference")
+        say(f"{more}, {equal}" if found.differences else f"no difference: {equal}")
+    return FINDINGS if found.differences else 0
 
 
 class Layers(click.ParamType[tuple[int, ...]]):

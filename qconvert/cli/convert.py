@@ -24,10 +24,11 @@ from qconvert.cli.options import (
     LOG_JSON,
     OPENING,
     OUT,
+    PRIVATE,
     SOURCE,
     UNTIL,
+    WORK_FOLDER,
     Address,
-    Folder,
     OutName,
     PassName,
     Size,
@@ -68,6 +69,7 @@ class RunOptions(TypedDict):
     log_json: str | None
     work_dir: Path | None
     disk_budget: int | None
+    private: bool
     dry_run: bool
     print_recipe: bool
     dump_after: str | None
@@ -140,14 +142,9 @@ RUNNING: Callable[[F], F] = stacked(
         help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
         "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
     ),
-    click.option(
-        "--work-dir",
-        type=Folder(),
-        metavar="DIR",
-        help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of "
-        "it. [default: ~/.cache/qconvert/outputs]",
-    ),
+    WORK_FOLDER,
     DISK_BUDGET,
+    PRIVATE,
     PROFILE,
     DRY_RUN,
     _engine_checked,
@@ -186,7 +183,7 @@ def plan(
     data, rest = split_data(given)
     running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
     here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None, "disk_budget": None}
+    here |= {"until": None, "log_json": None, "disk_budget": None, "private": False}
     options = cast(RunOptions, {**rest, **running, **here})
     options["disk_budget"] = disk_budget
     convert(load_recipe(recipe, data), source, out, options)
@@ -338,6 +335,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
         "device": options.get("device"), "disk_budget": options["disk_budget"],
+        "private": options["private"],
     }  # fmt: skip
 
 

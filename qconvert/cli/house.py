@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from qconvert.cli import completion
-from qconvert.cli.options import OUT_FOLDER, Folder
+from qconvert.cli.options import DRY_RUN, WORK_FOLDER, Folder, FolderOrRepo
 from qconvert.core.say import say
 
 
@@ -60,18 +60,26 @@ def show_recipe(name: str) -> None:
 
 
 @click.command()
-@OUT_FOLDER
-def clean(out: Path) -> None:
+@click.argument("out", type=FolderOrRepo())
+@WORK_FOLDER
+@DRY_RUN
+def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
     """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one
     that was being repaired is unfinished.
 
+    Of a repo on the Hub (hf://ORG/NAME) the branches with shards of unfinished results are removed, and
+    the folder on this machine that they were made in. A run that is at work there sends them again.
+
     \b
-    Example:
+    Examples:
       qconvert clean DeepSeek-V3-bf16
+      qconvert clean hf://me/DeepSeek-V3-bf16 --dry-run
     """
     from qconvert import api
 
-    say(f"dropped unfinished work in {out}" if api.clean(out) else "nothing to clean")
+    found = api.clean(out, work_dir=work_dir, dry_run=dry_run)
+    said = "" if dry_run else "dropped "
+    say(*(f"{said}{one}" for one in found or ["nothing to clean"]))
 
 
 @click.command()

@@ -18,7 +18,7 @@ from qconvert.cli.convert import (
     show_plan,
     workers_ahead,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, TP, Folder, Words
+from qconvert.cli.options import MOST, OUT, SOURCE, TP, FolderOrRepo, Words
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def amx(
 @click.option(
     "--cpu-out",
     required=True,
-    type=Folder(),
-    help="Folder for the experts on the CPU side.",
+    type=FolderOrRepo(),
+    help="Folder for the experts on the CPU side, or a repo on the Hub: hf://ORG/NAME.",
 )
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
 @_NUMA
@@ -103,19 +103,21 @@ def amx(
     help="`source`: the GPU side is SRC. `w4a16`: a folder with experts in packed INT4 (round to "
     "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
-@click.option("--gpu-out", type=Folder(), help="Folder for --gpu w4a16.")
+@click.option(
+    "--gpu-out", type=FolderOrRepo(), help="Folder for --gpu w4a16; a repo where --cpu-out is one."
+)
 @TP
 @CALIBRATION
 @RUNNING
 def kt(
     source: str,
-    cpu_out: Path,
+    cpu_out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
     rounding: str,
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
-    gpu_out: Path | None,
+    gpu_out: Path | str | None,
     tp: int | None,
     **given: Any,
 ) -> None:
@@ -127,6 +129,7 @@ def kt(
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2
       qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
+      qconvert kt DeepSeek-V3 --cpu-out hf://me/V3-cpu --cpu int4 --numa 2 --disk-budget 60GiB
     """
     from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
@@ -167,8 +170,8 @@ def kt(
 def _tell_how(
     checkpoint: Checkpoint,
     cpu_side: ExpertsToAmx,
-    cpu_out: Path,
-    gpu_out: Path | None,
+    cpu_out: Path | str,
+    gpu_out: Path | str | None,
     *,
     err: bool,
 ) -> None:

@@ -252,24 +252,38 @@ class Folder(click.Path):
             self.fail(_NULL, param, ctx)
         from qconvert.checkpoint.store import is_url
 
-        if is_url(value):
+        if is_url(value) or str(value).startswith("hf://"):
             self.fail(f"{value} is a URL; name a folder of this machine", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class OutName(Folder):
-    """A folder's path, or the URL of one in a store."""
+    """A folder's path, the URL of one in a store, or a repo on the Hub."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from qconvert.checkpoint.store import is_url, store_of
         from qconvert.core.errors import UsageError
+        from qconvert.hub.destination import hub_destination, is_hub
 
-        if not is_url(value):
-            return super().convert(value, param, ctx)
         try:
+            if is_hub(value):
+                return f"hf://{hub_destination(value)}"
+            if not is_url(value):
+                return super().convert(value, param, ctx)
             return store_of(value).url
         except UsageError as error:
             self.fail(str(error), param, ctx)
+
+
+class FolderOrRepo(Folder):
+    """A folder's path, or a repo on the Hub."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from qconvert.checkpoint.store import is_url
+
+        if is_url(value):
+            self.fail(f"{value} is a URL; name a folder, or hf://ORG/NAME", param, ctx)
+        return OutName().convert(value, param, ctx)
 
 
 class File(Folder):
@@ -450,6 +464,15 @@ DISK_BUDGET = click.option(
     help="Most disk that the run may take, e.g. 60GiB: one that is too small is refused while "
     "planning, with the smallest that works. [default: no limit; for an OUT on the Hub, some shards]",
 )  # fmt: skip
+
+
+WORK_FOLDER = click.option(
+    "--work-dir", type=Folder(), metavar="DIR",
+    help="Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all of it, "
+    "and shards of one on the Hub (hf://ORG/NAME) until they are. "
+    "[default: ~/.cache/qconvert/outputs]",
+)  # fmt: skip
+PRIVATE = click.option("--private", is_flag=True, help="Make the repo private if it is created.")
 
 
 def base_model(default: str) -> Callable[[F], F]:

@@ -15,7 +15,7 @@ from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
 from qconvert.cli.loudness import is_quiet, is_verbose
 from qconvert.cli.next_step import tell_next
-from qconvert.cli.options import OUT, OUT_FOLDER, SOURCE, Partition, SourceName
+from qconvert.cli.options import OUT, SOURCE, FolderOrRepo, Partition, SourceName
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _stages_json(planned: PlannedStages) -> dict[str, Any]:
         **({"shares": [asdict(share) for share in planned.shares]} if planned.shares else {}),
         "stages": [
             {
-                "folder": str(folder.out),
+                "folder": folder.name,
                 "layers": folder.ready.plan.facts["stage"]["layers"],
                 "tensors": folder.tensors,
                 "bytes": folder.nbytes,
@@ -108,7 +108,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 
 @click.command()
 @SOURCE
-@OUT_FOLDER
+@click.argument("out", type=FolderOrRepo())
 @click.option(
     "--pp",
     required=True,
@@ -133,7 +133,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 @DATA
 def split(
     source: str,
-    out: Path,
+    out: Path | str,
     pp: str,
     consumer: str | None,
     balance: bool,
@@ -141,7 +141,8 @@ def split(
     copy: bool,
     **given: Any,
 ) -> None:
-    """Split a checkpoint into one folder per pipeline stage, each complete in itself.
+    """Split a checkpoint into one folder per pipeline stage, each complete in itself; or, where OUT is
+    a repo on the Hub (hf://ORG/NAME), one repo per stage, ORG/NAME-stage-NN-of-NN.
 
     A shard that belongs to one stage unchanged is hard-linked to the source's file where possible. The
     environment variable to set is printed, and written to every qconvert.json.
@@ -164,6 +165,10 @@ def split(
     if balance and "," in pp:
         raise click.UsageError(f"--balance chooses the layers of each stage: give --pp N, not {pp}")
     options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are not a recipe
+    if options["validate"] is not None and isinstance(out, str):
+        raise click.UsageError(
+            "--validate: stages on the Hub are validated each by itself, afterwards"
+        )
     if options["validate"] is not None and options["as_json"]:
         raise click.UsageError("--validate and --json: split first, then `validate STAGES --json`")
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())

@@ -15,6 +15,7 @@ from qconvert.cli.options import (
     FINDINGS,
     JSON,
     OPENING,
+    PRIVATE,
     Branch,
     Folder,
     base_model,
@@ -34,7 +35,7 @@ _MOST_LISTED = 12
 @click.command()
 @click.argument("folder", metavar="DIR", type=Folder())
 @click.argument("repo", metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Make the repo private if it is created.")
+@PRIVATE
 @click.option(
     "--revision",
     metavar="BRANCH",

@@ -111,7 +111,7 @@ _STAGE = _with(
         "layers": _is_span,
         "environment": _values(_is_text),
     },
-    {"folder": _is_text, "head_from_embeddings": _is_text},
+    {"folder": _is_text, "head_from_embeddings": _is_text, "repos": _is_texts},
 )
 _AMX = _with(
     {
@@ -161,7 +161,10 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
     DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),
-    "pair": (_with({}, {"side": _is_text, "id": _is_text}), "an object of strings"),
+    "pair": (
+        _with({}, {"side": _is_text, "id": _is_text, "repo": _is_text}),
+        "an object of strings",
+    ),
     "calibration": (_is_object, "an object"),
     EVALUATION: (_EVALUATION, "an object with data, samples, errors of hidden states, and logits"),
     "trtllm_gen": (_is_object, "an object"),

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.checkpoint.store import Stored, WritableStore
@@ -24,6 +24,7 @@ from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
 from qconvert.run.files import Files
+from qconvert.run.outlet import Found
 from qconvert.run.prepare import Prepared
 from qconvert.run.staging import identity_of, publish_order
 from qconvert.run.workspace import identity_in, lasting
@@ -33,8 +34,6 @@ NOTE = f"{WORK_DIR}/upload.json"
 PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000  # of an object, in S3
 _CHUNK = 8 << 20
-
-Found = Literal["new", "begun", "finished"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ publishing. A journal does not tell whole runs apart: what one engine has begun 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,13 +33,16 @@ class Begun:
 
 @dataclass(frozen=True)
 class Work:
-    """Units that are left, in batches that begin in one file each. `targets` are the run's folders."""
+    """Units that are left, in batches that begin in one file each. `targets` are the run's folders,
+    `progress` has the records of finished units; `commit` makes durable what was told of so far."""
 
     targets: Sequence[Target]
     setup: Setup
     batches: Iterable[Batch]
     files: Files
     told: Events
+    progress: Progress
+    commit: Callable[[], None]
 
 
 class Engine(Protocol):
@@ -58,6 +61,10 @@ class Engine(Protocol):
     ) -> AbstractContextManager[Begun | None]:
         """Journals for claimed folders, until the run ends; None where all are finished and whole.
         Raises OutputError where what is there cannot be gone on with."""
+
+    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+        """What is to be done once all units have run, before anything is published. Returns numbers of
+        units that have to run again: what they had made was lost meanwhile."""
 
     def run(self, work: Work) -> Generator[Told]:
         """Run units, in any order. A `Done` comes when its bytes are in their files, so that a sync by

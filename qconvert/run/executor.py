@@ -16,12 +16,14 @@ from qconvert.run.files import Files
 from qconvert.run.local import LocalEngine
 from qconvert.run.memory import Share
 from qconvert.run.on_ray import RayEngine
+from qconvert.run.outlet import Outlet
 from qconvert.run.prepare import Options, Prepared, prepare
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
 from qconvert.run.run_units import run_units, unsolved
 from qconvert.run.sharing import ShardEngine
 from qconvert.run.staging import publish_order, stage_the_rest
+from qconvert.run.streamed import StreamEngine
 from qconvert.run.target import Parts, Target, claimed
 from qconvert.run.verify import check_sources, seen, touched
 
@@ -86,11 +88,13 @@ def run_together(
     events: Events | None = None,
     files: Files | None = None,
     backend: Backend | None = None,
+    outlets: Sequence[Outlet] = (),
 ) -> list[RunResult]:
     """Run plans that were prepared together, each into its folder, from one read of the source.
 
     The first folder's journal tells what is done of all of them, and that folder is published last:
-    when it is there, all are. Raises as `execute` does.
+    when it is there, all are. With `outlets`, one a folder, shards go there while others are made, and
+    the folders are published there; what was prepared is `streamed`. Raises as `execute` does.
     """
     told: Events = events or Silent()
     disk = files or Files()
@@ -101,7 +105,7 @@ def run_together(
     # Links of our own change a file's ctime.
     checkpoint = first.plan.checkpoint
     checkpoint.check_unchanged(None if first.options.link_near else checkpoint.shards)
-    engine = engine_of(first.options)
+    engine = StreamEngine(outlets) if outlets else engine_of(first.options)
     with claimed(parts, disk, told.phase, engine.space) as targets:
         with engine.begin(targets, told, disk, backend) as begun:
             if begun is None:
@@ -142,6 +146,10 @@ def _fill(
     if not any(target.publishing for target in targets):
         now = _look_at_source(targets[0], progress, told)
         run_units(targets, progress, told, files, backend, engine)
+        while not _left(begun) and (lost := engine.settle(begun, told)):
+            for number in lost:
+                del progress.kept[number]
+            run_units(targets, progress, told, files, backend, engine)
         targets[0].ready.plan.checkpoint.check_unchanged(now)
     if engine.publishes and not _left(begun):
         told.phase("publishing")

@@ -20,9 +20,10 @@ import xxhash
 from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
 from qconvert.core.regular import SMALL, open_regular
-from qconvert.plan.recipe_line import recipe_line
 from qconvert.core.shown import shortened
+from qconvert.plan.recipe_line import recipe_line
 from qconvert.run.files import Files
+from qconvert.run.outlet import Sent
 
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.
 _LONGEST = SMALL
@@ -41,7 +42,8 @@ class Remembered:
     of the source's shards when the units were last known to be made from them. `forgotten` are units
     that were not as recorded and have to be done again; `ended` says how the process of a shard ended,
     None while it has not; `solved` are experts of a calibration that it put where other shards find
-    them (run/exchange.py). `length` is that of the sound part in bytes.
+    them (run/exchange.py). `sent` are files that are elsewhere (run/stream_space.py), by name: size and
+    sha256. `length` is that of the sound part in bytes.
     """
 
     header: Mapping[str, Any]
@@ -55,6 +57,7 @@ class Remembered:
     forgotten: set[int] = field(default_factory=set)
     ended: str | None = None
     solved: set[str] = field(default_factory=set)
+    sent: dict[str, Sent] = field(default_factory=dict)
     length: int = 0
 
     @property
@@ -180,6 +183,23 @@ def _solved(found: Remembered, record: Mapping[str, Any]) -> None:
     found.solved.add(record["solved"])
 
 
+def _sent(found: Remembered, record: Mapping[str, Any]) -> None:
+    listed = record["sent"]
+    _expect(isinstance(listed, list), "the files that were sent are not a list")
+    for each in listed:
+        _expect(isinstance(each, dict), "a file that was sent is not an object")
+        (name,) = _names([each.get("name")])
+        size, sha256 = each.get("size"), each.get("sha256")
+        _expect(type(size) is int and size >= 0, f"{size!r} is not the size of a file")
+        _expect(isinstance(sha256, str), f"{sha256!r} is not a sha256")
+        found.sent[name] = Sent(name, size, sha256)
+
+
+def _unsent(found: Remembered, record: Mapping[str, Any]) -> None:
+    for name in _names(record["unsent"]):
+        found.sent.pop(name, None)
+
+
 def _ended(found: Remembered, record: Mapping[str, Any]) -> None:
     _expect(isinstance(record["ended"], str), "how it ended is not a string")
     found.ended = record["ended"]
@@ -195,7 +215,7 @@ def _names(value: Any) -> list[str]:
 
 _KINDS: Mapping[str, Callable[[Remembered, Mapping[str, Any]], None]] = {
     "unit": _unit, "forget": _forget, "publish": _publish, "withdraw": _withdraw, "seen": _seen,
-    "beat": _beat, "ended": _ended, "solved": _solved,
+    "beat": _beat, "ended": _ended, "solved": _solved, "sent": _sent, "unsent": _unsent,
 }  # fmt: skip
 
 

@@ -31,6 +31,9 @@ class LocalEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
+    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+        return ()
+
     def run(self, work: Work) -> Generator[Told]:
         return run_local(work)
 

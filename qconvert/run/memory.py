@@ -41,6 +41,10 @@ PROCESS_BYTES = 24 << 20
 # The same where Ray is imported, with its threads and buffers: 62 MB in a worker, 78 in the process that
 # leads (tests/test_engine_ray.py).
 RAY_PROCESS_BYTES = 88 << 20
+# What the process that leads takes besides, where it sends files while workers, one at least, make
+# others: the Hub's client, three files on their way, and an interpreter more
+# (tests/test_stream_memory.py).
+SEND_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
 # A search for scales runs at .01 to .02 GB/s of a core in numpy, other ops at about 1.
@@ -80,17 +84,22 @@ def free_bytes() -> int:
 
 
 def share_out(
-    units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None, client: int = 0
+    units: Sequence[Unit],
+    tensors: int,
+    memory: int | None,
+    jobs: int | None,
+    client: int = 0,
+    sender: int = 0,
 ) -> Share:
     """Workers and arena for a budget in bytes, or for what is fit where none is given. `tensors`
     counts those read or those written, whichever are more; `client` is what each process takes to
-    read from a store. Raises PlanError naming the tensor that cannot fit and the smallest --memory
-    that is enough.
+    read from a store, `sender` what this one takes to send files while others are made. Raises PlanError
+    naming the tensor that cannot fit and the smallest --memory that is enough.
 
     Workers are given up before arenas shrink below what keeps an op's parts large: fewer, fuller
     workers are never slower than many starved ones.
     """
-    plan = tensors * PLAN_BYTES_PER_TENSOR
+    plan = tensors * PLAN_BYTES_PER_TENSOR + sender
     process = PROCESS_BYTES + client
     worst = max(units, key=lambda unit: unit.peak)
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))

@@ -63,6 +63,9 @@ class RayEngine:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
+    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+        return ()
+
     def run(self, work: Work) -> Generator[Told]:
         batches = list(work.batches)
         if not batches:

@@ -22,7 +22,8 @@ from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.division import Shard
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import Share, searched, share_on_cluster, share_out
+from qconvert.run.memory import SEND_BYTES, Share, searched, share_on_cluster, share_out
+from qconvert.run.schedule import Room, refuse, room_for, smaller_shards
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 from qconvert.run.until import Until
 
@@ -43,7 +44,8 @@ class Options:
     cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
     `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays.
     `until`: the run stops by then, and leaves what it has not done to the same run again.
-    `disk_budget` is the most disk that a run may take, None for no limit."""
+    `disk_budget` is the most disk that a run may take, None for no limit. `streamed`: files are sent
+    elsewhere while the run goes on, and removed here."""
 
     memory: int | None = None
     jobs: int | None = None
@@ -60,13 +62,14 @@ class Options:
     device: str | None = None
     until: Until | None = None
     disk_budget: int | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A plan ready to run: its units, files, and share of memory. Everything that can be refused
     without touching the output folder has been. Plans that run together have the units and the
-    share in common."""
+    share in common, and the `room` on disk of a run that sends its files."""
 
     plan: Plan
     options: Options
@@ -74,6 +77,7 @@ class Prepared:
     units: tuple[Unit, ...]
     layout: ShardLayout
     share: Share
+    room: Room | None = None
 
 
 def prepare(plan: Plan, options: Options) -> Prepared:
@@ -95,15 +99,50 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     # A backend takes memory of its own, after the workers have given theirs back.
     workers = [unit for unit in cut if calibrated_in(unit) is None] or cut[:1]
     share = _share(plans[0], workers, tensors, options)
-    ready = []
+    if options.streamed:
+        return _prepare_streamed(plans, options, cut, share)
+    layouts = _laid_out(plans, options)
+    return [
+        Prepared(plan, options, plan.fingerprint(), cut, layout, share)
+        for plan, layout in zip(plans, layouts, strict=True)
+    ]
+
+
+def _laid_out(plans: Sequence[Plan], options: Options) -> list[ShardLayout]:
+    """The files of each plan."""
+    layouts = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
         links = []
         if options.link_near is not None:
             links = _links(plan, options.link_near, options.max_shard_size)
-        layout = lay_out(plan.tensors, options.max_shard_size, metadata, links)
-        ready.append(Prepared(plan, options, plan.fingerprint(), cut, layout, share))
-    return ready
+        layouts.append(lay_out(plan.tensors, options.max_shard_size, metadata, links))
+    return layouts
+
+
+def _prepare_streamed(
+    plans: Sequence[Plan], options: Options, cut: tuple[Unit, ...], share: Share
+) -> list[Prepared]:
+    """Plans whose files are sent while they are made. Where shards of the default size are too large for
+    the disk budget, smaller ones are taken. Raises PlanError where none fit."""
+    budget = options.disk_budget
+    rest = sum(map(_beside, plans))
+    layouts = _laid_out(plans, options)
+    room = room_for(cut, layouts, rest, budget)
+    chosen = options.max_shard_size != DEFAULT_SHARD_BYTES
+    sizes = iter(() if budget is None or chosen else smaller_shards(budget))
+    least = room.least
+    while budget is not None and room.least > budget:
+        if (size := next(sizes, None)) is None:
+            raise refuse(budget, least, chosen=chosen)
+        options = replace(options, max_shard_size=size)
+        layouts = _laid_out(plans, options)
+        room = room_for(cut, layouts, rest, budget)
+        least = min(least, room.least)
+    return [
+        Prepared(plan, options, plan.fingerprint(), cut, layout, share, room)
+        for plan, layout in zip(plans, layouts, strict=True)
+    ]
 
 
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
@@ -117,14 +156,15 @@ def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options)
                 "--device is not for --engine ray, whose workers compute on CPUs: omit one"
             )
         return share_on_cluster(workers, tensors, options.memory, options.jobs, client)
-    share = share_out(workers, tensors, options.memory, options.jobs, client)
+    sender = SEND_BYTES if options.streamed else 0
+    share = share_out(workers, tensors, options.memory, options.jobs, client, sender)
     decision = decide(searched(workers), options.device, share.jobs, compiled_loops=share.compiled)
     if decision is None or decision.device is None:
         return replace(share, device=decision)
     jobs = options.jobs or min(share.jobs, MOST_JOBS)
     left = None if options.memory is None else options.memory - jobs * DEVICE_BYTES
     if left is None or left >= share.total:
-        share = share_out(workers, tensors, left, jobs, client)
+        share = share_out(workers, tensors, left, jobs, client, sender)
         total = share.total + share.jobs * DEVICE_BYTES
         return replace(share, total=total, device=decision)
     need = format_size(share.total + jobs * DEVICE_BYTES)
@@ -169,7 +209,14 @@ def side_bytes(plan: Plan) -> int:
 
 
 def disk_bytes(ready: Prepared) -> int:
-    """Bytes a run will put on disk, generously."""
-    records = _RECORD_BYTES * len(ready.plan.tensors)
-    texts = sum(len(text.encode()) for text in ready.plan.new_files.values())
-    return ready.layout.written + side_bytes(ready.plan) + texts + records
+    """Bytes a run will put on disk at a time, generously."""
+    if ready.room is not None:
+        return ready.room.takes
+    return ready.layout.written + _beside(ready.plan)
+
+
+def _beside(plan: Plan) -> int:
+    """Bytes of what lies beside the shards, generously."""
+    records = _RECORD_BYTES * len(plan.tensors)
+    texts = sum(len(text.encode()) for text in plan.new_files.values())
+    return side_bytes(plan) + texts + records

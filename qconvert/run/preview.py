@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import OutputError, QConvertError
 from qconvert.run.backend import Backend
 from qconvert.run.events import Silent
@@ -78,6 +79,12 @@ def check_writable(out: Path) -> None:
         raise OutputError(f"{folder} is not a folder, so {out} cannot be made")
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise OutputError(f"{folder}: cannot be written to; choose another folder for {out.name}")
+
+
+def unfinished(out: Path) -> list[Path]:
+    """Folders of a result, and of its pipeline stages, that hold unfinished work."""
+    stages = [folder for folder in sorted(out.glob("stage-*-of-*")) if not folder.is_symlink()]
+    return [folder for folder in (out, *stages) if (folder / WORK_DIR).is_dir()]
 
 
 def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:

@@ -106,9 +106,9 @@ def progress_of(targets: Sequence[Target], told: Events) -> Progress:
     def found(space: Workspace, file: str) -> Path:
         return space.find(file)
 
-    def where(name: str) -> tuple[Path, int]:
+    def where(name: str) -> tuple[Path, int] | None:
         space, (file, offset) = at[name]
-        return found(space, file), offset
+        return None if file in space.away else (found(space, file), offset)
 
     verify = first.ready.options.verify
     wrong = wrong_units(kept, units, where, None if verify else LOOK_BACK)
@@ -149,7 +149,11 @@ def _is_sound(target: Target) -> bool:
             check_staged(target.ready, target.space)
     except OutputError:
         return False
-    return target.publishing or not lost_shards(target.ready, target.space.stage)
+    return target.publishing or not _lost(target)
+
+
+def _lost(target: Target) -> dict[str, str]:
+    return lost_shards(target.ready, target.space.stage, target.space.away)
 
 
 def _forget_damaged(
@@ -166,7 +170,7 @@ def _forget_damaged(
     lost = {
         (target.space, file.name): file
         for target in begun
-        for faults in [lost_shards(target.ready, target.space.stage)]  # once: it reads all headers
+        for faults in [_lost(target)]  # once: it reads all headers
         for file in target.ready.layout.files
         if file.name in faults
     }
@@ -181,14 +185,15 @@ def _forget_damaged(
 
 
 def _shared(begun: Sequence[Target], lost: Mapping[_Shard, OutFile]) -> dict[_Shard, OutFile]:
-    """Staged files that have a second name, which may be anyone's."""
+    """Files that cannot be written to: staged ones that have a second name, which may be anyone's, and
+    those that are elsewhere already."""
     return {
         (target.space, file.name): file
         for target in begun
         for file in target.ready.layout.files
         if file.link is None
         and (target.space, file.name) not in lost
-        and (target.space.stage / file.name).stat().st_nlink > 1
+        and (file.name in target.space.away or (target.space.stage / file.name).stat().st_nlink > 1)
     }
 
 

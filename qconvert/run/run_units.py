@@ -89,7 +89,7 @@ def run_units(
     note_run(targets, left)
     try:
         by_engine = [item for item in left if item[0] not in solved]
-        stopped = _by_engine(engine, targets, by_engine, writing)
+        stopped = _by_engine(engine, targets, by_engine, writing, progress)
         if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
             # What a shard solves is written when the whole is.
@@ -122,14 +122,21 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
 
 
 def _by_engine(
-    engine: Engine, targets: Sequence[Target], todo: Sequence[Numbered], writing: _Writing
+    engine: Engine,
+    targets: Sequence[Target],
+    todo: Sequence[Numbered],
+    writing: _Writing,
+    progress: Progress,
 ) -> bool:
     """Whether the time was over: units are left then, and what workers have not finished is lost. One
     unit is always done."""
     until = targets[0].ready.options.until
     size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
-    stream = engine.run(Work(targets, writing.setup, batches, writing.files, writing.told))
+    work = Work(
+        targets, writing.setup, batches, writing.files, writing.told, progress, writing.commit
+    )
+    stream = engine.run(work)
     # Closed whatever happens here: workers must not outlive the run they belong to.
     with closing(stream), working():
         for message in stream:

@@ -134,6 +134,9 @@ class ShardEngine:
             for each in leases:
                 each.end(how)
 
+    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+        return ()
+
     def run(self, work: Work) -> Generator[Told]:
         return run_local(work)
 

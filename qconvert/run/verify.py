@@ -41,8 +41,8 @@ Part = tuple[Path, int, int]
 class Where(Protocol):
     """Where the bytes of an output lie, or should."""
 
-    def __call__(self, name: str) -> tuple[Path, int]:
-        """File and offset of a tensor."""
+    def __call__(self, name: str) -> tuple[Path, int] | None:
+        """File and offset of a tensor, None for one whose file is elsewhere."""
 
 
 def shard_fault(path: Path, file: OutFile) -> str | None:
@@ -157,9 +157,12 @@ def _recorded(
     for number in reversed(list(kept)):
         if left is not None and left <= 0:
             return
+        here = False
         for (name, output), text in zip(units[number].outputs, kept[number], strict=True):
-            yield number, (*where(name), output.type.nbytes), json.loads(text)["xxh3"]
-        if left is not None:
+            if (place := where(name)) is not None:
+                here = True
+                yield number, (*place, output.type.nbytes), json.loads(text)["xxh3"]
+        if left is not None and here:
             left -= units[number].write
 
 

@@ -35,6 +35,7 @@ from qconvert.run.leases import (
     refuse_other_plans,
 )
 from qconvert.run.lock import Lock, take_lock
+from qconvert.run.outlet import Sent
 from qconvert.run.shards import OutFile, ShardLayout
 
 JOURNAL = "journal.jsonl"
@@ -94,6 +95,8 @@ class Workspace:
     _shared = False
     # How long shards of other machines are observed, None for as long as it takes to be sure.
     _observing: float | None = None
+    # Whether all files are made when a run begins, at full size.
+    _reserves = True
 
     def __init__(
         self,
@@ -218,6 +221,11 @@ class Workspace:
         return self._lock.fd
 
     @property
+    def away(self) -> Mapping[str, Sent]:
+        """Files of the result that are elsewhere, and not here any more."""
+        return {}
+
+    @property
     def withdrawals(self) -> int:
         """How often the result was taken out of sight again."""
         return self.remembered.withdrawals if self.remembered is not None else 0
@@ -235,7 +243,7 @@ class Workspace:
             if left.exists():
                 self._files.remove_tree(left)
         self._files.make_folder(self.stage)
-        for file in layout.files:
+        for file in layout.files if self._reserves else ():
             self._place(file)
         self._files.sync_folder(self.stage)
         path = self.work / JOURNAL

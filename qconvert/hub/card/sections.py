@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
@@ -110,6 +111,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
             "the repo this was made from"
             if pair is None
             else "the folder made together with this one"
+            if pair.get("repo") is None
+            else f"{_repo(pair['repo'])}, made together with this one"
         )
         layers = f"layers {amx['layers'][0]} to {amx['layers'][-1]}"
         sizes = f"hidden size {amx['hidden_size']}, intermediate size {amx['intermediate_size']}"
@@ -126,9 +129,12 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         ]
         return "\n".join(lines)
     if pair is not None:
+        cpu = "a folder of experts for KTransformers"
+        if pair.get("repo") is not None:
+            cpu = f"{_repo(pair['repo'])}, experts for KTransformers"
         lines.append(
-            "This is the GPU side of a folder of experts for KTransformers, made in the same read; the "
-            "model card of that folder has the command for both."
+            f"This is the GPU side of {cpu}, made in the same read; the model card there has the "
+            "command for both."
         )
         return "\n".join(lines)
     if manifest.get("trtllm_gen") is not None:
@@ -179,6 +185,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         first, stop = stage["layers"]
         which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
         lines += ["", f"It is pipeline {which}: set {settings}."]
+        if stage.get("repos"):
+            lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
     return "\n".join(lines)
 
 
@@ -187,6 +195,11 @@ def _options(step: Mapping[str, Any]) -> str:
     name = str(step["name"])
     text = recipe_line(str(step["spec"]))
     return "none" if text == name else text.removeprefix(f"{name}: ")
+
+
+def _repo(name: str) -> str:
+    """A link to a repo on the Hub."""
+    return f"[{plain(name)}](https://huggingface.co/{quote(name)})"
 
 
 def _sizes(said: Loads) -> list[str]:
