@@ -1436,7 +1436,7 @@ def _streamed_out(
     """Run a plan whose folders all go to the Hub while they are made."""
     if all(outlet.look() == "finished" for outlet in outlets):
         for _, work in parts:  # of a run that was killed after its last request
-            clean(work, Files())
+            _clean(work, Files())
         return [
             _result(
                 folder,
