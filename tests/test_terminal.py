@@ -19,6 +19,7 @@ from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.main import cli
 from qconvert.cli.plan_report import Rates, plan_lines
 from qconvert.recipe.recipe import builtin_recipes
+from qconvert.validation.findings import Verdict
 from qconvert.validation.reports import as_text
 from qconvert.validation.runner import Report
 
@@ -150,6 +151,19 @@ def test_a_plan_fits_a_narrow_terminal(source: Path) -> None:
     assert [" ".join(row).split() for row in rows] == [
         f"{role} {rest}".split() for role, rest in zip(table[::2], table[1::2], strict=True)
     ]
+
+
+def test_a_reason_that_is_cut_says_where_the_rest_is(source: Path) -> None:
+    from qconvert import api
+
+    (folder,) = api.plan("dequant-fp8", source).folders
+    for text, more in (
+        ("vllm 0.33.0 not at tp 1: a.weight: has ...", True),
+        ("sglang at tp 1", False),
+    ):
+        lines = plan_lines(folder.ready, None, Rates(None, None), Verdict(loads=(text,)))
+        at = lines.index(f"loads   {text}")
+        assert lines[at + 1].strip().startswith("the whole reason: qconvert validate") is more
 
 
 def test_a_report_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def plan_lines(
     warnings = (*checkpoint.warnings, *verdict.lines(), *unmet(plan))
     lines += [f"warning {text}" for text in warnings]
     lines += [f"loads   {text}" for text in verdict.loads]
+    if any(text.endswith(" ...") for text in verdict.loads):
+        lines.append("        the whole reason: qconvert validate OUT --for NAME==VERSION --tp N")
     if checkpoint.denied_files:
         lines.append(f"left    not copied: {some(checkpoint.denied_files, every=every)}")
     lines += [
