@@ -168,7 +168,8 @@ def measure(case: str, layers: int, experts: int, runs: int, rate: float) -> lis
                     found.append(one)
                     print(
                         f"{what:<9} {one.seconds:6.1f} s  {one.fetched / needed:7.4f} of the bytes "
-                        f"needed, {one.requests} requests, disk {one.disk / 1e9:.2f} GB"
+                        f"needed, {one.requests} requests, disk {one.disk / 1e9:.2f} GB",
+                        flush=True,
                     )
                     subprocess.run(["rm", "-rf", str(place)], check=True)
         plain, made = (

@@ -44,3 +44,14 @@ def test_a_case_runs_at_its_smallest(case: str, tmp_path: Path) -> None:
     assert len(rows) >= 2, "the limit, and what is measured against it"
     assert all(row["seconds"] > 0 for row in rows)
     assert list(work.iterdir()) == [], "its data is removed"
+
+
+def test_the_hub_against_a_download(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    words = [sys.executable, _RUN.with_name("hub.py"), "--smallest", "--json", found]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for case in json.loads(found.read_bytes()).values():
+        download, convert = case
+        assert (download["what"], convert["what"]) == ("download", "convert")
+        assert 0 < convert["fetched"] < 1.01 * download["fetched"]
