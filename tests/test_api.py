@@ -25,12 +25,13 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "DataError",
-    "Difference", "Evaluation", "Events", "FileDifference", "FilesCompared", "Finding", "FolderStatus", "Machine", "Measure", "Outlook",
+    "Difference", "Evaluation", "Events", "FileDifference", "FilesCompared", "Finding",
+    "FolderStatus", "Machine", "Measure", "Outlook",
     "OutputError", "Part", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages",
     "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result",
     "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise", "carry_out",
-    "check_foreseen", "check_upload", "destination", "diff", "diff_files", "evaluate", "load_recipe", "merge_parts",
-    "open_checkpoint",
+    "check_foreseen", "check_upload", "destination", "diff", "diff_files", "evaluate",
+    "load_recipe", "merge_parts", "open_checkpoint",
     "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "refusal",
     "repair", "run", "status", "upload", "validate", "validate_kernels", "validate_part",
 )  # fmt: skip
