@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qconvert.run.journal import first_difference
+from qconvert.core.errors import OutputError
+from qconvert.run.files import Files
+from qconvert.run.journal import Journal, first_difference, lines_of, read_journal
+from qconvert.run.outlet import Sent
 
 HEADER: dict[str, Any] = {
     "source": "s", "passes": ["Dequant()"], "qconvert": "0.1.0", "sha256": False, "fingerprint": "a",
@@ -34,3 +38,33 @@ def test_what_else_differs_is_said_first(change: dict[str, Any], words: str) -> 
 
 def test_the_same_run_differs_in_nothing() -> None:
     assert first_difference(HEADER, dict(HEADER)) is None
+
+
+def test_files_that_were_sent(tmp_path: Path) -> None:
+    """The last line about a file is the one that counts."""
+    path = tmp_path / "journal.jsonl"
+    path.touch()
+    journal = Journal(path, Files(), 0)
+    one, two = Sent("a.safetensors", 5, "1" * 64), Sent("b.safetensors", 6, "2" * 64)
+    journal.append([{**HEADER, "run": "r"}, {"sent": [one.as_json(), two.as_json()]}])
+    journal.append([{"unsent": [one.name]}])
+    journal.close()
+    found = read_journal(path)
+    assert found is not None
+    assert found.sent == {two.name: two}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"sent": None}, {"sent": [5]}, {"unsent": None}, {"unsent": ["../a"]},
+        {"sent": [{"name": "../a", "size": 1, "sha256": "0"}]},
+        {"sent": [{"name": "a", "size": -1, "sha256": "0"}]},
+        {"sent": [{"name": "a", "size": 1, "sha256": None}]},
+    ],
+)  # fmt: skip
+def test_lines_about_sent_files_that_qconvert_does_not_write(line: Any, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(lines_of([{**HEADER, "run": "r"}, line]))
+    with pytest.raises(OutputError, match="line 2 was not written by qconvert"):
+        read_journal(path)

@@ -280,6 +280,7 @@ def convert(
     from qconvert import api
 
     if isinstance(source, str):
+        _note_folder(source, out)
         source = api.open_checkpoint(source, follow_links=options["follow_links"])
     with workers_ahead(source, options):
         with uncollected():
@@ -288,6 +289,14 @@ def convert(
         if not options["dry_run"]:
             carry_out(planned, options, source)
     return planned
+
+
+def _note_folder(source: str, out: Path | str | None) -> None:
+    """Say that an OUT is a folder where it looks like the repo that SRC is one of."""
+    if not isinstance(out, Path) or out.is_absolute() or len(out.parts) != 2:
+        return
+    if not out.parent.exists() and not Path(source).exists():
+        say(f"note    OUT is the folder {out}; a repo on the Hub is hf://{out}", err=True)
 
 
 @contextmanager

@@ -101,14 +101,25 @@ def plan_lines(
             f"{plan.bytes_dropped} dropped; {plan.bytes_out} out"
         ),
         (
-            f"needs   {_memory(ready)}, "
-            f"{format_size(ready.layout.nbytes + side_bytes(plan))} disk{_budget(ready)}"
+            f"needs   {_memory(ready)}, {format_size(_disk(ready))} disk{_budget(ready)}"
             f"{_time(plan, rates)}"
         ),
     ]
+    if ready.room is not None:
+        lines.append(
+            f"sends   {count(len(ready.layout.files), 'shard')} while others are made, "
+            f"{format_size(ready.layout.nbytes)}, then what makes them a checkpoint, in one commit"
+        )
     if ready.share.device is not None:
         lines.append(f"device  {ready.share.device.device or 'cpu'}: {ready.share.device.why}")
     return lines
+
+
+def _disk(ready: Prepared) -> int:
+    """Bytes on this machine's disk."""
+    if ready.room is not None:
+        return ready.room.takes
+    return ready.layout.nbytes + side_bytes(ready.plan)
 
 
 def _memory(ready: Prepared) -> str:
@@ -395,7 +406,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "engine": ready.options.engine,
         "worker_memory": ready.share.worker,
         "device": None if ready.share.device is None else asdict(ready.share.device),
-        "disk": ready.layout.nbytes + side_bytes(plan),
+        "disk": _disk(ready),
         "disk_budget": ready.options.disk_budget,
         "rates": {"read": rates.read, "write": rates.write},
         "files": [{"name": file.name, "nbytes": file.size} for file in ready.layout.files],

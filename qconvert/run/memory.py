@@ -42,8 +42,8 @@ PROCESS_BYTES = 24 << 20
 # leads (tests/test_engine_ray.py).
 RAY_PROCESS_BYTES = 88 << 20
 # What the process that leads takes besides, where it sends files while workers, one at least, make
-# others: the Hub's client, three files on their way, and an interpreter more
-# (tests/test_stream_memory.py).
+# others: the Hub's client and three files on their way (72 MiB with the interpreter, measured), and an
+# interpreter more where there is one worker.
 SEND_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20

@@ -195,6 +195,19 @@ def _mutations() -> Iterator[Mutation]:
             STEERING["newline command"], STEERING["escape"]]}),
         "another unit's records": lambda r,
         _g: [x.update(records=r[1].get("records")) for x in r[2:] if "unit" in x],
+        "sent null": lambda r, _g: r.append({"sent": None}),
+        "sent text": lambda r, _g: r.append({"sent": "model.safetensors"}),
+        "sent numbers": lambda r, _g: r.append({"sent": [5]}),
+        "sent parent's": lambda r, _g: r.append({"sent": [
+            {"name": "../victim.txt", "size": 1, "sha256": "0" * 64}]}),
+        "sent no size": lambda r, _g: r.append({"sent": [
+            {"name": "model.safetensors", "size": -1, "sha256": "0" * 64}]}),
+        "sent no hash": lambda r, _g: r.append({"sent": [
+            {"name": "model.safetensors", "size": 1, "sha256": None}]}),
+        "sent from a folder": lambda r, _g: r.append({"sent": [
+            {"name": "model.safetensors", "size": 1, "sha256": "0" * 64}]}),
+        "unsent parent's": lambda r, _g: r.append({"unsent": ["../victim.txt"]}),
+        "unsent null": lambda r, _g: r.append({"unsent": None}),
         "no units": lambda r, _g: r.__delitem__(slice(1, None)),
         "units twice": lambda r, _g: r.extend(r[1:]),
         "100,000 lines": lambda r,
