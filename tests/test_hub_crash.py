@@ -336,8 +336,8 @@ def test_within_a_quarter_of_the_source(
         model.tensors[name] = tensor("BF16", 30_000, hidden)
     source = model.write(tmp_path / "source")
     hub.add("org/wide", {n: data for n, data in tree(source).items() if isinstance(data, bytes)})
-    for words in (("/resolve/", 503), ("/cdn/", 500)):
-        hub.fail("GET", *words, times=2, headers={"Retry-After": "0"})
+    for pattern, status in (("/resolve/", 503), ("/cdn/", 500)):
+        hub.fail("GET", pattern, status, times=2, headers={"Retry-After": "0"})
     hub.cut_answer("/cdn/", 1000, times=2)
     budget = sum(file.stat().st_size for file in source.glob("*.safetensors")) // 4
     room, largest = tmp_path / "room", 0

@@ -223,7 +223,11 @@ def ranges_of(units: Iterable[Unit], room: int = 0) -> Iterator[Range]:
                 continue
             args = [arg for node in step.nodes for arg in node.args]
             once = dict.fromkeys(kept_in(step, room, FAR_REREAD_BYTES))
-            found = [_range(*piece) for piece in once]
+            found = [
+                _range(origin, low, high)
+                for origin, low, high in once
+                if isinstance(origin, Source)
+            ]
             found += [
                 _range(origin, low, high)
                 for arg in args
