@@ -282,7 +282,9 @@ class FolderOrRepo(Folder):
         from qconvert.checkpoint.store import is_url
 
         if is_url(value):
-            self.fail(f"{value} is a URL; name a folder, or hf://ORG/NAME", param, ctx)
+            self.fail(
+                f"{value} is a URL; name a folder of this machine, or hf://ORG/NAME", param, ctx
+            )
         return OutName().convert(value, param, ctx)
 
 
