@@ -1245,7 +1245,10 @@ def _streamed_out(
 ) -> list[Result]:
     """Run a plan whose folders all go to the Hub while they are made."""
     if all(outlet.look() == "finished" for outlet in outlets):
-        for _, work in parts:  # of a run that was killed after its last request
+        for outlet, (_, work) in zip(
+            outlets, parts, strict=True
+        ):  # of a run killed at its very end
+            outlet.tidy()
             clean(work, Files())
         return [
             _result(

@@ -100,7 +100,8 @@ def run(source: Path, work: Path, moments: Moments | None) -> None:
     outlet, files = folder.outlet, Files()
     assert outlet is not None
     assert folder.out is not None
-    if outlet.look() == "finished":
+    if outlet.look() == "finished":  # as api._streamed_out does
+        outlet.tidy()
         return
     if moments is not None:
         outlet.__class__ = WatchedOutlet
