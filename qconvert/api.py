@@ -1435,7 +1435,8 @@ def _streamed_out(
 ) -> list[Result]:
     """Run a plan whose folders all go to the Hub while they are made."""
     if all(outlet.look() == "finished" for outlet in outlets):
-        for _, work in parts:  # of a run that was killed after its last request
+        for outlet, (_, work) in zip(outlets, parts, strict=True):
+            outlet.tidy()  # of a run that was killed at its very end
             _clean(work, Files())
         return [
             _result(

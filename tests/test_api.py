@@ -119,6 +119,7 @@ _OF_RUNS = {
     "qconvert.calibrate.backend": "how much disk a plan needs",
     "qconvert.hub.card.front": "what a repo id is, and the name of a source in a card",
     "qconvert.hub.card.of_plan": "the same",
+    "qconvert.hub.destination": "whether an OUT is a repo, as text",
     "qconvert.hub.headers": "api.headers_of, with what was fetched",
     "qconvert.hub.upload": "types of api.upload's result",
     "qconvert.run.cluster": "whether an address or an engine is one, as text",

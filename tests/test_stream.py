@@ -474,3 +474,18 @@ def test_the_sha256_that_the_hub_lists(
     assert {n: listed[n].lfs for n in weights(near)} == {
         n: sha256(near[n]).hexdigest() for n in weights(near)
     }
+
+
+def test_killed_before_the_other_branch_went(
+    hub: LoopbackHub, source: Path, near: dict[str, Any]
+) -> None:
+    """All is shown, and the same command has only that branch to remove."""
+    hub.fail("DELETE", "/branch/", 403)
+    with pytest.raises(OutputError, match="status 403"):
+        convert(source)
+    assert shown(hub) == near
+    assert len(hub.repos[REPO].refs) == 2
+    hub.log.clear()
+    assert convert(source).already_done
+    assert list(hub.repos[REPO].refs) == ["main"]
+    assert hub.asked("PUT") == hub.asked("POST") == []

@@ -79,7 +79,9 @@ def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
 
     found = api.clean(out, work_dir=work_dir, dry_run=dry_run)
     said = "" if dry_run else "dropped "
-    say(*(f"{said}{one}" for one in found or ["nothing to clean"]))
+    say(*(f"{said}{one}" for one in found))
+    if not found:
+        say("nothing to clean")
 
 
 @click.command()

@@ -349,6 +349,10 @@ class HubOutlet:
                 "command again"
             )
 
+    def tidy(self) -> None:
+        if self._info(self.side) is not None:
+            self._drop_side()
+
     def _drop_side(self) -> None:
         drop_branch(self._api, self.repo.id, self.side, self._say)
 

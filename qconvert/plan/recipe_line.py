@@ -11,7 +11,7 @@ from typing import Any
 
 from qconvert.core.discovery import PASSES, discover
 from qconvert.plan.words import words_of
-from qconvert.samples.request import Calibration
+from qconvert.samples.request import Calibration, unsaid
 
 # The packages of the house that hold passes.
 PACKAGES = ("qconvert.passes", "qconvert.contrib.trtllm_gen")
@@ -89,6 +89,8 @@ def _options(node: ast.expr, kind: Any) -> dict[str, Any]:
 
 def _value(node: ast.expr) -> Any:
     """A literal, or the options of a dataclass within a pass, such as its calibration."""
+    if isinstance(node, ast.Call) and _called(node) == Calibration.__name__:
+        return _options(node, Calibration) | unsaid([one.arg or "" for one in node.keywords])
     if isinstance(node, ast.Call):
-        return _options(node, {"Calibration": Calibration}.get(_called(node)))
+        return _options(node, None)
     return ast.literal_eval(node)

@@ -40,6 +40,10 @@ class Outlet(Protocol):
     def look(self) -> Found:
         """What is there. Raises OutputError for anything that is not of this result."""
 
+    def tidy(self) -> None:
+        """Drop what was kept out of sight for a finished result: a run may have been killed between its
+        last step and that."""
+
     def prepare(self) -> None:
         """Make the place ready for files, so that a missing permission shows now."""
 

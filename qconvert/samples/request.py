@@ -99,6 +99,7 @@ def fact(request: Calibration, digest: str) -> dict[str, Any]:
     """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
     request without `solver` is llmcompressor's, one without `propagated_error` ignores that, one without
     `signs` has positive scales: there was nothing else once."""
+    # `unsaid` tells these again.
     hidden: tuple[str, ...] = _PLACES
     if request.solver == "llmcompressor":
         hidden += ("solver", *OF_BEST)
@@ -112,6 +113,14 @@ def fact(request: Calibration, digest: str) -> dict[str, Any]:
         if field.name not in hidden
     }
     return {"data": digest, **settings}
+
+
+def unsaid(settings: Collection[str]) -> dict[str, Any]:
+    """What a request's `fact` means by settings that it leaves out."""
+    if "solver" not in settings:
+        return {"solver": "llmcompressor"}
+    meant = {"propagated_error": "ignore", "signs": "positive"}
+    return {name: value for name, value in meant.items() if name not in settings}
 
 
 def identity(step: Any, digest: str | None) -> str:
