@@ -38,6 +38,7 @@ from qconvert.checkpoint.in_memory import checkpoint_of
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
 from qconvert.checkpoint.store import is_url, named, store_of, work_folder
+from qconvert.core.encodings import ENCODINGS, Encoding
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -126,6 +127,7 @@ __all__ = (
     "Converter",
     "DataError",
     "Difference",
+    "Encoding",
     "Evaluation",
     "Events",
     "FileDifference",
@@ -170,6 +172,7 @@ __all__ = (
     "diff",
     "diff_files",
     "evaluate",
+    "formats",
     "headers_of",
     "load_recipe",
     "merge_parts",
@@ -810,6 +813,17 @@ def passes() -> dict[str, type[Pass]]:
     32
     """
     return _passes()
+
+
+def formats() -> dict[str, Encoding]:
+    """Every encoding of a weight that is read or written, by name: its tensors, what of it may be cut,
+    whose bytes it equals, and the modules below `qconvert` that decode it, make it and state it in a
+    config.
+
+    >>> api.formats()["mxfp4"].parameters
+    ('weight_packed', 'weight_scale')
+    """
+    return {each.name: each for each in ENCODINGS}
 
 
 def rules() -> Mapping[str, Rule]:

@@ -3,9 +3,10 @@ network, and no test leaves this machine."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,3 +57,13 @@ def hub_and_client(folder: Path) -> Iterator[tuple[LoopbackHub, list[float]]]:
         client_of(hub, folder, patch) as waits,
     ):
         yield hub, waits
+
+
+def on_disk(place: Path) -> int:
+    """Bytes that files below a folder take; holes take none."""
+    total = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total

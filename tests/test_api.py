@@ -26,16 +26,17 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
-    "DataError", "Difference", "Evaluation", "Events", "FileDifference", "FilesCompared",
-    "Finding", "FolderStatus", "Machine", "Measure", "Outlook", "OutputError", "Part", "Pass",
-    "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages", "Profile",
-    "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule",
-    "RunError", "ShardStatus", "Share", "Uploaded", "UsageError", "Verdict", "advise",
-    "carry_out", "check_foreseen", "check_upload", "clean", "convert", "converter",
-    "destination", "diff", "diff_files", "evaluate", "headers_of", "load_recipe", "merge_parts",
-    "open_checkpoint", "passes", "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages",
-    "profiled", "reading_as", "recipes", "refusal", "render", "repair", "rules", "run",
-    "status", "upload", "validate", "validate_kernels", "validate_part",
+    "DataError", "Difference", "Encoding", "Evaluation", "Events", "FileDifference",
+    "FilesCompared", "Finding", "FolderStatus", "Machine", "Measure", "Outlook", "OutputError",
+    "Part", "Pass", "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder",
+    "PlannedStages", "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair",
+    "Report", "Result", "Rule", "RunError", "ShardStatus", "Share", "Uploaded", "UsageError",
+    "Verdict", "advise", "carry_out", "check_foreseen", "check_upload", "clean", "convert",
+    "converter", "destination", "diff", "diff_files", "evaluate", "formats", "headers_of",
+    "load_recipe", "merge_parts", "open_checkpoint", "passes", "plan", "plan_after",
+    "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "recipes", "refusal",
+    "render", "repair", "rules", "run", "status", "upload", "validate", "validate_kernels",
+    "validate_part",
 )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 17
+    assert len(found) == 18
 
 
 # What commands take from elsewhere than the API, beside how things are shown, checked as text and

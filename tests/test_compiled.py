@@ -175,8 +175,9 @@ ENCODERS = {
     "amx int8 in shards, searched": Encoder(Amx("int8", 2, "search"), ("amx_search",), 64, 128),
     "amx int4 in shards": Encoder(Amx("int4", 2), ("amx_int4",), 128, 256),
     "amx int8 in shards": Encoder(Amx("int8", 3), ("amx_int8",), 64, 192),
-    "w4a16 g128": Encoder(_int(PackQuantized, bits=4, group=128), ("ints_round", "ints_pack"), 1, 128),
-    "w4a16 g32": Encoder(_int(PackQuantized, bits=4, group=32), ("ints_round", "ints_pack"), 1, 32),
+    "w4a16 g128": Encoder(_int(PackQuantized, bits=4, group=128), ("ints_round_pack",), 1, 128),
+    "w4a16 g32": Encoder(_int(PackQuantized, bits=4, group=32), ("ints_round_pack",), 1, 32),
+    "w4a16 g40": Encoder(_int(PackQuantized, bits=4, group=40), ("ints_round", "ints_pack"), 1, 40),
     "w4a16 rows": Encoder(_int(PackQuantized, bits=4, group=None), ("ints_round", "ints_pack"), 1, 8),
     "w8a16 g32": Encoder(_int(PackQuantized, bits=8, group=32), ("ints_round",), 1, 32),
     "w4a16 asymmetric": Encoder(

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import published, run_cli, tensor, tree, watched_reads
-from hub_client import client_of
+from hub_client import client_of, on_disk
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 from models import qwen3_moe
 
@@ -356,13 +355,3 @@ def test_within_a_quarter_of_the_source(
     near = ("amx", source, tmp_path / "near", *words[3:], "--base-model", "org/wide")
     assert run_cli(*near).code == 0
     assert tree(room / "out") == tree(tmp_path / "near")
-
-
-def on_disk(place: Path) -> int:
-    """Bytes that files below a folder take; holes take none."""
-    total = 0
-    for folder, _, names in os.walk(place):
-        for name in names:
-            with suppress(FileNotFoundError):  # it was renamed meanwhile
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-    return total

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import fp8_moe, run_cli, tensor, tree
-from hub_client import hub_and_client
+from hub_client import hub_and_client, on_disk
 from loopback_hub import Blob, LoopbackHub
 
 from qconvert import api
@@ -95,6 +95,40 @@ def test_what_arrives_is_what_is_made(
     assert (made.url, made.name, made.already_done) == (OUT, OUT, False)
     assert list(hub.repos[REPO].refs) == ["main"], "the branch of what is unfinished is gone"
     assert not made.folder.exists()
+    back = Path(snapshot_download(REPO, cache_dir=tmp_path / "cache"))
+    assert {name: (back / name).read_bytes() for name in near} == near
+
+
+def test_from_a_repo_to_a_repo_on_a_quarter_of_the_disk(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by ranges, sent while it is made, fetched again: the bytes of converting the downloaded
+    folder, with no more on the disk than the budget at any request, caches and headers included."""
+    from huggingface_hub import snapshot_download
+
+    source, room = tmp_path / "sample", tmp_path / "room"
+    write_sample(source)
+    files = {name: data for name, data in tree(source).items() if isinstance(data, bytes)}
+    hub.add("org/sample", files)
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(room))
+    most = 0
+
+    def sampled(_method: str, _path: str) -> None:
+        nonlocal most
+        most = max(most, on_disk(room))
+
+    hub.watch = sampled
+    options: dict[str, Any] = {"jobs": 1, "max_shard_size": 400_000}
+    api.run("dequant-fp8", "org/sample", OUT, disk_budget=size // 4, **options)
+    hub.watch = lambda _method, _path: None
+    assert size // 100 < most <= size // 4
+    read = sum(asked.sent for asked in hub.asked("GET", "/cdn/"))
+    assert size <= read < 1.02 * size + 100_000, "each byte once, headers and samples beside"
+    near = tree(
+        api.run("dequant-fp8", source, tmp_path / "near", base_model="org/sample", **options).folder
+    )
+    assert shown(hub) == near
     back = Path(snapshot_download(REPO, cache_dir=tmp_path / "cache"))
     assert {name: (back / name).read_bytes() for name in near} == near
 

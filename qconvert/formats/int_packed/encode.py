@@ -188,6 +188,8 @@ class RoundToNearest:
             cut(0 if self.scales == "amax" else 4 * height * columns), np.float32, (-1, columns)
         )
         source = array(ins[0].data, np.uint16, (rows, columns))
+        if self._packed_at_once(source, outs):
+            return {}
         for top in range(0, rows, max(1, tall)):
             bottom = min(top + tall, rows)
             some = slice(bottom - top)
@@ -201,6 +203,20 @@ class RoundToNearest:
                 self._cut(outs, top, bottom, rows),
             )
         return {}
+
+    def _packed_at_once(self, source: UInt16s, outs: Sequence[Buffer]) -> bool:
+        """Whether one compiled loop rounded and packed: INT4 in compressed-tensors' form."""
+        import numpy as np
+
+        plain = self.scales == "amax" and _is_plain(self.scheme) and self.scheme.bits == 4
+        if not plain or not isinstance(self.packer, PackQuantized) or self.scheme.actorder:
+            return False
+        groups = outs[1].type.numel
+        if not groups or source.size % (groups * self.scheme.word):  # no whole words
+            return False
+        packed = array(outs[0].data, np.uint8, (groups, outs[0].type.nbytes // groups))
+        scale = array(outs[1].data, np.uint16, (groups,))
+        return done("ints_round_pack", source.reshape(groups, -1), packed, scale)
 
     def _in_tiles(
         self, source: UInt16s, first: int, made: Codes, work: tuple[Float32s, Int32s, Float32s]

@@ -14,6 +14,7 @@ from qconvert.ops.compiled.loops.ints import (
     ints_pack,
     ints_round,
     ints_round_any,
+    ints_round_pack,
 )
 from qconvert.ops.compiled.loops.mx import mxfp4_encode, mxfp8_encode
 from qconvert.ops.compiled.loops.search import ints_search
@@ -31,6 +32,7 @@ __all__ = [
     "ints_pack",
     "ints_round",
     "ints_round_any",
+    "ints_round_pack",
     "ints_search",
     "mxfp4_encode",
     "mxfp8_encode",

@@ -78,6 +78,36 @@ def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
     return True
 
 
+@loop("ru2[2]", "u1[2]", "u2[1]")
+def ints_round_pack(weight: Any, packed: Any, scale: Any) -> bool:
+    """`ints_round` to 4 bits and `ints_pack`, a tile of codes between them: groups [n, G] of BF16 ->
+    packed [n, G / 2] and scales [n] in BF16. Declines groups that are no whole runs, too."""
+    half, most = np.float32(7.5), np.float32(7)
+    groups, columns = weight.shape
+    if columns % _RUN or not columns:
+        return False
+    each = columns // _RUN
+    tile = max(1, _TILE // each)
+    steps, codes = np.empty(tile * each, np.float32), np.empty((tile * each, _RUN), np.int8)
+    pairs = codes.reshape(codes.size).view(np.uint16)
+    runs, made = weight.reshape((groups * each, _RUN)), packed.reshape(packed.size)
+    for first in range(0, groups, tile):
+        last = min(first + tile, groups)
+        for group in range(first, last):
+            size = largest(weight[group])
+            if size >= NAN or 0 < size < _COARSE:
+                return False
+            step = _step(size, half)
+            scale[group] = np.uint16(np.int32(np.float32(step).view(np.int32) >> np.int32(16)))
+            at = (group - first) * each
+            steps[at : at + each] = step
+        start, stop = first * each, last * each
+        _codes_of_runs(runs[start:stop], steps, most, codes)
+        width = _RUN // 2
+        _pack_row(pairs[: (stop - start) * width], made[start * width : stop * width])
+    return True
+
+
 # Of a bf16's bits, which become the signed 16 bits in whose order the numbers are: infinity's.
 _INFINITE = np.int16(0x7F80)
 
