@@ -5,8 +5,7 @@ a Hub on the loopback that is held to so many MB/s each way: seconds, bytes sent
     .venv/bin/python benchmarks/hub_stream.py --from hub      the source by id, too
     .venv/bin/python benchmarks/hub_stream.py --smallest      checks that it runs
 
-The Hub is a process of its own (tests/loopback_hub.py), the client the real one, over LFS: hf_xet
-cannot be tried offline. Contenders run in turn: `download` of the source and `upload` of the finished
+Contenders run in turn: `download` of the source and `upload` of the finished
 folder, both by the client alone, and `stream`: the command with --disk-budget of a part of the source.
 What arrived is compared with the folder of a local run by `qconvert diff`. Disk is what lies below the
 run's folders, caches included, sampled.
@@ -16,29 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from data import bf16_moe, qwen3_moe, write_checkpoint
+from hub_serving import DOWNLOAD, REPO, serving
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from loopback_hub import TOKEN, Pace, Repo, loopback_hub
-
-_SOURCE, _UPLOADED, _STREAMED = "org/model", "me/uploaded", "me/streamed"
-_DOWNLOAD = (
-    "import sys; from huggingface_hub import snapshot_download; snapshot_download(sys.argv[1])"
-)
+_UPLOADED, _STREAMED = "me/uploaded", "me/streamed"
 _UPLOAD = (
     "import sys; from huggingface_hub import HfApi; api = HfApi(); api.create_repo(sys.argv[2]); "
     "api.upload_folder(repo_id=sys.argv[2], folder_path=sys.argv[1])"
@@ -64,91 +52,6 @@ class Measured:
     same: bool | None = None
 
 
-def serve(folder: Path, rate: float) -> None:
-    """A Hub with one repo, until stdin ends. A line on stdin is answered with the bytes since the last
-    one; `forget` also drops what was uploaded."""
-    with loopback_hub() as hub:
-        # Hashing gigabytes here would take the cores of those that are measured.
-        hub.lying_tree = hub.trusting = True
-        tree = {path.name: hub.blob(path.name, path.read_bytes()) for path in folder.iterdir()}
-        repo = hub.repos[_SOURCE] = Repo(private=False)
-        repo.commit("main", tree, "first")
-        own = set(hub.objects)
-        hub.down, hub.up = Pace(rate), Pace(rate)
-        print(json.dumps({"url": hub.url}), flush=True)
-        for line in sys.stdin:
-            log, hub.log = hub.log, []
-            if line.strip() == "forget":
-                hub.repos = {_SOURCE: repo}
-                hub.objects = {oid: data for oid, data in hub.objects.items() if oid in own}
-            fetched = sum(a.sent for a in log if "/cdn/" in a.path)
-            sent = sum(a.received for a in log if a.method == "PUT")
-            print(json.dumps({"fetched": fetched, "sent": sent}), flush=True)
-
-
-@contextmanager
-def serving(folder: Path, rate: float) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The Hub's URL, and its process."""
-    words = [sys.executable, __file__, "--serve", str(folder), "--rate", str(rate)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield json.loads(_stream(process.stdout).readline())["url"], process
-    finally:
-        _stream(process.stdin).close()
-        process.wait()
-
-
-def _stream(found: IO[str] | None) -> IO[str]:
-    assert found is not None
-    return found
-
-
-def asked(process: subprocess.Popen[str], word: str = "") -> dict[str, Any]:
-    """What went through the Hub since the last time."""
-    stdin = _stream(process.stdin)
-    stdin.write(f"{word}\n")
-    stdin.flush()
-    found: dict[str, Any] = json.loads(_stream(process.stdout).readline())
-    return found
-
-
-def timed(
-    what: str, words: Sequence[str], env: dict[str, str], hub: subprocess.Popen[str], place: Path
-) -> Measured:
-    """Run a command whose files lie below `place`, and sample their size."""
-    asked(hub)
-    largest = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal largest
-        while not done.wait(0.02):
-            largest = max(largest, on_disk(place))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    begin = time.perf_counter()
-    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - begin
-    done.set()
-    watcher.join()
-    if ended.returncode:
-        raise SystemExit(f"{' '.join(words[:4])} failed: {ended.stderr[-2000:]}")
-    return Measured(what, seconds, **asked(hub), disk=largest)
-
-
-def on_disk(place: Path) -> int:
-    """Bytes that files below a folder take on the disk; holes take none."""
-    total = 0
-    for folder, _, names in os.walk(place):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:  # it was removed meanwhile
-                continue
-    return total
-
-
 def measure(
     case: str, layers: int, experts: int, runs: int, rate: float, part: int, *, by_id: bool
 ) -> list[Measured]:
@@ -163,40 +66,39 @@ def measure(
         options = (*command[1 if command[0] != "run" else 2 :], "--max-shard-size", shard)
         start = command[: 1 if command[0] != "run" else 2]
         run = [sys.executable, "-m", "qconvert", *start]
-        subprocess.run([*run, str(source), str(local), *options], check=True, capture_output=True)
-        with serving(source, rate) as (url, hub):
-            words = {
-                "download": [sys.executable, "-c", _DOWNLOAD, _SOURCE],
+        named = ["--base-model", REPO] if by_id else []  # what a card says of its source
+        words = [*run, str(source), str(local), *options, *named]
+        subprocess.run(words, check=True, capture_output=True)
+        with serving(source, rate) as hub:
+            commands = {
+                "download": [sys.executable, "-c", DOWNLOAD, REPO],
                 "upload": [sys.executable, "-c", _UPLOAD, str(local), _UPLOADED],
             }
             for number in range(runs):
                 for what in ("download", "upload", "stream"):
                     place = Path(scratch) / f"{what}{number}"
                     place.mkdir()
-                    env = os.environ | {
-                        "HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HOME": str(place / "hf"),
-                        "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-                        "XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                    }  # fmt: skip
-                    words["stream"] = [
-                        *run, _SOURCE if by_id else str(source), f"hf://{_STREAMED}", *options,
+                    commands["stream"] = [
+                        *run, REPO if by_id else str(source), f"hf://{_STREAMED}", *options,
                         "--disk-budget", str(budget), "--work-dir", str(place / "work"),
                     ]  # fmt: skip
-                    asked(hub, "forget")
-                    one = timed(what, words[what], env, hub, place)
-                    same = None
+                    hub.traffic(forget=True)
+                    one = hub.timed(commands[what], place)
+                    went, same = one.traffic, None
                     if what == "stream":
                         check = [sys.executable, "-m", "qconvert", "diff", str(local)]
                         compared = subprocess.run(
-                            [*check, f"hf://{_STREAMED}"], env=env, capture_output=True, text=True,
-                            check=False,
+                            [*check, f"hf://{_STREAMED}"], env=hub.environment(place),
+                            capture_output=True, text=True, check=False,
                         )  # fmt: skip
                         same = compared.returncode == 0
                         print(compared.stdout.strip().splitlines()[-1])
-                    found.append(Measured(**{**asdict(one), "same": same}))
+                    found.append(
+                        Measured(what, one.seconds, went.sent, went.fetched, one.disk, same)
+                    )
                     print(
-                        f"{what:<9} {one.seconds:6.1f} s  sent {one.sent / 1e9:.2f} GB, fetched "
-                        f"{one.fetched / 1e9:.2f} GB, disk {one.disk / 1e9:.3f} GB",
+                        f"{what:<9} {one.seconds:6.1f} s  sent {went.sent / 1e9:.2f} GB, fetched "
+                        f"{went.fetched / 1e9:.2f} GB, disk {one.disk / 1e9:.3f} GB",
                         flush=True,
                     )
                     shutil.rmtree(place)
@@ -228,11 +130,7 @@ def main() -> None:
     parser.add_argument("--from", dest="source", choices=["folder", "hub"], default="folder")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.serve is not None:
-        serve(given.serve, given.rate)
-        return
     layers, experts, runs = given.layers, given.experts, given.runs
     if given.smallest:
         layers, experts, runs, given.part = 1, 4, 1, 1

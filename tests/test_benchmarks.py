@@ -55,3 +55,23 @@ def test_the_hub_against_a_download(tmp_path: Path) -> None:
         download, convert = case
         assert (download["what"], convert["what"]) == ("download", "convert")
         assert 0 < convert["fetched"] < 1.01 * download["fetched"]
+
+
+def test_a_result_that_goes_to_the_hub_while_it_is_made(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    words = [
+        sys.executable,
+        _RUN.with_name("hub_stream.py"),
+        "w4a16",
+        "--smallest",
+        "--from",
+        "hub",
+    ]
+    done = subprocess.run(
+        [*map(str, words), "--json", str(found)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (rows,) = json.loads(found.read_bytes()).values()
+    assert [row["what"] for row in rows] == ["download", "upload", "stream"]
+    assert rows[-1]["same"] is True
+    assert rows[-1]["sent"] > 0
