@@ -28,7 +28,7 @@ def _codes(row: Any, step: np.float32, most: np.float32, out: Any) -> None:
 
 @inner
 def _codes_of_runs(runs: Any, steps: Any, most: np.float32, out: Any) -> None:
-    """The same of runs [n, 32] with a step each, without a call for each (groups of 32: 6.8 GB/s of a
+    """The same of runs [n, 32] with a step each, without a call for each (groups of 32: 7.6 GB/s of a
     core for 4.9, of 128 11.5 for 9.3)."""
     for run in range(runs.shape[0]):
         step = steps[run]
@@ -42,9 +42,23 @@ def _codes_of_runs(runs: Any, steps: Any, most: np.float32, out: Any) -> None:
 
 
 @inner
-def _step(size: np.int32, half: np.float32) -> np.float32:
-    step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / half)
-    return rounded(step) if size else np.float32(2.0**-7)
+def _steps_of(groups: Any, half: np.float32, steps: Any) -> bool:
+    """The step of each group. False where one has NaN, infinity, or may have a denormal one."""
+    for group in range(groups.shape[0]):
+        size = largest(groups[group])
+        if size >= NAN or 0 < size < _COARSE:
+            return False
+        step = np.float32(np.int32(size << np.int32(16)).view(np.float32) / half)
+        steps[group] = rounded(step) if size else np.float32(2.0**-7)
+    return True
+
+
+@inner
+def _spread(steps: Any, spread: Any) -> None:
+    """A step for each of a group's runs [groups, runs]."""
+    for group in range(spread.shape[0]):
+        for run in range(spread.shape[1]):
+            spread[group, run] = steps[group]
 
 
 @loop("ru2[2]", "int", "i1[2]", "f4[2]")
@@ -56,25 +70,21 @@ def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
     groups, columns = weight.shape
     each = columns // _RUN if columns % _RUN == 0 else 0
     tile = max(1, _TILE // max(1, each))
-    steps = np.empty(tile * each, np.float32)
+    steps, spread = np.empty(tile, np.float32), np.empty((tile, each), np.float32)
     runs = weight.reshape((groups * each, _RUN)) if each else weight
     made = codes.reshape((groups * each, _RUN)) if each else codes
     for first in range(0, groups, tile):
         last = min(first + tile, groups)
+        if not _steps_of(weight[first:last], half, steps):
+            return False
         for group in range(first, last):
-            size = largest(weight[group])
-            if size >= NAN or 0 < size < _COARSE:
-                return False
-            step = _step(size, half)
-            scale[group, 0] = step
-            if each:
-                at = (group - first) * each
-                steps[at : at + each] = step
-            else:
-                _codes(weight[group], step, most, codes[group])
+            scale[group, 0] = steps[group - first]
+            if not each:
+                _codes(weight[group], steps[group - first], most, codes[group])
         if each:
             part = slice(first * each, last * each)
-            _codes_of_runs(runs[part], steps, most, made[part])
+            _spread(steps, spread[: last - first])
+            _codes_of_runs(runs[part], spread.reshape(spread.size), most, made[part])
     return True
 
 
@@ -82,28 +92,25 @@ def ints_round(weight: Any, bits: int, codes: Any, scale: Any) -> bool:
 def ints_round_pack(weight: Any, packed: Any, scale: Any) -> bool:
     """`ints_round` to 4 bits and `ints_pack`, a tile of codes between them: groups [n, G] of BF16 ->
     packed [n, G / 2] and scales [n] in BF16. Declines groups that are no whole runs, too."""
-    half, most = np.float32(7.5), np.float32(7)
     groups, columns = weight.shape
     if columns % _RUN or not columns:
         return False
-    each = columns // _RUN
+    each, width = columns // _RUN, _RUN // 2
     tile = max(1, _TILE // each)
-    steps, codes = np.empty(tile * each, np.float32), np.empty((tile * each, _RUN), np.int8)
+    steps, spread = np.empty(tile, np.float32), np.empty((tile, each), np.float32)
+    codes = np.empty((tile * each, _RUN), np.int8)
     pairs = codes.reshape(codes.size).view(np.uint16)
     runs, made = weight.reshape((groups * each, _RUN)), packed.reshape(packed.size)
     for first in range(0, groups, tile):
         last = min(first + tile, groups)
+        if not _steps_of(weight[first:last], np.float32(7.5), steps):
+            return False
         for group in range(first, last):
-            size = largest(weight[group])
-            if size >= NAN or 0 < size < _COARSE:
-                return False
-            step = _step(size, half)
-            scale[group] = np.uint16(np.int32(np.float32(step).view(np.int32) >> np.int32(16)))
-            at = (group - first) * each
-            steps[at : at + each] = step
+            bits = np.float32(steps[group - first]).view(np.int32)
+            scale[group] = np.uint16(np.int32(bits >> np.int32(16)))
+        _spread(steps, spread[: last - first])
         start, stop = first * each, last * each
-        _codes_of_runs(runs[start:stop], steps, most, codes)
-        width = _RUN // 2
+        _codes_of_runs(runs[start:stop], spread.reshape(spread.size), np.float32(7), codes)
         _pack_row(pairs[: (stop - start) * width], made[start * width : stop * width])
     return True
 
