@@ -444,6 +444,7 @@ CASES: Mapping[str, Case] = {
     "mxfp4 beside fp8": Case("fp8, experts of 32 columns", "mx"),
     "mxfp8": Case("bf16, experts of 32 columns", "mx --bits 8 --targets Linear"),
     "w4a16": Case("bf16", "recipe w4a16: {group: 16}"),
+    "w4a16 of 32": Case("bf16, experts of 32 columns", "recipe w4a16: {group: 32}"),
     "w4a16 of fp8": Case("fp8", "recipe w4a16: {group: 16}"),
     "w4a16 of stacks": Case("bf16 stacks", "recipe w4a16: {group: 16}"),
     "w4a16 of linears": Case(

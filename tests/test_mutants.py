@@ -675,6 +675,10 @@ MUTANTS = (
         "_codes(weight[group], ", "_codes(weight[0], ",
     ),
     Mutant(
+        "loops: INT4 packed with scales of one group", "w4a16 of 32", "ops.compiled.loops.ints",
+        "ints_round_pack", "scale[group] = np.uint16(", "scale[first] = np.uint16(",
+    ),
+    Mutant(
         "loops: every code the last", "asymmetric", "ops.compiled.loops.ints",
         "ints_round_any", "_codes_bf16(weight[group], step, middle, first,",
         "_codes_bf16(weight[group], step, middle, last,",
@@ -702,7 +706,8 @@ MUTANTS = (
     ),
     Mutant(
         "loops: NVFP4 block scales one on", "nvfp4", "ops.compiled.loops.fp4", "nvfp4_encode",
-        "np.uint8(code)", "np.uint8(code + 1)",
+        "_nvfp4_scales(sizes[:count], own,",
+        "_nvfp4_scales(sizes[:count], np.float32(own * np.float32(2)),",
     ),
 )  # fmt: skip
 
