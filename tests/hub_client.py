@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-# Read when the client is imported, so the environment comes too late for this process.
+# Read when the client is imported: the environment comes too late for this process, and is what worker
+# processes read.
 _SETTINGS = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
 
 
@@ -30,10 +31,13 @@ def client_of(
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic, time=time.time)
     for name, value in _SETTINGS.items():
         patch.setattr(constants, name, value)
+        patch.setenv(name, str(int(value)))
     patch.setattr(constants, "ENDPOINT", hub.url)
+    patch.setenv("HF_ENDPOINT", hub.url)
     pages = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", pages)
     patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    patch.setenv("HF_HUB_CACHE", str(folder / "cache"))
     patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         patch.delenv(name, raising=False)
