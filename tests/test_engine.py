@@ -417,7 +417,7 @@ def test_no_block_is_written_by_two(sizes: list[int], owners: list[int], header:
     at, parts = header, []
     for number, size in enumerate(sizes):
         output = Output(TensorType("U8", (size,)), ())
-        unit = Unit(((str(number), output),), (), read=size, write=size, peak=0)
+        unit = Unit((str(number),), (output,), (), read=size, write=size, peak=0)
         parts.append((number, unit, Place(0, at)))
         at += size
     covered: list[tuple[int, int]] = []

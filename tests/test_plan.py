@@ -309,7 +309,7 @@ def test_units_partition_the_outputs(model: str) -> None:
     is_fp8 = any(o.type.dtype == "F8_E4M3" for o in start.tensors.values())
     plan = run_passes(start, (Dequant(),) if is_fp8 else ())
     cut = units(plan.tensors)
-    made = [name for unit in cut for name, _ in unit.outputs]
+    made = [name for unit in cut for name in unit.names]
     assert sorted(made) == sorted(plan.tensors)
     assert sum(unit.write for unit in cut) == plan.bytes_out
     assert sum(unit.read for unit in cut) == plan.bytes_in
@@ -325,7 +325,7 @@ def test_every_output_byte_is_written_once() -> None:
         "y": concat([plain.rows(0, 2), result.rows(256, 384)]),
     }
     (unit,) = units(tensors)
-    for index, (_, output) in enumerate(unit.outputs):
+    for index, output in enumerate(unit.made):
         spans = []
         for step in unit.steps:
             if isinstance(step, Copy):
@@ -356,12 +356,12 @@ def test_a_unit_of_one_node_is_that_of_any_nodes() -> None:
         short = [unit for unit in cut if unit.node is not None]
         assert len(short) > 50
         for unit in short:
-            slow = _unit(unit.outputs)
+            slow = _unit(unit.names, unit.made)
             assert slow.node is None
             assert (unit.steps, unit.read, unit.write, unit.peak) == (
                 slow.steps, slow.read, slow.write, slow.peak
             )  # fmt: skip
-        assert searched(cut) == searched([_unit(unit.outputs) for unit in cut])
+        assert searched(cut) == searched([_unit(unit.names, unit.made) for unit in cut])
 
 
 def test_walks_find_the_same_nodes_in_one_piece_or_several() -> None:

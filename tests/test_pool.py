@@ -17,7 +17,7 @@ from qconvert.run.worker import Batch
 
 def _unit(name: str, size: int) -> Unit:
     output = Output(TensorType("U8", (size,)), ())
-    return Unit(((name, output),), (), read=size, write=size, peak=0)
+    return Unit((name,), (output,), (), read=size, write=size, peak=0)
 
 
 def _cut(files: Sequence[int], sizes: Sequence[int], most: int) -> list[Batch]:

@@ -38,7 +38,7 @@ def layout(*files: tuple[str, ...]) -> ShardLayout:
 
 def unit(*names: str) -> Unit:
     kind = TensorType("U8", (10,))
-    return Unit(tuple((name, Output(kind, ())) for name in names), (), 10, 10 * len(names), 0)
+    return Unit(tuple(names), tuple(Output(kind, ()) for _ in names), (), 10, 10 * len(names), 0)
 
 
 def test_one_file_at_a_time() -> None:
@@ -48,7 +48,7 @@ def test_one_file_at_a_time() -> None:
     room = room_for(units, [files], 5, None)
     assert (room.least, room.takes, room.rest) == (60 + 5, 65, 5), "no more than all of them"
     ordered = in_file_order(list(enumerate(units)), places_of([files]))
-    assert [unit.outputs[0][0] for _, unit in ordered] == list("abcdef")
+    assert [unit.names[0] for _, unit in ordered] == list("abcdef")
 
 
 def test_a_unit_that_writes_to_several_files_keeps_them_here() -> None:
@@ -106,7 +106,7 @@ def test_the_peak_is_what_a_run_comes_to(seed: int) -> None:
     for _, each in in_file_order(list(enumerate(units)), places):
         here |= files_of(each, places)
         most = max(most, sum(files.files[n].size for n in here))
-        for name, _ in each.outputs:
+        for name in each.names:
             left[places[name][0]].discard(name)
         here = {n for n in here if left[n]}
     assert most <= peak(units, [files])

@@ -8,6 +8,7 @@ template up in a dict is what keeps role matching linear in the number of tensor
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -195,6 +196,11 @@ def natural_key(name: str) -> str:
     numbers, so layer 10 follows layer 9. A text, not a tuple of components: texts of 280,000 names are
     made and compared in a third of the time.
     """
+    return _rank_and_layer(name) + "\0".join(map(_KEYS.__getitem__, name.split(".")))
+
+
+def _rank_and_layer(name: str) -> str:
+    """The beginning of each key, of 10 characters."""
     rank, layer = 3, 0
     if name.startswith(("mtp.", "model.mtp.")):
         rank = 4
@@ -206,7 +212,23 @@ def natural_key(name: str) -> str:
         layer = int(found[0]) if found else 0
     elif "embed" in name:
         rank = 1
-    return f"{rank}{layer:09}" + "\0".join(map(_KEYS.__getitem__, name.split(".")))
+    return f"{rank}{layer:09}"
+
+
+def in_model_order(names: Iterable[str]) -> list[str]:
+    """Names sorted by `natural_key`, a layer after another: the keys of Kimi-K2's 276,480 tiles take 35
+    MB at once. (A tile is `blk.` and its layer's number.)"""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        first, _, rest = name.partition(".")
+        begin = f"{_rank_and_layer(name)}{_KEYS[first]}"
+        if rest:
+            begin += f"\0{_KEYS[rest.partition('.')[0]]}"
+        layers.setdefault(begin, []).append(name)
+    found: list[str] = []
+    for begin in sorted(layers):
+        found += sorted(layers.pop(begin), key=natural_key)
+    return found
 
 
 # What would compare as the end of a component, or before it.

@@ -17,7 +17,7 @@ from qconvert.checkpoint.reading import FACT as READING
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
-from qconvert.core.names import apart_experts, natural_key, scale_candidates, weight_candidates
+from qconvert.core.names import apart_experts, in_model_order, scale_candidates, weight_candidates
 from qconvert.core.profiling import phase
 from qconvert.plan.walk import nodes, ports
 from qconvert.samples.request import Calibration
@@ -80,7 +80,7 @@ class Plan:
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> Plan:
         """Every tensor as it is, in the order a model runs in."""
-        names = sorted(checkpoint, key=natural_key)
+        names = in_model_order(checkpoint)
         manifest = checkpoint.manifest or {}
         facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
         if checkpoint.reading is not None:
@@ -198,6 +198,11 @@ class Plan:
             spelled = spelled_types.get(id(output.type))
             if spelled is None:
                 spelled = spelled_types[id(output.type)] = str(output.type)
+            if (result := output.result) is not None:
+                number = numbers.get(id(result[0]))
+                if number is None:
+                    number = visit(result[0])
+                return f"{spelled};%{number}.{result[1]}[0:{output.type.nbytes}]"
             for origin, start, stop in output.pieces:
                 if isinstance(origin, Source):
                     spelled += f";{origin.name}[{start}:{stop}]"
@@ -229,6 +234,7 @@ class Plan:
         if self.metadata:
             rest.append({"metadata": dict(self.metadata)})
         digest.update(json.dumps(rest, sort_keys=True).encode())
+        numbers.clear()  # the functions hold each other, and this, until a collection: 17 MB of Kimi-K2
         return digest.hexdigest()
 
 
@@ -277,7 +283,7 @@ def counted(plan: Plan) -> Plan:
 
 def _check_filled(plan: Plan) -> None:
     for name, output in plan.tensors.items():
-        filled = sum(piece.nbytes for piece in output.pieces)
+        filled = sum([stop - start for _, start, stop in output.pieces])
         if filled != output.type.nbytes:
             raise PlanError(
                 f"tensor {name!r}: expected {output.type.nbytes} bytes for {output.type}, found pieces "

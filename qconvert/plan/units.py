@@ -73,12 +73,13 @@ Step = Copy | Compute
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Outputs that must be made together, and their bytes. `peak` is the least memory that the step with
-    the largest buffers can run in. Where all are results of one `node` that reads sources, as most are
-    (a matrix in its new encoding), that is the one step, made when it is asked for: Kimi-K2 to AMX has
-    115,200, of 400 bytes each. `cut` are the steps of others."""
+    """Outputs that must be made together (`names`, and what is `made` for each), and their bytes. `peak`
+    is the least memory that the step with the largest buffers can run in. Where all are results of one
+    `node` that reads sources, as most are (a matrix in its new encoding), that is the one step, made
+    when it is asked for: Kimi-K2 to AMX has 115,200, of 400 bytes each. `cut`: the steps of others."""
 
-    outputs: tuple[tuple[str, Output], ...]
+    names: tuple[str, ...]
+    made: tuple[Output, ...]
     cut: tuple[Step, ...]
     read: int
     write: int
@@ -86,9 +87,14 @@ class Unit:
     node: Apply | None = None
 
     @property
+    def outputs(self) -> tuple[tuple[str, Output], ...]:
+        """Names with what they stand for."""
+        return tuple(zip(self.names, self.made, strict=True))
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """What makes the outputs, in order."""
-        return self.cut if self.node is None else (_of_results(self.node, self.outputs),)
+        return self.cut if self.node is None else (_of_results(self.node, self.made),)
 
 
 def part_bytes(op: Op, part: Part) -> int:
@@ -204,31 +210,42 @@ class _Groups:
 
 def units(tensors: Mapping[str, Output]) -> list[Unit]:
     """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
-    items = list(tensors.items())
-    alone = [only_node(output) for _, output in items]
+    names, made = list(tensors), list(tensors.values())
+    alone = [only_node(output) for output in made]
     joined = _Groups()
     owner: dict[int, int] = {}
     for i, only in enumerate(alone):
-        for node in (only,) if only is not None else nodes([items[i][1]]):
+        for node in (only,) if only is not None else nodes([made[i]]):
             first = owner.setdefault(id(node), i)
             if first != i:
                 joined.join(first, i)
-    groups: dict[int, list[int]] = {}
-    for i in range(len(items)):
-        groups.setdefault(joined.find(i), []).append(i)
-    kinds: dict[int, tuple[int, int]] = {}
-    made = []
-    for group in groups.values():
-        outputs, only = tuple([items[i] for i in group]), alone[group[0]]
-        if only is not None and all(alone[i] is only for i in group):
-            made.append(_of_one_node(only, outputs, kinds))
+    # Numbers of the first outputs, in order; of groups of several, those of all.
+    groups: dict[int, list[int] | None] = {}
+    for i in range(len(made)):
+        first = joined.find(i)
+        if first == i:
+            groups[i] = None
+        elif (group := groups[first]) is None:
+            groups[first] = [first, i]
         else:
-            made.append(_unit(outputs))
-    return made
+            group.append(i)
+    kinds: dict[int, tuple[int, int]] = {}
+    found = []
+    for first, group in groups.items():
+        numbers, only = group or [first], alone[first]
+        own = tuple([names[i] for i in numbers]), tuple([made[i] for i in numbers])
+        if only is not None and all(alone[i] is only for i in numbers):
+            found.append(_of_one_node(only, *own, kinds))
+        else:
+            found.append(_unit(*own))
+    return found
 
 
 def _of_one_node(
-    node: Apply, outputs: tuple[tuple[str, Output], ...], kinds: dict[int, tuple[int, int]]
+    node: Apply,
+    names: tuple[str, ...],
+    outputs: tuple[Output, ...],
+    kinds: dict[int, tuple[int, int]],
 ) -> Unit:
     """As `_unit`, for pieces of results of one node that reads sources. `kinds` remembers what a kind of
     node reads, and its memory."""
@@ -236,25 +253,25 @@ def _of_one_node(
     if known is None:
         read = sum(arg.type.nbytes for arg in node.args)
         known = kinds[id(node.types)] = read, compute_bytes(_of_results(node, outputs))
-    written = sum([output.type.nbytes for _, output in outputs])
-    return Unit(outputs, (), known[0], written, known[1], node)
+    written = sum([output.type.nbytes for output in outputs])
+    return Unit(names, outputs, (), known[0], written, known[1], node)
 
 
-def _of_results(node: Apply, outputs: Sequence[tuple[str, Output]]) -> Compute:
+def _of_results(node: Apply, outputs: Sequence[Output]) -> Compute:
     """The step that makes outputs of one piece each, of this node's results."""
     writes = []
-    for index, (_, output) in enumerate(outputs):
+    for index, output in enumerate(outputs):
         origin, start, stop = output.pieces[0]
         assert isinstance(origin, Value)
         writes.append(Write(0, origin.port, start, stop, index, 0))
     return Compute((node,), tuple(writes))
 
 
-def _unit(outputs: tuple[tuple[str, Output], ...]) -> Unit:
-    component = _components([output for _, output in outputs])
+def _unit(names: tuple[str, ...], outputs: tuple[Output, ...]) -> Unit:
+    component = _components(outputs)
     steps: list[Copy | int] = []
     writes: dict[int, list[tuple[Value, Write]]] = {}
-    for index, (_, output) in enumerate(outputs):
+    for index, output in enumerate(outputs):
         at = 0
         for origin, start, stop in output.pieces:
             if isinstance(origin, Source):
@@ -271,15 +288,15 @@ def _unit(outputs: tuple[tuple[str, Output], ...]) -> Unit:
     built = tuple(step if isinstance(step, Copy) else _compute(writes[step]) for step in steps)
     peak = 0
     read = 0
-    for made in built:
-        if isinstance(made, Copy):
-            read += made.stop - made.start
-            peak = max(peak, min(made.stop - made.start, MIN_COPY_BYTES))
+    for step in built:
+        if isinstance(step, Copy):
+            read += step.stop - step.start
+            peak = max(peak, min(step.stop - step.start, MIN_COPY_BYTES))
         else:
-            read += sum(_source_bytes(arg.pieces) for node in made.nodes for arg in node.args)
-            peak = max(peak, compute_bytes(made))
-    write_bytes = sum(output.type.nbytes for _, output in outputs)
-    return Unit(outputs, built, read, write_bytes, peak)
+            read += sum(_source_bytes(arg.pieces) for node in step.nodes for arg in node.args)
+            peak = max(peak, compute_bytes(step))
+    write_bytes = sum(output.type.nbytes for output in outputs)
+    return Unit(names, outputs, built, read, write_bytes, peak)
 
 
 def _source_bytes(pieces: Sequence[Piece]) -> int:

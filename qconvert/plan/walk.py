@@ -39,12 +39,13 @@ def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
 
 
 def only_node(output: Output) -> Apply | None:
-    """The node that an output depends on, if there is but one, which reads sources, and the output is in
-    one piece."""
-    if len(output.pieces) != 1:
-        return None
-    origin = output.pieces[0].origin
-    return origin.node if isinstance(origin, Value) and origin.node.reads_sources else None
+    """The node that an output depends on, if there is but one, which reads sources, and the output is
+    in one piece."""
+    node = output.node
+    if node is None and len(output.pieces) == 1:
+        origin = output.pieces[0].origin
+        node = origin.node if isinstance(origin, Value) else None
+    return node if node is not None and node.reads_sources else None
 
 
 def ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozenset[int]]:
@@ -52,6 +53,9 @@ def ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozen
     args = (arg for node in order for arg in node.args)
     found: dict[int, set[int]] = {}
     for output in itertools.chain(outputs, args):
+        if (result := output.result) is not None:
+            found.setdefault(id(result[0]), set()).add(result[1])
+            continue
         for origin, _, _ in output.pieces:
             if isinstance(origin, Value):
                 found.setdefault(id(origin.node), set()).add(origin.port)

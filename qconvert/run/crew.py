@@ -149,7 +149,7 @@ class _Shift:
             self._lost[first] += 1
             if self._lost[first] == _MOST_LOSSES:
                 raise RunError(
-                    f"units from {unit.outputs[0][0]!r} on were lost with their worker "
+                    f"units from {unit.names[0]!r} on were lost with their worker "
                     f"{count(_MOST_LOSSES, 'time')}, the last time on {worker.node.name}: {why}; "
                     "run the same command again to go on"
                 )

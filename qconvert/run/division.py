@@ -60,7 +60,7 @@ def divide(units: Sequence[Unit], layouts: Sequence[ShardLayout], count: int) ->
     owner = [LEFT_TO_FINISH if is_calibrated(unit) else 0 for unit in units]
     order = sorted(
         (n for n, one in enumerate(owner) if one != LEFT_TO_FINISH),
-        key=lambda n: (at[units[n].outputs[0][0]][:2], n),
+        key=lambda n: (at[units[n].names[0]][:2], n),
     )
     total = sum(_cost(units[n]) for n in order)
     before = 0

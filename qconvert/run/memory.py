@@ -117,7 +117,7 @@ def share_out(
         memory = min(max(DEFAULT_BYTES, full), free_bytes() // 2)
     if need > memory:
         raise PlanError(
-            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, the plan "
+            f"tensor {worst.names[0]!r} needs {_mib(worst.peak)} of buffers at once, the plan "
             f"{_mib(plan)} and a worker {_mib(need - plan - worst.peak)}; give --memory {_mib(need)} or "
             "more "
             + (f"(given: {given})" if given else f"(half of what is free: {format_size(memory)})")
@@ -151,7 +151,7 @@ def share_on_cluster(
     least = process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
     if memory is not None and leader + least > memory:
         raise PlanError(
-            f"tensor {worst.outputs[0][0]!r} needs {_mib(worst.peak)} of buffers at once, a worker with "
+            f"tensor {worst.names[0]!r} needs {_mib(worst.peak)} of buffers at once, a worker with "
             f"Ray {_mib(least)} and the machine that leads {_mib(leader)}; give --memory "
             f"{_mib(leader + least)} or more, which each machine gives (given: {exact_size(memory)})"
         )

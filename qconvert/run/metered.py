@@ -165,7 +165,7 @@ class _MeteredJob(Job):
             super()._write(output, at, data)
 
     def _reread(self, output: int) -> str:
-        with self._meter.step(AGAIN, self._unit.outputs[output][1].type.nbytes):
+        with self._meter.step(AGAIN, self._unit.made[output].type.nbytes):
             return super()._reread(output)
 
 
@@ -183,4 +183,4 @@ class MeteredRunner(UnitRunner):
         self._work = work
 
     def _job(self, unit: Unit, places: Mapping[str, Place]) -> Job:
-        return _MeteredJob(self, unit, [places[name] for name, _ in unit.outputs], self._work.own)
+        return _MeteredJob(self, unit, [places[name] for name in unit.names], self._work.own)

@@ -262,7 +262,7 @@ def cut_batches(
     group: list[Numbered] = []
     size, file = 0, -1
     for number, unit in todo:
-        its_file = places[unit.outputs[0][0]].file
+        its_file = places[unit.names[0]].file
         if group and (its_file != file or size >= most or len(group) >= BATCH_UNITS):
             yield _batch(file, group, places)
             group, size = [], 0
@@ -274,5 +274,5 @@ def cut_batches(
 
 
 def _batch(file: int, group: Sequence[Numbered], places: Mapping[str, Place]) -> Batch:
-    names = [name for _, unit in group for name, _ in unit.outputs]
+    names = [name for _, unit in group for name in unit.names]
     return Batch(file, tuple(group), {name: places[name] for name in names})

@@ -75,15 +75,15 @@ def _kept_and_lost(
     states = [target.state for target in targets if target.state is not None]
     records = {name: text for state in states for name, text in state.records.items()}
     kept = {
-        number: [records[name] for name, _ in unit.outputs]
+        number: [records[name] for name in unit.names]
         for number, unit in enumerate(units)
-        if all(name in records for name, _ in unit.outputs)
+        if all(name in records for name in unit.names)
     }
     wrong = {name for state in states for name in state.wrong}
     lost = [
         unit
         for number, unit in enumerate(units)
-        if number not in kept or any(name in wrong for name, _ in unit.outputs)
+        if number not in kept or any(name in wrong for name in unit.names)
     ]
     return kept, lost
 

@@ -166,7 +166,7 @@ def _forget_damaged(
     """Take units out of `kept`, and out of the journal, that are wrong or in lost files, and make those
     files anew. Returns the units' records."""
     units = targets[0].ready.units
-    files = [{(at[name][0], at[name][1][0]) for name, _ in unit.outputs} for unit in units]
+    files = [{(at[name][0], at[name][1][0]) for name in unit.names} for unit in units]
     lost = {
         (target.space, file.name): file
         for target in begun

@@ -47,14 +47,14 @@ def places_of(layouts: Sequence[ShardLayout]) -> dict[str, Place]:
 
 def files_of(unit: Unit, places: Mapping[str, Place]) -> frozenset[int]:
     """Numbers of the files that a unit writes to."""
-    return frozenset(places[name][0] for name, _ in unit.outputs)
+    return frozenset(places[name][0] for name in unit.names)
 
 
 def in_file_order(
     todo: Sequence[tuple[int, Unit]], places: Mapping[str, Place]
 ) -> list[tuple[int, Unit]]:
     """Units with their numbers, in the order of the first place that each writes to."""
-    return sorted(todo, key=lambda item: min(places[name] for name, _ in item[1].outputs))
+    return sorted(todo, key=lambda item: min(places[name] for name in item[1].names))
 
 
 def peak(units: Sequence[Unit], layouts: Sequence[ShardLayout]) -> int:

@@ -16,7 +16,7 @@ from qconvert.checkpoint.checkpoint import INDEX, SINGLE
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.graph import Output, Source
-from qconvert.core.names import natural_key
+from qconvert.core.names import in_model_order
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
 
@@ -99,7 +99,7 @@ def lay_out(
     linked = {name for link in links for name, _, _ in link.tensors}
     groups: list[list[str]] = [[]]
     filled = 0
-    for name in sorted([name for name in outputs if name not in linked], key=natural_key):
+    for name in in_model_order(name for name in outputs if name not in linked):
         size = outputs[name].type.nbytes
         if groups[-1] and filled + size > max_bytes:
             groups.append([])

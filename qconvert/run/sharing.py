@@ -203,8 +203,8 @@ def _progress(
     }
     names = {name: (path.name, offset) for name, (path, offset) in at.items()}
     check_units(found.units, units, names, first.space.work / JOURNAL)
-    needed = {at[name][0] for number in mine for name, _ in units[number].outputs}
-    filled = {at[name][0] for number in found.units for name, _ in units[number].outputs}
+    needed = {at[name][0] for number in mine for name in units[number].names}
+    filled = {at[name][0] for number in found.units for name in units[number].names}
     for target in targets:
         for file in target.ready.layout.files:
             path = target.space.stage / file.name

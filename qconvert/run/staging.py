@@ -116,7 +116,7 @@ def stage_the_rest(ready: Prepared, space: Workspace, records: Mapping[int, Sequ
     by_name = {
         name: record
         for number, made in records.items()
-        for (name, _), record in zip(ready.units[number].outputs, made, strict=True)
+        for name, record in zip(ready.units[number].names, made, strict=True)
     }
     lines = [by_name[one.name] for file in ready.layout.files for one in file.tensors]
     for record in _file_records(ready, space, [*plan.side_files, *texts]):

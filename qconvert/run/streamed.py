@@ -161,7 +161,7 @@ class _Parts:
             record
             for unit, files in enumerate(self.of_units)
             if number in files
-            for (name, _), record in zip(units[unit].outputs, kept[unit], strict=True)
+            for name, record in zip(units[unit].names, kept[unit], strict=True)
             if name in wanted
         )
 

@@ -167,7 +167,7 @@ class UnitRunner:
         return job.result([dict(record) for record in read])
 
     def _job(self, unit: Unit, places: Mapping[str, Place]) -> Job:
-        return Job(self, unit, [places[name] for name, _ in unit.outputs])
+        return Job(self, unit, [places[name] for name in unit.names])
 
     def close(self) -> None:
         self._reader.close()
@@ -371,7 +371,7 @@ class Job:
             counts = node.op.run(ins, outs, scratch)
         except RowError as error:
             where = _place_of(node, part, error)
-            wanted = f"wanted for {self._unit.outputs[0][0]!r}"
+            wanted = f"wanted for {self._unit.names[0]!r}"
             raise RunError(f"{self._label(node)}: {where}, {wanted}, {error.what}") from error
         except ScaleError as error:
             where = _scale_of(node, part, error)
@@ -458,7 +458,7 @@ class Job:
         """Hash an output that was not written front to back by reading it again."""
         place = self._places[output]
         self._sink.flush()
-        left = self._unit.outputs[output][1].type.nbytes
+        left = self._unit.made[output].type.nbytes
         digest = xxhash.xxh3_128()
         at = place.offset
         while left:

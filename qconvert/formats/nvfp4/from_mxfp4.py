@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from qconvert.checkpoint.quantization_config import states_mxfp4
@@ -38,7 +37,7 @@ def relabelled(matrices: Mapping[str, Sequence[Output]], dialect: Dialect) -> di
     for module, (codes, scale) in matrices.items():
         (blocks,) = apply(RelabelBlocks(dialect), scale, global_scale)
         # DeepSeek-V4 calls the same bytes I8.
-        made[f"{module}.{names.weight}"] = replace(codes, type=TensorType("U8", codes.type.shape))
+        made[f"{module}.{names.weight}"] = Output(TensorType("U8", codes.type.shape), codes.pieces)
         made[f"{module}.{names.scale}"] = blocks
         made[f"{module}.{names.global_scale}"] = global_scale.reshape(names.scalar)
     return made

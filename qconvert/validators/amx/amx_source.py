@@ -9,7 +9,8 @@ from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.core.errors import PlanError
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.amx.reading import mismatches, read_block, source_experts
+from qconvert.validators.amx.reading import mismatches, read_block
+from qconvert.validators.reading.experts import routed_layers
 
 RULES = (
     Rule(
@@ -37,11 +38,11 @@ class AmxSource:
         except PlanError as error:
             raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
         try:
-            experts = source_experts(folder)
+            own, drafts = routed_layers(folder.source)
         except PlanError as error:
             yield Finding("QC043", "error", str(folder.source.root), str(error))
             return
-        for text in mismatches(block, folder, experts):
+        for text in mismatches(block, folder, own, drafts):
             yield Finding("QC043", "error", MANIFEST, text)
 
 

@@ -24,7 +24,7 @@ from qconvert.validators.reading.amx import (
     steps,
     tile_floats,
 )
-from qconvert.validators.reading.experts import KINDS, Kind, Routed, routed_experts
+from qconvert.validators.reading.experts import KINDS, Kind, routed_experts
 from qconvert.validators.reading.matrices import Matrix
 
 if TYPE_CHECKING:
@@ -135,13 +135,9 @@ def sound_block(checkpoint: Checkpoint) -> Block:
     return block
 
 
-def source_experts(folder: Folder) -> Routed:
-    """The source's routed experts. Raises PlanError if it has none that can be read."""
-    assert folder.source is not None
-    return routed_experts(folder.source)
-
-
-def mismatches(block: Block, folder: Folder, experts: Routed) -> list[str]:
+def mismatches(
+    block: Block, folder: Folder, own: frozenset[int], drafts: frozenset[int]
+) -> list[str]:
     """Where manifest and source differ. Draft layers are either all present or all
     absent."""
     assert folder.source is not None
@@ -155,7 +151,6 @@ def mismatches(block: Block, folder: Folder, experts: Routed) -> list[str]:
         )
         if here != there
     ]
-    own, drafts = experts.own, experts.drafts
     if set(block.layers) not in (own, own | drafts):
         there = _spell(own) + (f", draft layers {_spell(drafts)}" if drafts else "")
         found.append(f"the layers with experts are {_spell(block.layers)} here; source: {there}")
@@ -172,11 +167,12 @@ Sources = Mapping[tuple[int, Kind, int], Matrix]
 def matching_source(block: Block, folder: Folder) -> Sources:
     """The source's matrix of each layer, kind and expert. Raises NotChecked if the folder cannot
     have been made from it."""
+    assert folder.source is not None
     try:
-        experts = source_experts(folder)
+        experts = routed_experts(folder.source)
     except PlanError as error:
         raise NotChecked(f"QC043: {error}") from error
-    wrong = mismatches(block, folder, experts)
+    wrong = mismatches(block, folder, experts.own, experts.drafts)
     if wrong:
         raise NotChecked(f"QC043: {wrong[0]}")
     return experts.matrices

@@ -35,6 +35,10 @@ GROUPS_FACT = "gdn_groups"  # of the manifest: 0 split, 1 contiguous, as key hea
 _GDN, _STACKED, _EXPERTS = "gdn.", "stacked_experts.", "experts."
 # Prefixes of one and the same module in a multi-modal and a text-only checkpoint.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+# Ends of names that are a matrix's scales, if it has such.
+_OF_A_MATRIX = (
+    "scale", "scales", "scale_inv", "scale_2", "zero_point", "qzeros", "g_idx", "weight_shape",
+)  # fmt: skip
 # The part of a name that only repeats layer and expert.
 _PLAIN_ROLES = ("attn.", "mlp.", "gdn.", "experts.")
 
@@ -82,30 +86,47 @@ class Matrix:
 
 @lru_cache(maxsize=2)  # several validators need those of a folder and of its source
 def matrices(checkpoint: Checkpoint) -> Mapping[Key, Matrix]:
-    """All of them, in the order of the shards. Scales belong to their matrices; tensors of unknown
-    matrices are listed by name, as numbers or bytes."""
+    """All of them by key, as `each_matrix` finds them; the same matrix under a second name by that."""
+    by_key: dict[Key, Matrix] = {}
+    for matrix in each_matrix(checkpoint):
+        key = matrix.key
+        if key in by_key:
+            key = (matrix.tensor, None, None, key[3])
+            matrix = replace(matrix, key=key)
+        by_key[key] = matrix
+    return MappingProxyType(by_key)
+
+
+def each_matrix(checkpoint: Checkpoint) -> Iterator[Matrix]:
+    """All of them, in the order of the shards, one at a time: those of Kimi-K2 take 26 MB. Scales belong
+    to their matrices; tensors of unknown matrices are listed by name, as numbers or bytes, and last
+    those that could be a matrix's scales, and are not."""
     forms, groups = Forms(checkpoint), gdn_groups(checkpoint)
-    found: dict[str, list[Matrix]] = {}
     used: set[str] = set()
-    for name in checkpoint:
-        if name in used or checkpoint[name].type.numel == 0:
-            continue
+    later: list[str] = []
+
+    def read(name: str) -> list[Matrix]:
+        if checkpoint[name].type.numel == 0:
+            return []
         try:
-            found[name] = list(_of_tensor(checkpoint, forms, name, groups))
-            used |= _scales(checkpoint, name)
+            found = list(_of_tensor(checkpoint, forms, name, groups))
+            used.update(_scales(checkpoint, name))
         except Unread as why:
             place = checkpoint.role_index.places.get(name)
             made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
-            found[name] = [replace(made, note=str(why))]
-    by_key: dict[Key, Matrix] = {}
-    for name, made_of_it in found.items():
+            return [replace(made, note=str(why))]
+        return found
+
+    for name in checkpoint:
         if name in used:
-            continue
-        for matrix in made_of_it:
-            if matrix.key in by_key:  # the same matrix twice, under two names
-                matrix = replace(matrix, key=(matrix.tensor, None, None, matrix.key[3]))
-            by_key[matrix.key] = matrix
-    return MappingProxyType(by_key)
+            used.remove(name)
+        elif name.endswith(_OF_A_MATRIX):
+            later.append(name)
+        else:
+            yield from read(name)
+    for name in later:
+        if name not in used:
+            yield from read(name)
 
 
 def gdn_groups(checkpoint: Checkpoint) -> int | None:
