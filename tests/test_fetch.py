@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +22,8 @@ from qconvert.run.fetch import Fetching, Range, pieces_of
 @dataclass(frozen=True)
 class Held:
     """A store whose objects are bytes here, and which notes what is read of them."""
+
+    imports: ClassVar[tuple[str, ...]] = ()
 
     objects: dict[str, bytes]
     url: str = "held://here"

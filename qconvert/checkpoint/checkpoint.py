@@ -437,6 +437,12 @@ class Checkpoint(Mapping[str, Source]):
                 )
 
 
+def imports_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """Modules that readers of these shards import."""
+    stores = {shard.remote.store for shard in shards if shard.remote is not None}
+    return tuple(sorted({name for store in stores for name in store.imports}))
+
+
 def as_they_are(shards: Sequence[Shard]) -> tuple[Shard, ...]:
     """Shards as they are now. Raises CheckpointError if one cannot be read."""
     stores = {shard.remote.store for shard in shards if shard.remote is not None}

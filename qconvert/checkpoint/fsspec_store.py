@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from qconvert.checkpoint.store import Stored
 from qconvert.core.errors import CheckpointError, QConvertError, RunError, UsageError
@@ -49,6 +49,8 @@ class _Short(Exception):
 @dataclass(frozen=True, slots=True)
 class FsspecStore:
     """A folder by its URL, without a slash at its end."""
+
+    imports: ClassVar[tuple[str, ...]] = ("fsspec.core",)
 
     url: str
 

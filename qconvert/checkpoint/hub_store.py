@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.checkpoint.store import MOST_OBJECTS, Stored
@@ -40,6 +40,10 @@ class HubStore:
     """A commit of a repo, at a Hub. Can be sent to other processes, which take the token from their own
     environment. Its methods raise CheckpointError for what is not there or not allowed, RunError where
     the Hub fails for too long."""
+
+    imports: ClassVar[tuple[str, ...]] = (
+        "huggingface_hub.file_download", "huggingface_hub.hf_api", "qconvert.client.ranges",
+    )  # fmt: skip
 
     repo: str
     commit: str

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.json_text import parse_object
@@ -46,7 +46,10 @@ class Stored:
 class Store(Protocol):
     """A folder in a store. It can be sent to another process, and read by any number of threads.
     Its methods raise CheckpointError for what is not there or not allowed, and RunError where the
-    store fails for too long."""
+    store fails for too long. `imports` are modules that `read` imports, which start no thread: a process
+    that forks readers has them already."""
+
+    imports: ClassVar[tuple[str, ...]]
 
     @property
     def url(self) -> str:

@@ -315,12 +315,13 @@ def uncollected() -> Iterator[None]:
 
 def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextManager[None]:
     """Within this, what workers import is imported while the plan is made."""
+    from qconvert.checkpoint.checkpoint import imports_of
     from qconvert.run.forkserver import started_early
 
     return (
         nullcontext()
         if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
-        else started_early(source.nbytes, options["memory"])
+        else started_early(source.nbytes, options["memory"], imports_of(source.shards))
     )
 
 

@@ -226,15 +226,15 @@ _early: ForkServer | None = None
 
 
 @contextmanager
-def started_early(nbytes: int, memory: int | None) -> Iterator[None]:
+def started_early(nbytes: int, memory: int | None, imports: Sequence[str] = ()) -> Iterator[None]:
     """Within this, the first run that needs a server finds one that began its imports at once, for a run
-    over this many bytes: .75 s that pass while the plan is made and judged. Compiled loops are left out
-    for a run whose `memory` may have no room for them."""
+    over this many bytes: .75 s that pass while the plan is made and judged. `imports` are of its source.
+    Compiled loops are left out for a run whose `memory` may have no room for them."""
     global _early
     if len(os.sched_getaffinity(0)) > 1 and nbytes >= _WORTH_IT:
         _early = ForkServer()
         room = memory is None or memory >= _ROOM_FOR_LOOPS
-        _early.preload(["numpy", "xxhash"], compiled=room and loops_wanted(nbytes))
+        _early.preload(["numpy", "xxhash", *imports], compiled=room and loops_wanted(nbytes))
     try:
         yield
     finally:

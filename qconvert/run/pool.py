@@ -9,6 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeAlias
 
+from qconvert.checkpoint.checkpoint import imports_of
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.plan.units import Unit
@@ -252,7 +253,8 @@ def _ahead(setup: Setup) -> list[str]:
     """What a plan's ops are of, which was imported to plan them, and what they import when they run."""
     ours = "qconvert.ops.", "qconvert.formats."
     on_gpu = ["torch", "triton"] if setup.device else []
-    return ["numpy", "xxhash", *on_gpu, *(name for name in sys.modules if name.startswith(ours))]
+    of_ops = [name for name in sys.modules if name.startswith(ours)]
+    return ["numpy", "xxhash", *on_gpu, *imports_of(setup.shards), *of_ops]
 
 
 def cut_batches(
