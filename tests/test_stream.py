@@ -19,6 +19,7 @@ from qconvert import api
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
 from qconvert.hub.outlet import UNFINISHED, HubOutlet
+from qconvert.run.events import Silent
 from qconvert.run.files import Files
 from qconvert.run.outlet import Sent
 from qconvert.run.stream_space import StreamSpace
@@ -464,24 +465,61 @@ def test_a_checkpoint_that_appears_meanwhile_is_refused(
     assert shown(hub) == {"config.json": b"{}"}
 
 
+def lose(hub: LoopbackHub, name: str) -> None:
+    """Somebody takes a shard off the branch of what is unfinished."""
+    side = next(ref for ref in hub.repos[REPO].refs if ref.startswith(UNFINISHED))
+    held = dict(hub.repos[REPO].tree(side))
+    del held[name]
+    hub.repos[REPO].commit(side, held, "somebody's")
+
+
+@pytest.mark.parametrize("number", [0, 2, -1])
+def test_a_shard_that_is_lost_once_is_made_again_in_the_same_run(
+    hub: LoopbackHub,
+    source: Path,
+    near: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    """The units that write to it run a second time, and those alone; then all is shown."""
+    name = weights(near)[number]
+    settle, looks = StreamSpace.missing, list[list[str]]()
+
+    def look(space: StreamSpace) -> list[str]:
+        if not looks:
+            lose(hub, name)
+        looks.append(settle(space))
+        return looks[-1]
+
+    phases: list[str] = []
+
+    class Told(Silent):
+        def phase(self, text: str) -> None:
+            phases.append(text)
+
+    monkeypatch.setattr(StreamSpace, "missing", look)
+    convert(source, events=Told())
+    assert looks == [[name], []]
+    assert phases.count("making again what was sent and is lost") == 1
+    assert shown(hub) == near
+    assert list(hub.repos[REPO].refs) == ["main"]
+
+
 def test_shards_that_are_lost_there_are_made_again(
     hub: LoopbackHub, source: Path, near: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their branch is removed before the end, once; then a killed run's."""
+    """Somebody takes one off their branch each time that it is looked at; then a killed run's go."""
 
     def gone() -> None:
         for ref in [ref for ref in hub.repos[REPO].refs if ref.startswith(UNFINISHED)]:
             del hub.repos[REPO].refs[ref]
 
-    def lost() -> None:
-        side = next(ref for ref in hub.repos[REPO].refs if ref.startswith(UNFINISHED))
-        held = dict(hub.repos[REPO].tree(side))
-        del held[weights(near)[0]]
-        hub.repos[REPO].commit(side, held, "somebody's")
-
     settle = StreamSpace.missing
     with monkeypatch.context() as patch:
-        patch.setattr(StreamSpace, "missing", lambda s: (lost(), settle(s))[1] if s.away else [])  # type: ignore[func-returns-value]
+        patch.setattr(
+            StreamSpace, "missing",
+            lambda s: (lose(hub, weights(near)[0]), settle(s))[1] if s.away else [],  # type: ignore[func-returns-value]
+        )  # fmt: skip
         with pytest.raises(RunError, match="lost again and again"):
             convert(source)
     assert shown(hub) == {}
