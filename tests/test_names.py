@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from qconvert.core.names import (
     _WEIGHT_OF_SCALE,
     Parsed,
+    in_model_order,
     is_scale,
     natural_key,
     parse,
@@ -98,6 +99,7 @@ _PARTS = st.sampled_from(
 @example(["x.layers.10", "x.layers.9", "x.layers.999999999.b", "x.layers.1234567890", "x.layers.a"])
 def test_any_names_are_in_the_order_defined(names: list[str]) -> None:
     assert sorted(names, key=natural_key) == sorted(names, key=_order)
+    assert in_model_order(names) == sorted(names, key=_order)
     for one, other in itertools.combinations(names, 2):
         assert (natural_key(one) == natural_key(other)) == (_order(one) == _order(other))
 

@@ -256,8 +256,8 @@ class _Becomes:
 
     def __call__(self, name: str, output: Output) -> str:
         made = self.planned.label(name)
-        if len(output.pieces) == 1 and not isinstance(origin := output.pieces[0].origin, Source):
-            node = origin.node
+        if len(results := output.results) == 1 and not output.sources:
+            node = results[0][0]
             before = self.by_kind.get(id(node.types))
             if before is None and node.args:
                 before = self._read(node.args[0])
@@ -282,9 +282,9 @@ class _Becomes:
         """The format of an argument read from a source tensor, else its dtype."""
         dtype = arg.type.dtype
         if dtype in OF_CODES:
-            origin = arg.pieces[0].origin
-            if isinstance(origin, Source) and origin.type.dtype == dtype:
-                return self.stored.label(origin.name)
+            first = arg.sources[:1]
+            if first and first[0][0].type.dtype == dtype:
+                return self.stored.label(first[0][0].name)
         return dtype
 
 
@@ -292,27 +292,23 @@ def _first_ports(plan: Plan) -> dict[int, int]:
     """The first used result of each node: the bytes that the node reads are counted there."""
     first: dict[int, int] = {}
     for output in plan.tensors.values():
-        for origin, _, _ in output.pieces:
-            if not isinstance(origin, Source):
-                node, port = id(origin.node), origin.port
-                if first.get(node, port) >= port:
-                    first[node] = port
+        for node, port, _, _ in output.results:
+            if first.get(id(node), port) >= port:
+                first[id(node)] = port
     return first
 
 
 def _bytes_in(output: Output, first: Mapping[int, int], read: dict[int, int]) -> int:
     """Bytes that an output is made of, where it is the `first` of its node. `read` remembers what a kind
     of node reads."""
-    total = 0
-    for origin, start, stop in output.pieces:
-        if isinstance(origin, Source):
-            total += stop - start
-        elif origin.port == first[id(origin.node)]:
-            kind = origin.node.types
+    total = sum(stop - start for _, start, stop in output.sources)
+    for node, port, start, stop in output.results:
+        if port == first[id(node)]:
+            kind = node.types
             size = read.get(id(kind))
             if size is None:
-                size = read[id(kind)] = sum(arg.type.nbytes for arg in origin.node.args)
-            total += size * (stop - start) // max(1, kind[origin.port].nbytes)
+                size = read[id(kind)] = sum(arg.type.nbytes for arg in node.args)
+            total += size * (stop - start) // max(1, kind[port].nbytes)
     return total
 
 

@@ -227,6 +227,33 @@ class Output:
         return (Piece(Value(origin, self._first), 0, self._last),)
 
     @property
+    def sources(self) -> Sequence[tuple[Source, int, int]]:
+        """The ranges that are of sources. (`pieces` makes two objects for a result, this none.)"""
+        origin = self._from
+        if isinstance(origin, Source):
+            return ((origin, self._first, self._last),)
+        if isinstance(origin, tuple):
+            return [(o, start, stop) for o, start, stop in origin if isinstance(o, Source)]
+        return ()
+
+    @property
+    def results(self) -> Sequence[tuple[Apply, int, int, int]]:
+        """The ranges that are of results: node, number of its result, first byte, end."""
+        origin = self._from
+        if isinstance(origin, Apply):
+            return ((origin, self._first, 0, self._last),)
+        if isinstance(origin, tuple):
+            return [(o.node, o.port, at, end) for o, at, end in origin if isinstance(o, Value)]
+        return ()
+
+    @property
+    def filled(self) -> int:
+        """Bytes of all its ranges."""
+        if isinstance(self._from, tuple):
+            return sum([stop - start for _, start, stop in self._from])
+        return self._last if isinstance(self._from, Apply) else self._last - self._first
+
+    @property
     def result(self) -> tuple[Apply, int] | None:
         """The node and the number of its result that this is the whole of, if it is one."""
         return (self._from, self._first) if isinstance(self._from, Apply) else None

@@ -189,6 +189,9 @@ def _weights_at(last: str) -> tuple[str, ...] | None:
     return None
 
 
+_BESIDE = "3"  # rank of what is in no layer by its name
+
+
 def natural_key(name: str) -> str:
     """Sort key of the order a model runs in.
 
@@ -196,7 +199,11 @@ def natural_key(name: str) -> str:
     numbers, so layer 10 follows layer 9. A text, not a tuple of components: texts of 280,000 names are
     made and compared in a third of the time.
     """
-    return _rank_and_layer(name) + "\0".join(map(_KEYS.__getitem__, name.split(".")))
+    return _rank_and_layer(name) + _components(name)
+
+
+def _components(name: str) -> str:
+    return "\0".join(map(_KEYS.__getitem__, name.split(".")))
 
 
 def _rank_and_layer(name: str) -> str:
@@ -220,14 +227,14 @@ def in_model_order(names: Iterable[str]) -> list[str]:
     MB at once. (A tile is `blk.` and its layer's number.)"""
     layers: dict[str, list[str]] = {}
     for name in names:
-        first, _, rest = name.partition(".")
-        begin = f"{_rank_and_layer(name)}{_KEYS[first]}"
-        if rest:
-            begin += f"\0{_KEYS[rest.partition('.')[0]]}"
+        begin = _rank_and_layer(name)
+        if begin[0] == _BESIDE:  # the key's first two components
+            first, dot, rest = name.partition(".")
+            begin += _KEYS[first] + (f"\0{_KEYS[rest.partition('.')[0]]}" if dot else "")
         layers.setdefault(begin, []).append(name)
     found: list[str] = []
     for begin in sorted(layers):
-        found += sorted(layers.pop(begin), key=natural_key)
+        found += sorted(layers.pop(begin), key=_components)
     return found
 
 

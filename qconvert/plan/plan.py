@@ -283,11 +283,10 @@ def counted(plan: Plan) -> Plan:
 
 def _check_filled(plan: Plan) -> None:
     for name, output in plan.tensors.items():
-        filled = sum([stop - start for _, start, stop in output.pieces])
-        if filled != output.type.nbytes:
+        if output.filled != output.type.nbytes:
             raise PlanError(
                 f"tensor {name!r}: expected {output.type.nbytes} bytes for {output.type}, found pieces "
-                f"of {filled} bytes"
+                f"of {output.filled} bytes"
             )
 
 
@@ -303,19 +302,17 @@ def _check_conservation(plan: Plan) -> None:
     for name, output in plan.tensors.items():
         if name in plan.aliases:
             continue
-        for origin, start, stop in output.pieces:
-            if isinstance(origin, Source):
-                copied.setdefault(origin.name, []).append((start, stop))
-                writer[origin.name, start] = name
+        for source, start, stop in output.sources:
+            copied.setdefault(source.name, []).append((start, stop))
+            writer[source.name, start] = name
     for node in plan.nodes:
         for arg in node.args:
-            for origin, start, stop in arg.pieces:
-                if isinstance(origin, Source):
-                    at = reached.get(origin.name, 0)
-                    if start <= at:
-                        reached[origin.name] = max(at, stop)
-                    else:
-                        behind.setdefault(origin.name, []).append((start, stop))
+            for source, start, stop in arg.sources:
+                at = reached.get(source.name, 0)
+                if start <= at:
+                    reached[source.name] = max(at, stop)
+                else:
+                    behind.setdefault(source.name, []).append((start, stop))
     for source_name, spans in copied.items():
         spans.sort()
         for (_, end), (start, _) in itertools.pairwise(spans):

@@ -293,14 +293,14 @@ def _unit(names: tuple[str, ...], outputs: tuple[Output, ...]) -> Unit:
             read += step.stop - step.start
             peak = max(peak, min(step.stop - step.start, MIN_COPY_BYTES))
         else:
-            read += sum(_source_bytes(arg.pieces) for node in step.nodes for arg in node.args)
+            read += sum(_source_bytes(arg) for node in step.nodes for arg in node.args)
             peak = max(peak, compute_bytes(step))
     write_bytes = sum(output.type.nbytes for output in outputs)
     return Unit(names, outputs, built, read, write_bytes, peak)
 
 
-def _source_bytes(pieces: Sequence[Piece]) -> int:
-    return sum(piece.nbytes for piece in pieces if isinstance(piece.origin, Source))
+def _source_bytes(output: Output) -> int:
+    return sum(stop - start for _, start, stop in output.sources)
 
 
 def _components(outputs: Sequence[Output]) -> Mapping[int, int]:

@@ -53,10 +53,6 @@ def ports(outputs: Iterable[Output], order: Iterable[Apply]) -> dict[int, frozen
     args = (arg for node in order for arg in node.args)
     found: dict[int, set[int]] = {}
     for output in itertools.chain(outputs, args):
-        if (result := output.result) is not None:
-            found.setdefault(id(result[0]), set()).add(result[1])
-            continue
-        for origin, _, _ in output.pieces:
-            if isinstance(origin, Value):
-                found.setdefault(id(origin.node), set()).add(origin.port)
+        for node, port, _, _ in output.results:
+            found.setdefault(id(node), set()).add(port)
     return {node: frozenset(ports) for node, ports in found.items()}
