@@ -184,10 +184,8 @@ def test_signals_to_a_real_process(number: signal.Signals, source: Path, tmp_pat
     """The process sends the signal to itself when it has written something: no race."""
     out = tmp_path / "out"
     code = (
-        "import os, signal, sys; from qconvert.cli.main import main\n"
+        "import os, sys; from qconvert.cli.main import main\n"
         "from qconvert.cli.progress import Bar\n"
-        # A shell that starts the tests in the background has had Ctrl-C ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"Bar.wrote = lambda bar, nbytes: os.kill(os.getpid(), {int(number)})\n"
         "main(sys.argv[1:])"
     )

@@ -691,7 +691,8 @@ def test_a_size_that_differs_is_said_before_any_hash(hub: LoopbackHub, folder: P
 
 
 def _shell(words: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
-    known = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    of_client = ("HF_", "TRANSFORMERS_OFFLINE")
+    known = {k: v for k, v in os.environ.items() if not k.startswith(of_client)}
     return subprocess.run(
         [sys.executable, "-m", "qconvert", *words], env=known | settings, capture_output=True,
         text=True, timeout=120,
