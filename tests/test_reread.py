@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +14,17 @@ from checkpoints import read_tensors, run_cli
 from models import qwen3_moe
 
 from qconvert import api
-from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.checkpoint.fsspec_store import FsspecStore
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import REREAD_BYTES, Compute, Unit, reread
 from qconvert.run import fetch, unit_runner
 from qconvert.run.executor import run_prepared
+from qconvert.run.forkserver import ended
 from qconvert.run.memory import share_out
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.reader import Reader
@@ -66,6 +72,77 @@ def test_each_weight_is_read_once_and_the_bytes_are_the_same(
         monkeypatch.setattr(unit_runner, "kept_in", lambda *_: {})
     one, other = read_tensors(once), read_tensors(twice)
     assert {n: t.data for n, t in one.items()} == {n: t.data for n, t in other.items()}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> tuple[Shard, Source]:
+    """A file of three pages and a bit, and the tensor that it is, from byte 64 on."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(n * n % 251 for n in range(13_000)))
+    status = path.stat()
+    shard = Shard(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    return shard, Source("w", TensorType("U8", (12_936,)), 0, 64)
+
+
+def test_mapped_bytes_are_those_that_are_read(file: tuple[Shard, Source]) -> None:
+    """From any place that loops can read at; what is written to them stays here."""
+    shard, weight = file
+    data = shard.path.read_bytes()
+    reader = Reader([shard], maps=True)
+    for start, stop in ((0, 1), (0, 12_936), (8, 5000), (4032, 4033), (4096, 12_000)):
+        mapped = reader.mapped(weight, start, stop)
+        assert mapped is not None
+        assert mapped == data[64 + start : 64 + stop]
+        mapped[:1] = bytes([mapped[0] ^ 255])
+        assert shard.path.read_bytes() == data
+    assert reader.mapped(weight, 4, 5000) is None
+    assert Reader([shard]).mapped(weight, 0, 8) is None, "not in the process of a command"
+    reader.close()
+
+
+def test_what_a_file_lacks_is_read_and_named(file: tuple[Shard, Source]) -> None:
+    shard, weight = file
+    reader = Reader([shard], maps=True)
+    assert reader.mapped(weight, 0, 8) is not None
+    os.truncate(shard.path, 5000)
+    assert reader.mapped(weight, 0, 12_936) is None
+    with pytest.raises(RunError, match="'w': the file ends at byte 5000"):
+        reader.read(weight, 0, memoryview(bytearray(12_936)))
+    reader.close()
+
+
+def test_a_file_that_is_cut_while_it_is_mapped(file: tuple[Shard, Source]) -> None:
+    """The page is gone when it is looked at: the kernel ends the process, and its end is explained."""
+    shard, weight = file
+    pid = os.fork()
+    if not pid:
+        faulthandler.disable()
+        mapped = Reader([shard], maps=True).mapped(weight, 0, 12_936)
+        assert mapped is not None
+        os.truncate(shard.path, 0)
+        os._exit(mapped[-1] & 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == -signal.SIGBUS
+    said = str(ended(pid, code, ""))
+    assert "was killed by signal 7 (a source file became shorter while it was read" in said
+    assert said.endswith("run the same command again to go on")
+
+
+def test_workers_make_the_same_bytes_of_mapped_weights(tmp_path: Path) -> None:
+    """Headers end at a multiple of 8, as the library writes them, so that weights are mapped."""
+    from safetensors.torch import load_file, save_file
+
+    source = qwen3_moe().write(tmp_path / "source")
+    for path in source.glob("*.safetensors"):
+        save_file(load_file(path), path, metadata={"format": "pt"})
+    assert any(one.offset % 8 == 0 for one in Checkpoint.open(source).values())
+    made = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"out{jobs}"
+        done = run_cli("nvfp4", source, out, "--dialect", "modelopt", "--jobs", jobs)
+        assert done.code == 0, done.err
+        made.append({n: t.data for n, t in read_tensors(out).items()})
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("enough", [True, False])

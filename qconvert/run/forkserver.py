@@ -253,8 +253,15 @@ def server_for_a_run() -> ForkServer:
 def ended(pid: int, code: int, last_words: str) -> RunError:
     """What is said of a worker that went without a word."""
     why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-    hint = " (out of memory? try fewer --jobs)" if code == -signal.SIGKILL else last_words
+    hint = _HINTS.get(-code, last_words)
     return RunError(f"worker process {pid} {why}{hint}; run the same command again to go on")
+
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (out of memory? try fewer --jobs)",
+    # Of a mapped page, which the file no longer has, or the disk does not give.
+    signal.SIGBUS: " (a source file became shorter while it was read, or its disk has an error)",
+}
 
 
 def cannot_start(error: OSError | MemoryError) -> RunError:

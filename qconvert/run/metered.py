@@ -96,9 +96,13 @@ def kinds_in(units: Sequence[Unit]) -> list[str]:
 
 
 class MeteredReader(Reader):
-    def __init__(self, shards: Sequence[Shard], meter: Meter) -> None:
-        super().__init__(shards)
+    def __init__(self, shards: Sequence[Shard], meter: Meter, *, maps: bool = False) -> None:
+        super().__init__(shards, maps=maps)
         self._meter = meter
+
+    def mapped(self, source: Source, start: int, stop: int) -> memoryview | None:
+        with self._meter.step(READ, stop - start):
+            return super().mapped(source, start, stop)
 
     def read(self, source: Source, start: int, into: memoryview) -> None:
         with self._meter.step(READ, into.nbytes):
@@ -178,8 +182,11 @@ class MeteredRunner(UnitRunner):
         arena: Arena,
         progress: Callable[[int], None],
         work: Meters,
+        *,
+        maps: bool = False,
     ) -> None:
-        super().__init__(MeteredReader(shards, work.own), sink, names, arena, progress)
+        reader = MeteredReader(shards, work.own, maps=maps)
+        super().__init__(reader, sink, names, arena, progress)
         self._work = work
 
     def _job(self, unit: Unit, places: Mapping[str, Place]) -> Job:

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeAlias
 
@@ -193,6 +194,7 @@ def run_workers(
     there is to do is asked for once the first of them is on its way. Raises what a worker raised, or
     RunError if one died."""
     workers: list[_Worker] = []
+    setup = replace(setup, maps=True)
     server = server_for_a_run()
     try:
         server.preload(_ahead(setup), compiled=setup.compiled)

@@ -175,10 +175,11 @@ class UnitRunner:
 
 @dataclass(slots=True)
 class Kept:
-    """What several nodes of a step read, and how much of it has been."""
+    """What several nodes of a step read, and how much of it has been; `mapped`: it is all there."""
 
     data: memoryview
     filled: int = 0
+    mapped: bool = False
 
 
 class Job:
@@ -235,6 +236,7 @@ class Job:
             results[id(node)] = made
             for port, buffer in enumerate(made):
                 self._emit(step, number, port, 0, buffer.data)
+        self._kept.clear()
 
     def _order(self, step: Compute, kept: frozenset[int]) -> Sequence[int]:
         """Nodes by number: last those that no other takes results of. Where arguments are kept, those
@@ -276,7 +278,14 @@ class Job:
         """Take room for what several nodes read, where there is that much beside all else."""
         most = FAR_REREAD_BYTES if self._reader.far else REREAD_BYTES
         wanted = kept_in(step, self._arena.size - self._arena.mark(), most)
-        self._kept = {piece: Kept(self._arena.take(count)) for piece, count in wanted.items()}
+        self._kept = {piece: self._kept_of(piece, count) for piece, count in wanted.items()}
+
+    def _kept_of(self, piece: Piece, count: int) -> Kept:
+        """Where a piece lies in the page cache, or memory to read it to."""
+        origin, start, stop = piece
+        assert isinstance(origin, Source)
+        data = self._reader.mapped(origin, start, stop)
+        return Kept(self._arena.take(count)) if data is None else Kept(data, mapped=True)
 
     def _argument(
         self, arg: Output, at: int, size: int, results: Mapping[int, list[Buffer]]
@@ -288,7 +297,12 @@ class Job:
             self._fill(arg, at, data, results)
             return data
         if kept.filled < at + size:
-            self._fill(arg, kept.filled, kept.data[kept.filled : at + size], results)
+            new = kept.data[kept.filled : at + size]
+            if kept.mapped:
+                ((source, start, _),) = arg.sources
+                self._in.feed(source.name, start + kept.filled, new)
+            else:
+                self._fill(arg, kept.filled, new, results)
             kept.filled = at + size
         return kept.data[at : at + size]
 

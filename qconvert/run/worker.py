@@ -40,7 +40,8 @@ _PROGRESS_BYTES = 16 << 20
 class Setup:
     """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
     arena, and each window of the sink), whether it computes in compiled loops, whether it tells what
-    its steps take, and the GPU that it searches for scales on."""
+    its steps take, the GPU that it searches for scales on, and whether it may map source files (a file
+    that is cut then ends the process, which must be one that somebody waits for)."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
@@ -49,6 +50,7 @@ class Setup:
     compiled: bool = False
     metered: bool = False
     device: str | None = None
+    maps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,8 @@ def unit_runner(
     names = [path.name for path in setup.paths]
     arena = Arena(setup.arena)
     if work is not None:
-        return MeteredRunner(setup.shards, sink, names, arena, progress, work)
-    return UnitRunner(Reader(setup.shards), sink, names, arena, progress)
+        return MeteredRunner(setup.shards, sink, names, arena, progress, work, maps=setup.maps)
+    return UnitRunner(Reader(setup.shards, maps=setup.maps), sink, names, arena, progress)
 
 
 class _Inbox:
