@@ -15,6 +15,7 @@ import qconvert.checkpoint.family
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Config, Dims, Family, Role, families, first_int
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import Apply
 from qconvert.core.roles import Cut, Kind, joined_with
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
@@ -393,13 +394,13 @@ def test_gate_and_up_share_a_scale_whatever_they_are_called(tmp_path: Path) -> N
     """Among all linears, of which q, k and v share one too."""
     plan = planned(minimax_model(512), tmp_path, ToNvfp4("modelopt", "all"))
 
-    def own(module: str) -> Any:
-        (piece,) = plan.tensors[f"{module}.weight_scale_2"].pieces
-        return piece.origin
+    def own(module: str) -> Apply | None:
+        """The node that makes a matrix's own scale."""
+        return plan.tensors[f"{module}.weight_scale_2"].node
 
     at = "model.layers.0"
     expert = f"{at}.block_sparse_moe.experts.1"
-    assert own(f"{expert}.w1") is own(f"{expert}.w3")
+    assert own(f"{expert}.w1") is own(f"{expert}.w3") is not None
     assert own(f"{expert}.w1") is not own(f"{expert}.w2")
     assert own(f"{at}.self_attn.q_proj") is own(f"{at}.self_attn.v_proj")
     assert own(f"{at}.self_attn.q_proj") is not own(f"{at}.self_attn.o_proj")
