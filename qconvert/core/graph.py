@@ -180,7 +180,7 @@ def _rows(kind: TensorType, start: int, stop: int) -> tuple[TensorType, int, int
 
 
 class Output:
-    """A tensor that shall exist: its type, and the byte ranges that fill it in order.
+    """A tensor that shall exist: its type, and the byte ranges that fill it in order. Never changed.
 
     Nearly all are one range of a source, or the whole of a result. Those are kept without the tuple, the
     Piece and the Value around them, in 64 bytes for 240: a plan of Kimi-K2 to AMX has 510,000."""
