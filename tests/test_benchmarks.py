@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,17 @@ def cases() -> list[str]:
     raise AssertionError(f"{_RUN} has no table of cases")
 
 
+# A minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
+_LONG = ("decoders", "long")
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=needs_avx512 if case == "amx" else []) for case in cases()],
+    [
+        pytest.param(case, marks=needs_avx512 if case == "amx" else [])
+        for case in cases()
+        if case not in _LONG or os.environ.get("QCONVERT_ALL")
+    ],
 )
 def test_a_case_runs_at_its_smallest(case: str, tmp_path: Path) -> None:
     work, found = tmp_path / "made" / "by it", tmp_path / "found.json"

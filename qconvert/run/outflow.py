@@ -73,7 +73,7 @@ class Outflow:
         self._sending: set[int] = set()
         self._uploaded: dict[int, Sent] = {}
         self._keeping: set[int] = set()
-        self._draining = self._wanted = False
+        self._draining = self._wanted = self._failed = False
         self._largest = max((each.file.size for each in files), default=0)
         self._todo: SimpleQueue[Callable[[], _News] | None] = SimpleQueue()
         self._to_keep: SimpleQueue[Callable[[], _News] | None] = SimpleQueue()
@@ -85,12 +85,13 @@ class Outflow:
             Thread(target=self._serve, args=(queue,), daemon=True).start()
 
     def _serve(self, queue: SimpleQueue[Callable[[], _News] | None]) -> None:
-        while (work := queue.get()) is not None:
+        # After a failure nothing else is begun: what one request was refused, another would be too.
+        while (work := queue.get()) is not None and not self._failed:
             news: _News
             try:
                 news = work()
             except BaseException as error:  # raised again by `answer`
-                news = error
+                self._failed, news = True, error
             self._news.put(news)
             try:
                 self._rope.send_bytes(b"!")
