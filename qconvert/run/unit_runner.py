@@ -224,8 +224,7 @@ class Job:
         kept = taken_by_others(step)
         results: dict[int, list[Buffer]] = {}
         self._keep_what_is_reread(step)
-        for number in self._order(step, kept):
-            node = step.nodes[number]
+        for number, node in enumerate(step.nodes):
             if id(node) not in kept:
                 mark = self._arena.mark()
                 self._compute_in_parts(step, number, results)
@@ -237,16 +236,6 @@ class Job:
             for port, buffer in enumerate(made):
                 self._emit(step, number, port, 0, buffer.data)
         self._kept.clear()
-
-    def _order(self, step: Compute, kept: frozenset[int]) -> Sequence[int]:
-        """Nodes by number: last those that no other takes results of. Where arguments are kept, those
-        go backwards: what was read last is in the cache that cores share, what was read first not any
-        more."""
-        numbers = range(len(step.nodes))
-        if not self._kept:
-            return numbers
-        last = [number for number in numbers if id(step.nodes[number]) not in kept]
-        return [*(number for number in numbers if id(step.nodes[number]) in kept), *reversed(last)]
 
     def _into(
         self, node: Apply, made: Sequence[Buffer], results: Mapping[int, list[Buffer]]
