@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.rows import InFile
@@ -18,18 +19,20 @@ if TYPE_CHECKING:
 
 class Behind:
     """Does things in the order in which they are asked for, in one thread of its own. What goes wrong in
-    one is raised by a later call, and nothing after it is done."""
+    one is raised by a later call, and nothing after it is done. Several threads may ask."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "qconvert-behind")
         self._asked: deque[Future[None]] = deque()
+        self._lock = Lock()
         self._broken = False
 
     def later(self, do: Callable[[], None]) -> Future[None]:
-        while self._asked and self._asked[0].done():
-            self._asked.popleft().result()
-        found = self._pool.submit(self._run, do)
-        self._asked.append(found)
+        with self._lock:
+            while self._asked and self._asked[0].done():
+                self._asked.popleft().result()
+            found = self._pool.submit(self._run, do)
+            self._asked.append(found)
         return found
 
     def _run(self, do: Callable[[], None]) -> None:
@@ -72,8 +75,9 @@ class Held:
     def write(self, start: int, rows: torch.Tensor) -> None:
         import torch
 
-        if self._before is not None:
-            for done in self._before._written:
+        before = self._before
+        if before is not None:
+            for done in before._written:
                 done.result()
             self._before = None
         stop = start + rows.shape[0]

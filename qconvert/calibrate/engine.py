@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.layers import Layers, Matrices, batches
+from qconvert.calibrate.foreseen import Foreseen
+from qconvert.calibrate.layers import Layers, Matrices, batches, divided
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
+from qconvert.calibrate.spread import use_device
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
-from qconvert.matrices.experts import PROJECTIONS, Projection, routed_experts
-from qconvert.matrices.stored import Stored
+from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused, Phase, Remark
 from qconvert.run.exchange import Exchange, OutOfTime
@@ -98,9 +99,10 @@ def calibrate(
     clock = clock or Clock()
     readers = tuple(Weights(source, clock) for _ in devices)
     model = Model(source, settings.attention)
+    use_device(devices[0])
     lengths = [sample.size for sample in tokens]
     layers = Layers(
-        model=model,
+        models=(model, *(model.twin() for _ in devices[1:])),
         matrices=_by_layer(found),
         lengths=lengths,
         targets=targets,
@@ -117,8 +119,9 @@ def calibrate(
         exchange=exchange,
     )
     _check_shapes(layers.matrices, targets)
+    stop = model.layers if last is None else last + 1
     layers, behind = _holding(layers)
-    layers = _reading_ahead(layers)
+    layers = _reading_ahead(layers, stop)
     kept = CalibrationDir(
         work_dir,
         key,
@@ -130,10 +133,9 @@ def calibrate(
         behind,
     )
     try:
-        stop = layers.model.layers if last is None else last + 1
-        if layers.ahead:
-            first = kept.layer() or 0
-            readers[0].expect(_order(layers.matrices, range(first, stop)), layers.ahead)
+        if layers.foreseen is not None:
+            fair = divided(range(layers.experts), [layers.experts] * len(devices))
+            layers.foreseen.settle(kept.layer() or 0, [*fair])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:
@@ -154,25 +156,18 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
     return replace(layers, budget=replace(layers.budget, states=left)), Behind()
 
 
-def _reading_ahead(layers: Layers) -> Layers:
-    """Matrices are read ahead for one accelerator, whose order is known: shards ask for others'."""
-    device, budget = layers.devices[0], layers.budget
-    if device == "cpu" or len(layers.devices) > 1 or layers.exchange is not None:
+def _reading_ahead(layers: Layers, stop: int) -> Layers:
+    """Matrices are read ahead for accelerators, whose order is known: shards ask for others'."""
+    if layers.devices[0] == "cpu" or layers.exchange is not None:
         return layers
-    share = budget.states.get("cpu", 0)
+    share = layers.budget.states.get("cpu", 0)
     room = min(_AHEAD, share // 4)
-    left = {**budget.states, "cpu": share - room}
-    return replace(layers, budget=replace(budget, states=left), ahead=room)
-
-
-def _order(matrices: Matrices, layers: range) -> Iterator[tuple[str, Stored]]:
-    """Experts' matrices in the order in which they are asked for."""
-    for layer in layers:
-        found = matrices.get(layer, {})
-        for expert in sorted({expert for expert, _ in found}):
-            for kind in PROJECTIONS:
-                one = found[expert, kind]
-                yield one.module, one.weight
+    left = {**layers.budget.states, "cpu": share - room}
+    budget = replace(layers.budget, states=left)
+    each = room // len(layers.devices)
+    return replace(
+        layers, budget=budget, foreseen=Foreseen(layers.matrices, layers.readers, each, stop)
+    )
 
 
 def disk_bytes(tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False) -> int:

@@ -31,12 +31,14 @@ NAMES = ("gate_up", "down")
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What goes into a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
-    `chunks` are the ranges of tokens worked on together, counts [E] the tokens routed to each."""
+    `chunks` are the ranges of tokens that are looked at together, `parts` those that are answered
+    together, counts [E] the tokens routed to each."""
 
     inputs: Rows
     experts: Rows
     weights: Rows
     chunks: Sequence[tuple[int, int]]
+    parts: Sequence[tuple[int, int]]
     counts: Sequence[int]
 
     @property

@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.experts import NAMES, Bench, Expert, Found, Inputs, Seen
+from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
 from qconvert.calibrate.memory import Budget, group_sizes, trim
 from qconvert.calibrate.merged import merged
@@ -20,6 +22,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.sharing import Sharing
+from qconvert.calibrate.spread import in_turn, on_each, shares, use_device
 from qconvert.calibrate.taken import Stream, Taken
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
@@ -34,8 +37,16 @@ if TYPE_CHECKING:
 
 # Tokens that an accelerator works on together, in experts and in attention.
 _GATHER, _ATTEND = 262_144, 16_384
+# Parts of a chunk that experts answer one after another: while one device answers a part, the next one
+# answers the part before.
+_PARTS = 4
+# Matrices that accelerators may be ahead of their being taken. With one, a device waited for each to be
+# taken, and 5 ms for Python's lock where another was launching kernels.
+_AHEAD = 32
 
 Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
+# A stream, and the experts of each device that answer it.
+Way = tuple[Stream, Sequence[Sequence[Expert]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +91,30 @@ def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]
     return found
 
 
+def divided(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Groups of numbers, in their order: of each group a device has as many as its size at the most,
+    and no more than the others where there are fewer than all could have."""
+    at = 0
+    while at < len(numbers):
+        group = []
+        for place, size in enumerate(sizes):
+            fair = -(-(len(numbers) - at) // (len(sizes) - place))
+            mine = list(numbers[at : at + min(size, fair)])
+            at += len(mine)
+            if mine:
+                group.append(mine)
+        yield group
+
+
 @dataclass(frozen=True)
 class Layers:
-    """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
-    samples, `folder` is for what does not fit in memory, `readers` one for each of `devices`; `linears`
-    are what is solved beside the experts, by layer, on the first device. Experts for which there is no
-    target are looked at for `statistics`, or only answer. With an `exchange` experts are solved by
-    several processes. `ahead` bytes of them are read before they are asked for."""
+    """Works on layers, one at a time. `models` and `readers` are one for each of `devices`; `matrices`
+    are the routed experts by layer, `lengths` those of the samples, `folder` is for what does not fit
+    in memory; `linears` are what is solved beside the experts, by layer, on the first device. Experts
+    for which there is no target are looked at for `statistics`, or only answer. With an `exchange`
+    experts are solved by several processes. `foreseen` experts are read before they are asked for."""
 
-    model: Model
+    models: tuple[Model, ...]
     matrices: Matrices
     lengths: Sequence[int]
     targets: Sequence[ExpertSchemes]
@@ -103,7 +129,11 @@ class Layers:
     linears: Linears = field(default_factory=dict)
     statistics: bool = True
     exchange: Exchange | None = None
-    ahead: int = 0
+    foreseen: Foreseen | None = None
+
+    @property
+    def model(self) -> Model:
+        return self.models[0]
 
     @property
     def total(self) -> int:
@@ -134,17 +164,14 @@ class Layers:
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         """Compute `following`, what goes into the next layer, and yield the matrices of this one.
         Returns statistics of its experts, None for a dense layer and where they only answer."""
-        with self.clock("read", self.devices[0]):
-            layer = self.model.layer(number, self.readers[0], self.devices[0])
+        placed = self._placed(number)
+        layer = placed[0]
         if not layer.sparse:
             if linears := self.linears.get(number):
                 yield from self._quantize(layer, linears, states.quantized)
-            own = _own(layer)
-            with self.clock("forward", self.devices[0]) as tick:
-                for before, after in zip(states.all, following.all, strict=True):
-                    for batch, hidden, call in self.through(number, before):
-                        after.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
-                        tick(own * (batch.stop - batch.start))
+            self._forward(placed, states, following, lambda _, one, hidden, call, batch: (
+                one.forward(hidden, call)
+            ))  # fmt: skip
             return None
         if number not in self.matrices:
             raise PlanError(
@@ -153,17 +180,53 @@ class Layers:
             )
         scratch = Scratch(self.folder, self.budget.states, self.files)
         try:
-            return (yield from self._sparse(layer, states, following, scratch))
+            return (yield from self._sparse(placed, states, following, scratch))
         finally:
             scratch.close()
 
-    def through(self, number: int, states: Kept) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
-        """What goes into a layer: samples together [B, T, H], and what the layer is called with."""
-        for batch in batches(self.lengths, self.attended):
+    def _placed(self, number: int) -> list[Layer]:
+        """A layer on each device; on the first alone where linears of it are solved, which is done
+        there."""
+        devices = self.devices[:1] if number in self.linears else self.devices
+
+        def read(place: int) -> Layer:
+            return self.models[place].layer(number, self.readers[place], devices[place])
+
+        with self.clock("read", self.devices[0]):
+            return on_each(devices, read)
+
+    def through(
+        self, number: int, states: Kept, place: int = 0, of: int = 1
+    ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
+        """What goes into a layer: samples together [B, T, H], and what the layer is called with; the
+        samples that device number `place` of the first `of` has."""
+        device, reader = self.devices[place], self.readers[place]
+        for batch in shares(list(batches(self.lengths, self.attended)), of)[place]:
             length = (batch.stop - batch.start) // batch.count
-            call = self.model.calls(batch.count, length, self.devices[0], self.readers[0])[number]
-            rows = states.read(batch.start, batch.stop).to(self.devices[0])
+            call = self.models[place].calls(batch.count, length, device, reader)[number]
+            rows = states.read(batch.start, batch.stop).to(device)
             yield batch, rows.reshape(batch.count, length, -1), call
+
+    def _forward(
+        self, placed: Sequence[Layer], states: States, following: States,
+        run: Callable[[int, Layer, torch.Tensor, Call, Batch], torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Compute what goes into the next layer. `run` has the number of a stream, the layer, and what
+        goes into it."""
+        own, devices = _own(placed[0]), self.devices[: len(placed)]
+
+        def compute(place: int) -> None:
+            one = placed[place]
+            pairs = enumerate(zip(states.all, following.all, strict=True))
+            with self.clock("forward", devices[place]) as tick:
+                for number, (before, after) in pairs:
+                    for batch, hidden, call in self.through(one.number, before, place, len(placed)):
+                        after.write(
+                            batch.start, run(number, one, hidden, call, batch).flatten(0, 1)
+                        )
+                        tick(own * (batch.stop - batch.start))
+
+        on_each(devices, compute)
 
     def _where(self, layer: Layer) -> str:
         return f"calibrating layer {layer.number} of {self.model.layers}"
@@ -194,10 +257,11 @@ class Layers:
         )
 
     def _sparse(
-        self, layer: Layer, states: States, following: States, scratch: Scratch
+        self, placed: Sequence[Layer], states: States, following: States, scratch: Scratch
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         import torch
 
+        layer = placed[0]
         where = self._where(layer)
         yield Phase(f"{where}: attention")
         answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16, zero=True)
@@ -205,13 +269,13 @@ class Layers:
         kept: list[Seen] = []
 
         def attend() -> None:
-            kept.append(self.attend(layer, states.quantized, scratch))
+            kept.append(self.attend(placed, states.quantized, scratch))
 
         if linears := self.linears.get(layer.number):
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
             # what it gives them then.
             yield from self._quantize(layer, linears, states.quantized, attend if looks else None)
-            kept.append(self.attend(layer, states.quantized, scratch, "after."))
+            kept.append(self.attend(placed, states.quantized, scratch, "after."))
         else:
             attend()
         seen = kept[0]
@@ -221,7 +285,7 @@ class Layers:
             answers = scratch.rows(
                 "plain.answers", self.total, self.hidden, torch.bfloat16, zero=True
             )
-            streams.append(Stream(self.attend(layer, states.plain, scratch, "plain."), answers))
+            streams.append(Stream(self.attend(placed, states.plain, scratch, "plain."), answers))
             plain = streams[1].seen.inputs
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
@@ -235,14 +299,15 @@ class Layers:
         else:
             found.rounded += few
         benches = [
-            Bench(
-                device, layer, layer.middle(device), self.targets, self.settings, reader, self.clock
+            Bench(device, own, own.middle(device), self.targets, self.settings, reader, self.clock)
+            for device, reader, own in zip(
+                self.devices, self.readers, [*placed] * len(self.devices), strict=False
             )
-            for device, reader in zip(self.devices, self.readers, strict=True)
         ]
-        shared: list[Inputs | None] = [
-            bench.look_at_all(seen, self.hidden, plain) if every else None for bench in benches
-        ]
+        shared: list[Inputs | None] = on_each(
+            self.devices,
+            lambda n: benches[n].look_at_all(seen, self.hidden, plain) if every else None,
+        )
         matrices = self.matrices[layer.number]
 
         def solving(group: Sequence[Sequence[int]], taken: Sequence[Taken]) -> Iterator[Matrix]:
@@ -252,14 +317,20 @@ class Layers:
                     for bench, mine, common, experts in zip(
                         benches, group, shared, taken, strict=False
                     )
-                ]
+                ],
+                lambda place: use_device(self.devices[place]),
+                1 if self.devices[0] == "cpu" else _AHEAD,
             )
 
         if self.exchange is not None:
             sharing = Sharing(self, layer, benches, matrices, every, found, solving)
             yield from sharing.run(streams)
-        alone = self.exchange is None
-        for group in self.groups(layer, matrices, every, seen) if alone else ():
+        groups: list[list[list[int]]] = []
+        if self.exchange is None:
+            groups += self.groups(layer, matrices, every, seen)
+        if self.foreseen is not None:
+            self.foreseen.settle(layer.number, groups)
+        for group in groups:
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             taken = [Taken() for _ in group]
             if looks:
@@ -271,58 +342,83 @@ class Layers:
             self.answer(benches, taken, streams)
             del taken
             trim()
-        own = _own(layer)
-        with self.clock("forward", self.devices[0]) as tick, torch.no_grad():
-            for stream, before, after in zip(streams, states.all, following.all, strict=True):
-                for batch, hidden, call in self.through(layer.number, before):
-                    answer = stream.answers.read(batch.start, batch.stop).to(self.devices[0])
-                    after.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
-                    tick(own * (batch.stop - batch.start))
+
+        def joined(
+            stream: int, one: Layer, hidden: torch.Tensor, call: Call, batch: Batch
+        ) -> torch.Tensor:
+            answer = streams[stream].answers.read(batch.start, batch.stop).to(hidden.device)
+            return one.joined(hidden, call, answer)
+
+        self._forward(placed, states, following, joined)
         return _stats(seen.counts, few, found) if looks else None
 
     def answer(
         self, benches: Sequence[Bench], taken: Sequence[Taken], streams: Sequence[Stream]
     ) -> None:
         """Add what experts answer to the quantized stream, and as they were read to the plain one."""
-        self._answer(benches, [mine.experts for mine in taken], streams[0])
-        for stream in streams[1:]:
-            self._answer(benches, [mine.plain for mine in taken], stream)
+        ways = [(streams[0], [mine.experts for mine in taken])]
+        ways += [(stream, [mine.plain for mine in taken]) for stream in streams[1:]]
+        items = [(way, part) for way in ways for part in way[0].seen.parts]
+        used = benches[: len(taken)]
+        if not used:
+            return
 
-    def _answer(
-        self, benches: Sequence[Bench], experts: Sequence[Sequence[Expert]], stream: Stream
-    ) -> None:
-        """Add what experts answer, in the order of their numbers whatever device they are on."""
-        for start, stop in stream.seen.chunks:
-            rows = stream.answers.read(start, stop)
-            for bench, mine in zip(benches, experts, strict=False):
-                rows = bench.answer(mine, rows, stream.seen, start, stop)
+        def begin(item: tuple[Way, tuple[int, int]]) -> torch.Tensor:
+            (stream, _), part = item
+            return stream.answers.read(*part)
+
+        # In the order of the experts' numbers, whatever device they are on.
+        def add(place: int, item: tuple[Way, tuple[int, int]], rows: torch.Tensor) -> torch.Tensor:
+            (stream, experts), part = item
+            return used[place].answer(experts[place], rows, stream.seen, *part)
+
+        def end(item: tuple[Way, tuple[int, int]], rows: torch.Tensor) -> None:
+            (stream, _), (start, _) = item
             stream.answers.write(start, rows)
 
-    def attend(self, layer: Layer, states: Kept, scratch: Scratch, prefix: str = "") -> Seen:
+        in_turn([bench.device for bench in used], items, begin, add, end)
+
+    def attend(
+        self, placed: Sequence[Layer], states: Kept, scratch: Scratch, prefix: str = ""
+    ) -> Seen:
         """Run attention and router over all samples. `prefix` is of the names of what is kept."""
         import torch
 
         inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
-        routes, shares = None, None
-        counts = torch.zeros(self.experts, dtype=torch.int64)
-        own = _own(layer)
-        with self.clock("forward", self.devices[0]) as tick:
-            for batch, hidden, call in self.through(layer.number, states):
-                routed = layer.routed(hidden, call)
-                tick(own * (batch.stop - batch.start))
-                inputs.write(batch.start, routed.inputs)
-                experts, weights = routed.experts, routed.weights
-                if routes is None or shares is None:
+        kept: list[Rows] = []
+        lock = Lock()
+        own, devices = _own(placed[0]), self.devices[: len(placed)]
+
+        def routes(experts: torch.Tensor, weights: torch.Tensor) -> list[Rows]:
+            """What is kept of the router, once it is known how wide that is."""
+            with lock:
+                if not kept:
                     width = experts.shape[-1]
-                    routes = scratch.rows(f"{prefix}routes", self.total, width, torch.int32)
-                    shares = scratch.rows(f"{prefix}shares", self.total, width, weights.dtype)
-                routes.write(batch.start, experts.to(torch.int32))
-                shares.write(batch.start, weights)
-                counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
-        assert routes is not None
-        assert shares is not None
-        chunks = chunks_of(self.lengths, self.gather)
-        return Seen(inputs, routes, shares, chunks, counts.tolist())
+                    kept.append(scratch.rows(f"{prefix}routes", self.total, width, torch.int32))
+                    kept.append(scratch.rows(f"{prefix}shares", self.total, width, weights.dtype))
+                return kept
+
+        def run(place: int) -> torch.Tensor:
+            counts = torch.zeros(self.experts, dtype=torch.int64)
+            one = placed[place]
+            with self.clock("forward", devices[place]) as tick:
+                for batch, hidden, call in self.through(one.number, states, place, len(placed)):
+                    routed = one.routed(hidden, call)
+                    tick(own * (batch.stop - batch.start))
+                    inputs.write(batch.start, routed.inputs)
+                    experts, weights = routed.experts, routed.weights
+                    routing, shared = routes(experts, weights)
+                    routing.write(batch.start, experts.to(torch.int32))
+                    shared.write(batch.start, weights)
+                    counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
+            return counts
+
+        counts = torch.stack(on_each(devices, run)).sum(0)
+        gather = self.gather
+        part = gather if gather is None or devices[0] == "cpu" else gather // _PARTS
+        routing, shared = kept
+        chunks = chunks_of(self.lengths, gather)
+        return Seen(inputs, routing, shared, chunks, chunks_of(self.lengths, part), counts.tolist())
 
     def groups(
         self,
@@ -350,15 +446,7 @@ class Layers:
             corrects=self.corrects,
             most=most,
         )  # fmt: skip
-        at = 0
-        while at < len(numbers):
-            group = []
-            for size in sizes:
-                mine = list(numbers[at : at + size])
-                at += len(mine)
-                if mine:
-                    group.append(mine)
-            yield group
+        yield from divided(numbers, sizes)
 
 
 def _own(layer: Layer) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from threading import Event
@@ -18,18 +18,25 @@ class _Item(Generic[T]):
         self.value = value
 
 
-def merged(streams: Sequence[Iterator[T]]) -> Generator[T, None, None]:
+def _nothing(number: int) -> None:
+    """What a thread begins with where nobody says."""
+
+
+def merged(
+    streams: Sequence[Iterator[T]], begin: Callable[[int], None] = _nothing, most: int = 1
+) -> Generator[T, None, None]:
     """Items of all streams, as they come. What a stream raises is raised once all have ended; closed
-    early, each stops at its next item."""
+    early, each stops at its next item. `begin` is called with a stream's number in its thread. A stream
+    waits for its items to be taken where there are `most`, so that they do not pile up in memory."""
     if len(streams) == 1:  # a thread would have a heap of its own
         yield from streams[0]
         return
-    # Bounded: a stream waits for its items to be taken, so that none pile up in memory.
-    ready: Queue[_Item[T] | None] = Queue(1)
+    ready: Queue[_Item[T] | None] = Queue(most)
     stopped = Event()
 
-    def run(stream: Iterator[T]) -> None:
+    def run(number: int, stream: Iterator[T]) -> None:
         try:
+            begin(number)
             for item in stream:
                 if stopped.is_set():
                     return
@@ -40,7 +47,7 @@ def merged(streams: Sequence[Iterator[T]]) -> Generator[T, None, None]:
 
     left = len(streams)
     with ThreadPoolExecutor(left) as pool:
-        jobs = [pool.submit(run, stream) for stream in streams]
+        jobs = [pool.submit(run, number, stream) for number, stream in enumerate(streams)]
         try:
             while left:
                 found = ready.get()

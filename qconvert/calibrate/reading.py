@@ -77,8 +77,10 @@ class Weights:
         self._reader.close()
 
     def expect(self, order: Iterable[tuple[str, Stored]], room: int) -> None:
-        """Matrices are asked for in this order, by `on`: threads read them ahead, `room` bytes at
-        most."""
+        """From now on matrices are asked for in this order, by `into`: threads read them ahead, `room`
+        bytes at most."""
+        if self._ahead is not None:
+            self._ahead.close()
         mine, lock = local(), Lock()
 
         def fetched(module: str, stored: Stored) -> Fetched:

@@ -51,7 +51,7 @@ def forward(
     scratch = Scratch(layers.folder, {}, layers.files)
     try:
         answers = scratch.rows("answers", layers.total, layers.hidden, torch.bfloat16)
-        seen = layers.attend(layer, states, scratch)
+        seen = layers.attend([layer], states, scratch)
         with torch.no_grad():
             _answer(opened.experts, layers, layer, seen, answers, together, tell)
             for batch, hidden, call in layers.through(number, states):

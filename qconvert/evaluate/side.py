@@ -109,7 +109,7 @@ class Side:
                 }
                 experts = StoredExperts(found, weights)
             layers = Layers(
-                model=self.model, matrices={}, lengths=lengths, targets=(), settings=Settings(),
+                models=(self.model,), matrices={}, lengths=lengths, targets=(), settings=Settings(),
                 folder=folder, budget=CalibrationBudget(0, 0, {}, (0,)), devices=tuple(devices),
                 files=Files(), readers=(weights,) * len(devices), clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,
