@@ -95,26 +95,32 @@ def test_what_begins_or_ends_an_item_may_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "sizes", "wanted"),
+    ("count", "sizes", "batch", "wanted"),
     [
-        (8, [8, 8], [[[0, 1, 2, 3], [4, 5, 6, 7]]]),  # once a device had all, the other none
-        (7, [8, 8], [[[0, 1, 2, 3], [4, 5, 6]]]),
-        (8, [8], [[[0, 1, 2, 3, 4, 5, 6, 7]]]),
-        (8, [2, 8], [[[0, 1], [2, 3, 4, 5, 6, 7]]]),
-        (8, [3, 2], [[[0, 1, 2], [3, 4]], [[5, 6], [7]]]),
-        (1, [3, 2], [[[0]]]),
-        (0, [3, 2], []),
+        (8, [8, 8], 1, [[[0, 1, 2, 3], [4, 5, 6, 7]]]),  # once a device had all, the other none
+        (7, [8, 8], 1, [[[0, 1, 2, 3], [4, 5, 6]]]),
+        (8, [8], 1, [[[0, 1, 2, 3, 4, 5, 6, 7]]]),
+        (8, [2, 8], 1, [[[0, 1], [2, 3, 4, 5, 6, 7]]]),
+        (8, [3, 2], 1, [[[0, 1, 2], [3, 4]], [[5, 6], [7]]]),
+        (1, [3, 2], 1, [[[0]]]),
+        (0, [3, 2], 1, []),
+        (6, [9, 9], 2, [[[0, 1, 2, 3], [4, 5]]]),
+        (6, [9, 9, 9, 9], 2, [[[0, 1], [2, 3], [4, 5]]]),
+        (6, [3, 3], 2, [[[0, 1], [2, 3]], [[4, 5]]]),
+        (4, [3, 1], 4, [[[0, 1, 2], [3]]]),
     ],
 )
 def test_experts_are_divided_evenly(
-    count: int, sizes: Sequence[int], wanted: list[list[list[int]]]
+    count: int, sizes: Sequence[int], batch: int, wanted: list[list[list[int]]]
 ) -> None:
-    assert list(divided(range(count), sizes)) == wanted
+    assert list(divided(range(count), sizes, batch)) == wanted
 
 
-@given(st.integers(1, 60), st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_groups_are_in_order_and_within_their_sizes(count: int, sizes: list[int]) -> None:
-    groups = list(divided(range(count), sizes))
+@given(st.integers(1, 60), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 8))
+def test_groups_are_in_order_and_within_their_sizes(
+    count: int, sizes: list[int], batch: int
+) -> None:
+    groups = list(divided(range(count), sizes, batch))
     assert [n for group in groups for mine in group for n in mine] == list(range(count))
     for group in groups:
         assert all(len(mine) <= size for mine, size in zip(group, sizes, strict=False))

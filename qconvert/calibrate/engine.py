@@ -134,8 +134,11 @@ def calibrate(
     )
     try:
         if layers.foreseen is not None:
-            fair = divided(range(layers.experts), [layers.experts] * len(devices))
-            layers.foreseen.settle(kept.layer() or 0, [*fair])
+            first = kept.layer() or 0
+            down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
+            batch = 1 if down is None else layers.batch(down.weight)
+            fair = divided(range(layers.experts), [layers.experts] * len(devices), batch)
+            layers.foreseen.settle(first, [*fair])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:

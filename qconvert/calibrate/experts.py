@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
@@ -329,13 +330,15 @@ class Bench:
             found.rounded.append(expert.number)
 
     def _batches(self, experts: Sequence[Expert], name: str) -> Iterator[Sequence[Expert]]:
+        """Experts that are solved together: always the same, on however many devices, because a GPU
+        adds up otherwise where there are more."""
         # On a CPU one by one, as llm-compressor does there.
         size = 1
         if experts and self.device != "cpu":
             columns = getattr(experts[0], name).shape[1]
             size = solved_together(self.settings.together, columns)
-        for start in range(0, len(experts), size):
-            yield experts[start : start + size]
+        for _, batch in groupby(experts, lambda expert: expert.number // size):
+            yield list(batch)
 
     def _solve(
         self, batch: Sequence[Expert], name: str, calls: int, found: Found

@@ -14,7 +14,7 @@ from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.experts import NAMES, Bench, Expert, Found, Inputs, Seen
 from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
-from qconvert.calibrate.memory import Budget, group_sizes, trim
+from qconvert.calibrate.memory import Budget, group_sizes, solved_together, trim
 from qconvert.calibrate.merged import merged
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.propagated import Kept, Plain, States
@@ -28,6 +28,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.layouts.derived.running import Call
 from qconvert.matrices.experts import PROJECTIONS, Projection
+from qconvert.matrices.stored import Stored
 from qconvert.run.backend import Phase, Remark
 from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
@@ -91,14 +92,19 @@ def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]
     return found
 
 
-def divided(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[list[int]]]:
+def divided(
+    numbers: Sequence[int], sizes: Sequence[int], batch: int = 1
+) -> Iterator[list[list[int]]]:
     """Groups of numbers, in their order: of each group a device has as many as its size at the most,
-    and no more than the others where there are fewer than all could have."""
+    and no more than the others where there are fewer than all could have; whole batches of `batch`
+    numbers where it has space for one."""
     at = 0
     while at < len(numbers):
         group = []
         for place, size in enumerate(sizes):
             fair = -(-(len(numbers) - at) // (len(sizes) - place))
+            fair = -(-fair // batch) * batch
+            size = max(size - size % batch, min(size, batch))
             mine = list(numbers[at : at + min(size, fair)])
             at += len(mine)
             if mine:
@@ -446,7 +452,12 @@ class Layers:
             corrects=self.corrects,
             most=most,
         )  # fmt: skip
-        yield from divided(numbers, sizes)
+        yield from divided(numbers, sizes, self.batch(down))
+
+    def batch(self, down: Stored) -> int:
+        """Experts of which all matrices are solved in the same batches wherever they are."""
+        cpu, least = self.devices[0] == "cpu", min(down.rows, down.columns)
+        return 1 if cpu else solved_together(self.settings.together, least)
 
 
 def _own(layer: Layer) -> float:

@@ -80,8 +80,10 @@ def _device_bytes(device: str, share: float) -> int:
 
 
 def solved_together(asked: int, columns: int) -> int:
-    """Matrices that an accelerator solves at a time: fewer where their Hessians are large."""
-    return max(1, min(asked, _TOGETHER // (4 * columns * columns)))
+    """Matrices that an accelerator solves at a time: fewer where their Hessians are large. A power of
+    two, so that batches of one size are whole ones of a smaller."""
+    most = max(1, min(asked, _TOGETHER // (4 * columns * columns)))
+    return 1 << (most.bit_length() - 1)
 
 
 def _expert_bytes(hidden: int, middle: int, own_hessians: bool, corrects: bool = False) -> int:

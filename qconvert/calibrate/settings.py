@@ -51,7 +51,7 @@ class Settings:
     search: Literal["none", "narrow", "all"] = "narrow"
     attention: Literal["sdpa", "eager"] = "sdpa"
     gather: int | None = None
-    together: int = 64
+    together: int = 32
     solver: Solver = "best"
     scales: Literal["search", "amax"] = "search"
     signs: Signs = "both"
