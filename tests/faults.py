@@ -36,6 +36,13 @@ Tree = dict[str, bytes]
 # --- checkpoints ------------------------------------------------------------------------------
 
 
+def moments(count: int, every: int = 2) -> range:
+    """Numbers of the operations at which a run of so many is killed: each `every`th and the last, with
+    QCONVERT_ALL=1 all."""
+    every = 1 if os.environ.get("QCONVERT_ALL") == "1" else every
+    return range((count - 1) % every, count, every)
+
+
 def fp8(shape: tuple[int, ...], seed: int) -> bytes:
     """Random FP8 codes, none of them NaN."""
     size = TensorType("F8_E4M3", shape).nbytes

@@ -30,7 +30,7 @@ def cases() -> list[str]:
 
 
 # A minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
-_LONG = ("decoders", "long")
+_LONG = ("decoders", "encoders", "long", "sizes")
 
 
 @pytest.mark.parametrize(

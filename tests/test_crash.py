@@ -104,7 +104,7 @@ def test_killed_at_every_operation(
 ) -> None:
     out = tmp_path / "out"
     before = tree(source)
-    for at in range(len(steps)):
+    for at in faults.moments(len(steps)):
         assert _killed_at(source, kind, out, at) == KILLED
         faults.check_visible(out, wanted)
         _resume(source, kind, out)
@@ -118,7 +118,7 @@ def test_killed_while_resuming(
 ) -> None:
     out = tmp_path / "out"
     chooser = random.Random(11)
-    for _ in range(40):
+    for _ in range(20):
         for _ in range(3):
             code = _killed_at(source, kind, out, chooser.randrange(len(steps)))
             # A resumed run has fewer steps: it may end before the one it would die at.
@@ -152,7 +152,7 @@ def test_clean_at_every_kill_point(
 ) -> None:
     """The folder is left empty, or, where all had been published, finished."""
     out = tmp_path / "out"
-    for at in range(len(steps)):
+    for at in faults.moments(len(steps), 3):
         assert _killed_at(source, kind, out, at) == KILLED
         finished = faults.check_visible(out, wanted)
         clean(out, Files())

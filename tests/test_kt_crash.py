@@ -198,7 +198,8 @@ def test_the_run_is_worth_killing(case: Case) -> None:
 def test_killed_at_any_step(case: Case, tmp_path: Path) -> None:
     root = tmp_path / "out"
     before = tree(case.source)
-    for at in case.sample(16) if case.convert is convert_pair else range(len(case.steps)):
+    pair = case.convert is convert_pair
+    for at in case.sample(16) if pair else faults.moments(len(case.steps)):
         assert case.killed_at(root, at) == KILLED
         case.check_visible(root)
         case.resume(root)

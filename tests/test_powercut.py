@@ -71,7 +71,7 @@ def test_power_cut_at_every_operation(
     root = tmp_path / "disk"
     count = _operations(source, kind, root)
     assert count > 80
-    for at in range(count):
+    for at in faults.moments(count):
         for chance in _chances(at):
             disk = PowerFiles(_fresh(root), at)
             assert not _run(source, kind, disk, root)

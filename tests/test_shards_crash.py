@@ -102,7 +102,7 @@ def test_a_shard_killed_at_every_operation(
     others = tmp_path / "others"
     for number in (0, 2):
         convert(source, others, _of(how, number))
-    for at in range(len(counting.steps)):
+    for at in faults.moments(len(counting.steps)):
         out = tmp_path / "out"
         shutil.copytree(others, out)
         # Beside others some operations fall away, so that the end may come first.
@@ -125,7 +125,7 @@ def test_finish_killed_at_every_operation(
     shutil.copytree(done, tmp_path / "counted")
     whole = replace(how, finish=True)
     convert(source, tmp_path / "counted", whole, counting)
-    for at in range(len(counting.steps)):
+    for at in faults.moments(len(counting.steps)):
         out = tmp_path / "out"
         shutil.copytree(done, out)
         assert in_child(partial(convert, source, out, whole, Killing(at))) == KILLED

@@ -32,7 +32,7 @@ REPO = "me/model-bf16"
 OUT = f"hf://{REPO}"
 SHARD = 3_000
 KILLED = -signal.SIGKILL
-_MOMENTS = 20
+_MOMENTS = 12
 
 
 @pytest.fixture(scope="module")

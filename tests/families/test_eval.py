@@ -1,7 +1,7 @@
 """`qconvert eval` of every family that can be run a layer at a time, tiny, dense and sparse: KL,
 perplexity and hidden states are those of the whole model as transformers runs it.
 
-`QCONVERT_ALL=1 pytest -m peer tests/families/test_eval.py` runs all families, else one in eight.
+`QCONVERT_ALL=1 pytest -m peer tests/families/test_eval.py` runs all families, else one in twelve.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def evaluated(repo: Path, source: Path, file: Path) -> Evaluation:
     return evaluate(open_source(repo), open_source(source), spec, devices=["cpu"])
 
 
-@pytest.mark.parametrize("family", FAMILIES[:: 1 if ALL else 8])
+@pytest.mark.parametrize("family", FAMILIES[:: 1 if ALL else 12])
 def test_a_family_is_its_whole_model(family: str, tmp_path: Path) -> None:
     source = made(family, tmp_path / "source")
     repo = oracle.nudged(loaded(source), tmp_path / "repo")
