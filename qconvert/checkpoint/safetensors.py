@@ -370,6 +370,7 @@ def header_places(
 
 
 def _metadata_text(metadata: Mapping[str, str]) -> str:
+    """The JSON up to the first tensor."""
     text = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
     return '{"__metadata__":' + text
 

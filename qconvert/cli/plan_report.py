@@ -10,7 +10,7 @@ from qconvert.calibrate.backend import unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.dtypes import TypesOf
-from qconvert.core.graph import Output, Source
+from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.core.sizes import exact_size, format_size
@@ -309,20 +309,24 @@ def _first_ports(plan: Plan) -> dict[int, int]:
 def _bytes_in(output: Output, first: Mapping[int, int], read: dict[int, int]) -> int:
     """Bytes that an output is made of, where it is the `first` of its node. `read` remembers what a kind
     of node reads."""
-    whole = output.result
-    if whole is not None and whole[1] != first[id(whole[0])]:
-        return 0
-    if (only := output.source) is not None:
-        return only[2] - only[1]
+    if (whole := output.result) is not None:  # as most are
+        node, port = whole
+        counts = port == first[id(node)] and output.type.nbytes
+        return _read_by(node, read) if counts else 0
     total = sum([stop - start for _, start, stop in output.sources])
     for node, port, start, stop in output.results:
         if port == first[id(node)]:
-            kind = node.types
-            size = read.get(id(kind))
-            if size is None:
-                size = read[id(kind)] = sum(arg.type.nbytes for arg in node.args)
-            total += size * (stop - start) // max(1, kind[port].nbytes)
+            size = _read_by(node, read)
+            total += size * (stop - start) // max(1, node.types[port].nbytes)
     return total
+
+
+def _read_by(node: Apply, read: dict[int, int]) -> int:
+    """Bytes of a node's arguments, which all nodes of its kind have."""
+    size = read.get(id(node.types))
+    if size is None:
+        size = read[id(node.types)] = sum(arg.type.nbytes for arg in node.args)
+    return size
 
 
 def loss_lines(plan: Plan) -> list[str]:

@@ -81,11 +81,12 @@ def routed_experts(plan: Plan) -> Experts:
     kind_of = plan.role_index.kind
     of_experts = [name for name in plan.tensors if kind_of(name).routed]
     stale = frozenset(name for name in of_experts if name.endswith(STALE))
-    _check_all_read(plan, of_experts, read | stale)
+    taken = read | stale
+    _check_all_read(plan, of_experts, taken)
     drafts = _draft_layers(plan)
     _check_complete(plan, found, drafts)
     projections = tuple(found[key] for key in sorted(found))
-    return Experts(projections, read | stale, stale, _expected(plan, len(drafts)))
+    return Experts(projections, taken, stale, _expected(plan, len(drafts)))
 
 
 def _check_dims(plan: Plan) -> None:
@@ -151,9 +152,10 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
     for layer in dims.groups.get("moe", ()):
         if (layer, False) not in layers:
             raise PlanError(f"layer {layer}: its experts are missing")
+    kinds = projections_of(plan)
     for layer, _ in layers:
         for expert in range(dims.num_experts):
-            for kind in projections_of(plan):
+            for kind in kinds:
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
     for layer in drafts:

@@ -218,13 +218,13 @@ class Plan:
             spelled = spelled_types.get(id(output.type))
             if spelled is None:
                 spelled = spelled_types[id(output.type)] = str(output.type)
+            if (only := output.source) is not None:
+                return f"{spelled};{only[0].name}[{only[1]}:{only[2]}]"
             if (result := output.result) is not None:
                 number = numbers.get(id(result[0]))
                 if number is None:
                     number = visit(result[0])
                 return f"{spelled};%{number}.{result[1]}[0:{output.type.nbytes}]"
-            if (only := output.source) is not None:
-                return f"{spelled};{only[0].name}[{only[1]}:{only[2]}]"
             for origin, start, stop in output.pieces:
                 if isinstance(origin, Source):
                     spelled += f";{origin.name}[{start}:{stop}]"
@@ -244,8 +244,22 @@ class Plan:
             lines.append(f"%{number}={op}({args})\n")
             return number
 
+        # Of a whole result, as most outputs are, what stands before and behind its node's number.
+        around: dict[tuple[int, int], tuple[str, str]] = {}
         for name in sorted(self.tensors):
-            lines.append(f"{name}={spell(self.tensors[name])}\n")
+            output = self.tensors[name]
+            if (result := output.result) is None:
+                lines.append(f"{name}={spell(output)}\n")
+            else:
+                node, port = result
+                if (number := numbers.get(id(node))) is None:
+                    number = visit(node)
+                kind = output.type
+                known = around.get((id(kind), port))
+                if known is None:
+                    known = f"={kind};%", f".{port}[0:{kind.nbytes}]\n"
+                    around[id(kind), port] = known
+                lines.append(f"{name}{known[0]}{number}{known[1]}")
             if len(lines) > 1000:
                 digest.update("".join(lines).encode())
                 lines.clear()

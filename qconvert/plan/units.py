@@ -221,7 +221,7 @@ def units(tensors: Mapping[str, Output]) -> list[Unit]:
         else:
             own = tuple([names[i] for i in numbers]), tuple([made[i] for i in numbers])
         only = alone[first]
-        if only is not None and (all(alone[i] is only for i in numbers[1:])):
+        if only is not None and all(alone[i] is only for i in numbers[1:]):
             found.append(_of_one_node(only, *own, kinds))
         else:
             found.append(_unit(*own))

@@ -104,7 +104,7 @@ def _routed(checkpoint: Checkpoint, candidates: Iterable[Matrix]) -> Iterator[_F
     for matrix in candidates:
         role, layer, expert, parameter = matrix.key
         stands = kind_of(matrix.tensor)
-        named = ".experts." in matrix.tensor or stands.routed
+        named = stands.routed or ".experts." in matrix.tensor
         if not named or _is_beside(checkpoint, matrix.tensor):
             continue
         if stands is RoleKind.BUFFER:
