@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -28,6 +32,20 @@ def materialize(output: Output, sources: dict[str, bytes]) -> bytes:
 def test_taking_experts_apart_and_stacking_them_gives_back_one_piece() -> None:
     again = stack([_WEIGHT.output.index(e) for e in range(6)])
     assert again == _WEIGHT.output
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_type_of_another_process_is_found(seed: str) -> None:
+    """Workers are sent types, and texts have another hash in each process."""
+    kind = TensorType("F8_E4M3", (6, 256))
+    program = (
+        "import pickle, sys\n"
+        "from qconvert.core.dtypes import TensorType\n"
+        "kind = pickle.load(sys.stdin.buffer)\n"
+        "assert {TensorType('F8_E4M3', (6, 256)): 1}[kind] == 1 and kind.nbytes == 1536\n"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    subprocess.run([sys.executable, "-c", program], input=pickle.dumps(kind), env=env, check=True)
 
 
 @given(

@@ -16,7 +16,7 @@ from checkpoints import BITS, edit_header, edit_header_text, read_shard, tensor,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qconvert.checkpoint.safetensors import DATA_ALIGNMENT, build_header, read_header
+from qconvert.checkpoint.safetensors import DATA_ALIGNMENT, build_header, header_places, read_header
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import CheckpointError, PlanError
 
@@ -64,6 +64,7 @@ def test_data_starts_at_a_whole_block(spare: int) -> None:
     assert len(raw.rstrip(b" ")) == 2 * DATA_ALIGNMENT - spare
     assert len(raw) == 2 * DATA_ALIGNMENT
     assert offsets == (2 * DATA_ALIGNMENT,)
+    assert header_places([(name, TensorType("U8", (0,)))], {}) == (len(raw), offsets)
 
 
 @st.composite
@@ -102,6 +103,7 @@ def test_what_is_built_is_read_back(
 ) -> None:
     raw, offsets = build_header(list(tensors.items()), metadata)
     assert raw[8:].rstrip(b" ") == _as_json(tensors, metadata)
+    assert header_places(list(tensors.items()), metadata) == (len(raw), offsets)
     body = sum(kind.nbytes for kind in tensors.values())
     with TemporaryDirectory() as folder:
         file = Path(folder, "x.safetensors")

@@ -17,6 +17,7 @@ from qconvert.core.names import (
     natural_key,
     parse,
     scale_candidates,
+    scales_alone,
     split_parameter,
     weight_candidates,
 )
@@ -70,6 +71,23 @@ def test_order_is_that_of_a_run() -> None:
         "mtp.layers.0.mlp.gate.weight",
     ]
     assert sorted(ordered, key=natural_key) == ordered
+
+
+@pytest.mark.parametrize("begin", ["model.layers.", "blk.", "mtp.layers.", "a.visual.layers."])
+@pytest.mark.parametrize("rest", ["", "embed", "layers.1", "vision"])
+def test_layers_alike_are_in_the_order_defined(begin: str, rest: str) -> None:
+    """Sorted once for all of them, also where one has a name more, another end, or other neighbours."""
+    ends = ["x.10.scale", "x.9.weight", "b", "x.9.scale", f"{rest}.c", "3", "03"]
+    names = [f"{begin}{layer}.{end}" for layer in (10, 9, 2, "02", "2a") for end in ends]
+    names += [f"{begin}3.{end}" for end in ends[:-1]] + [f"{begin}4.{end}" for end in ends[::-1]]
+    names += [f"{begin}2.d", "lm_head.weight", f"{begin}2", f"{begin}9.x.8.weight", "a.embed.b"]
+    assert in_model_order(names) == sorted(names, key=_order)
+
+
+@given(st.sets(st.lists(st.sampled_from(["a", "weight", "scale"]), max_size=4).map(".".join)))
+def test_scales_without_weights(names: set[str]) -> None:
+    alone = [name for name in names if is_scale(name) and names.isdisjoint(weight_candidates(name))]
+    assert scales_alone(names) == alone
 
 
 def _order(name: str) -> tuple[int, int, list[tuple[int, int | str]]]:

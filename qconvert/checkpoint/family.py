@@ -17,7 +17,9 @@ from qconvert.core.discovery import FAMILIES, discover
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.names import (
     apart_experts,
+    around_expert,
     experts_module,
+    is_number,
     layer_template,
     parse,
     split_parameter,
@@ -354,6 +356,15 @@ class RoleIndex:
         return next((name for name, place in self.places.items() if place.role.name == role), None)
 
 
+class _Alike(NamedTuple):
+    """What is true of one expert's tensor and of those of the others."""
+
+    role: Role
+    layer: int | None
+    parameter: str
+    pairs: set[tuple[int | None, int | None]]
+
+
 def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleIndex:
     """Sort names by role. One dict look-up per name: linear in the number of tensors.
 
@@ -372,7 +383,19 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
     candidates, openings = family.candidates, family.openings
     # One object for each expert, whose weights and scales are of six roles and parameters.
     known: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = {}
+    # Experts' names are alike but for the number: what stands around it decides.
+    alike: dict[tuple[str, str], _Alike] = {}
     for name in names:
+        before, found, after = name.partition(".experts.")
+        number = after.partition(".")[0] if found else ""
+        around = before, after[len(number) :]
+        like = alike.get(around) if number else None
+        if like is not None and is_number(number):
+            of_expert = int(number)
+            places[name] = Place(like.role, like.layer, of_expert, like.parameter)
+            alone = like.layer if like.role.layers else None, of_expert
+            like.pairs.add(known.setdefault(alone, alone))
+            continue
         # What another program names (blk.0.ffn_up_exps.3.numa.0.weight) fits no template.
         opening, dotted, _ = name.partition(".")
         if dotted and opening not in openings and not opening.isdecimal():
@@ -390,6 +413,8 @@ def role_index(family: Family, config: Config, names: Iterable[str]) -> RoleInde
                     pairs = by_parameter[parameter] = set()
                 pair = layer if role.layers else None, expert
                 pairs.add(known.setdefault(pair, pair))
+                if is_number(number) and around_expert(*around)[0]:
+                    alike[around] = _Alike(role, layer, parameter, pairs)
                 break
         else:
             unknown.append(name)

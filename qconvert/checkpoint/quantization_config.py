@@ -144,9 +144,15 @@ def _texts(value: Any) -> Iterable[str]:
 def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
     """The one scheme all quantization blocks agree on; for a module, if groups differ, that of the
     group that covers it. Raises PlanError for none or several."""
-    if any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs):
+    if has_groups(checkpoint):
         return _agreed(checkpoint, module)
     return _of_all(checkpoint)
+
+
+@lru_cache(maxsize=8)  # asked once for each matrix
+def has_groups(checkpoint: Checkpoint) -> bool:
+    """Whether a block is of compressed-tensors, whose groups may differ."""
+    return any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs)
 
 
 @lru_cache(maxsize=8)  # asked once for each matrix

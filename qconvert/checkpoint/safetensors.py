@@ -17,7 +17,7 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qconvert.core.dtypes import DTYPE_BITS, TensorType
+from qconvert.core.dtypes import DTYPE_BITS, TensorType, known_type
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.regular import open_regular
 from qconvert.core.shown import shortened
@@ -102,6 +102,7 @@ class _Table:
     def _usual_ones(self, names: set[str]) -> None:
         """Tensors in the usual spelling, up to one that has another, or that is invalid: that one is
         left to `_entry`, which says why."""
+        begin, keep = self._start, self.pairs.append
         while (found := _NEXT.match(self._raw, self._at)) is not None:
             spelled, dtype, dims, first, last = found.groups()
             name, start, stop = spelled.decode(), int(first), int(last)
@@ -109,15 +110,18 @@ class _Table:
             if known is None:
                 try:
                     shape = tuple(map(int, dims.split(b","))) if dims else ()
-                    known = TensorType(dtype.decode(), shape)
+                    known = known_type(dtype.decode(), shape)
                 except PlanError:
                     return
+                if max(*known.shape, 0, 0) > _MOST_NUMBER:
+                    return
                 self._types[dtype, dims] = known
-            wrong = name in names or name == _METADATA or max(*known.shape, 0, 0) > _MOST_NUMBER
-            if wrong or stop > _MOST_NUMBER or stop - start != known.nbytes:
+            if name in names or name == _METADATA:
+                return
+            if stop > _MOST_NUMBER or stop - start != known.nbytes:
                 return
             names.add(name)
-            self.pairs.append((Entry(name, known, self._start + start), self._start + stop))
+            keep((Entry(name, known, begin + start), begin + stop))
             self._at = found.end()
 
     def _keys(self) -> Iterator[str]:
@@ -323,17 +327,14 @@ def build_header(
     """
     at = 0
     starts = []
-    # Written entry by entry: json.dumps takes three times as long. A model has few types.
-    text = [
-        '{"__metadata__":',
-        json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False),
-    ]
-    spelled: dict[TensorType, str] = {}
+    # Written entry by entry: json.dumps takes three times as long. A model has few types, which live as
+    # long as `tensors` do.
+    text = [_metadata_text(metadata)]
+    spelled: dict[int, str] = {}
     for name, kind in tensors:
-        begin = spelled.get(kind)
+        begin = spelled.get(id(kind))
         if begin is None:
-            shape = ",".join(map(str, kind.shape))
-            begin = spelled[kind] = f'{{"dtype":"{kind.dtype}","shape":[{shape}],"data_offsets":['
+            begin = spelled[id(kind)] = _type_text(kind)
         stop = at + kind.nbytes
         text.append(f",{encode_basestring(name)}:{begin}{at},{stop}]}}")
         starts.append(at)
@@ -342,4 +343,39 @@ def build_header(
     body = "".join(text).encode()
     body += b" " * (-(8 + len(body)) % DATA_ALIGNMENT)
     raw = struct.pack("<Q", len(body)) + body
-    return raw, tuple(len(raw) + start for start in starts)
+    return raw, tuple([len(raw) + start for start in starts])
+
+
+def header_places(
+    tensors: Sequence[tuple[str, TensorType]], metadata: Mapping[str, str]
+) -> tuple[int, tuple[int, ...]]:
+    """How long the header of `build_header` is, and its offsets, without the header: of Kimi-K2's
+    276,480 tiles it is 28 MB of text, which takes twice as long to make as to measure."""
+    length = 8 + len(_metadata_text(metadata).encode()) + len("}")
+    at, digits = 0, 1
+    starts = []
+    around: dict[int, int] = {}
+    for name, kind in tensors:
+        fixed = around.get(id(kind))
+        if fixed is None:
+            fixed = around[id(kind)] = len(_type_text(kind)) + len(",:,]}")
+        starts.append(at)
+        at += kind.nbytes
+        spelled, behind = encode_basestring(name), len(str(at))
+        named = len(spelled) if spelled.isascii() else len(spelled.encode())
+        length += fixed + named + digits + behind
+        digits = behind
+    length += -length % DATA_ALIGNMENT
+    return length, tuple([length + start for start in starts])
+
+
+def _metadata_text(metadata: Mapping[str, str]) -> str:
+    """The JSON up to the first tensor."""
+    text = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
+    return '{"__metadata__":' + text
+
+
+def _type_text(kind: TensorType) -> str:
+    """An entry up to its first offset."""
+    shape = ",".join(map(str, kind.shape))
+    return f'{{"dtype":"{kind.dtype}","shape":[{shape}],"data_offsets":['

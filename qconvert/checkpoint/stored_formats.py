@@ -12,7 +12,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import gptq_form, packed_scheme
 from qconvert.checkpoint.prepared import DERIVED, QUANT_METHOD
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, TypesOf
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
@@ -35,19 +35,17 @@ class Formats:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Formats:
         """The formats of a checkpoint. Raises CheckpointError for a broken manifest."""
-        types = {name: source.type for name, source in checkpoint.items()}
-        return cls(types, checkpoint, checkpoint.manifest or {})
+        return cls(TypesOf(checkpoint.sources), checkpoint, checkpoint.manifest or {})
 
-    def label(self, name: str) -> str:
+    def label(self, name: str, dtype: str) -> str:
         """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of every tensor that its dtype fully
         describes."""
-        dtype = self.tensors[name].dtype
         return dtype if dtype not in OF_CODES else self._packed(name, dtype) or dtype
 
     def _packed(self, name: str, dtype: str) -> str | None:
         """The format of a matrix of codes, None for any other tensor. If the config does not say how
         they are packed, it is `packed integers`."""
-        if dtype == "I8" and _AMX.fullmatch(name) and name.endswith(".weight"):
+        if dtype == "I8" and name.endswith(".weight") and _AMX.fullmatch(name):
             return self._amx
         fused = _FUSED.fullmatch(name)
         if fused is not None and dtype == "U8" and fused[2] in ("weight", "weight_packed"):

@@ -40,7 +40,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
     roles: dict[str, dict[str, int]] = {}
     for name, source in checkpoint.items():
         role = known[name].role.name if name in known else own_role(name)
-        for table, key in ((stored, formats.label(name)), (roles, role)):
+        for table, key in ((stored, formats.label(name, source.type.dtype)), (roles, role)):
             if key is not None:
                 entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
                 entry["tensors"] += 1

@@ -9,7 +9,8 @@ from typing import Any
 from qconvert.calibrate.backend import unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
-from qconvert.core.graph import Output, Source
+from qconvert.core.dtypes import TypesOf
+from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.core.sizes import exact_size, format_size
@@ -250,14 +251,15 @@ class _Becomes:
 
     @classmethod
     def of(cls, plan: Plan) -> _Becomes:
-        types = {name: output.type for name, output in plan.tensors.items()}
         then = replace(plan.checkpoint, config=plan.config)
-        return cls(Formats.of(plan.checkpoint), Formats(types, then, plan.facts))
+        return cls(Formats.of(plan.checkpoint), Formats(TypesOf(plan.tensors), then, plan.facts))
 
     def __call__(self, name: str, output: Output) -> str:
-        made = self.planned.label(name)
-        if len(results := output.results) == 1 and not output.sources:
+        made = self.planned.label(name, output.type.dtype)
+        node = output.node  # as that of most
+        if node is None and len(results := output.results) == 1 and not output.sources:
             node = results[0][0]
+        if node is not None:
             before = self.by_kind.get(id(node.types))
             if before is None and node.args:
                 before = self._read(node.args[0])
@@ -284,7 +286,7 @@ class _Becomes:
         if dtype in OF_CODES:
             first = arg.sources[:1]
             if first and first[0][0].type.dtype == dtype:
-                return self.stored.label(first[0][0].name)
+                return self.stored.label(first[0][0].name, dtype)
         return dtype
 
 
@@ -292,6 +294,12 @@ def _first_ports(plan: Plan) -> dict[int, int]:
     """The first used result of each node: the bytes that the node reads are counted there."""
     first: dict[int, int] = {}
     for output in plan.tensors.values():
+        whole = output.result  # as most are
+        if whole is not None:
+            found = id(whole[0])
+            if first.get(found, whole[1]) >= whole[1]:
+                first[found] = whole[1]
+            continue
         for node, port, _, _ in output.results:
             if first.get(id(node), port) >= port:
                 first[id(node)] = port
@@ -301,15 +309,24 @@ def _first_ports(plan: Plan) -> dict[int, int]:
 def _bytes_in(output: Output, first: Mapping[int, int], read: dict[int, int]) -> int:
     """Bytes that an output is made of, where it is the `first` of its node. `read` remembers what a kind
     of node reads."""
-    total = sum(stop - start for _, start, stop in output.sources)
+    if (whole := output.result) is not None:  # as most are
+        node, port = whole
+        counts = port == first[id(node)] and output.type.nbytes
+        return _read_by(node, read) if counts else 0
+    total = sum([stop - start for _, start, stop in output.sources])
     for node, port, start, stop in output.results:
         if port == first[id(node)]:
-            kind = node.types
-            size = read.get(id(kind))
-            if size is None:
-                size = read[id(kind)] = sum(arg.type.nbytes for arg in node.args)
-            total += size * (stop - start) // max(1, kind[port].nbytes)
+            size = _read_by(node, read)
+            total += size * (stop - start) // max(1, node.types[port].nbytes)
     return total
+
+
+def _read_by(node: Apply, read: dict[int, int]) -> int:
+    """Bytes of a node's arguments, which all nodes of its kind have."""
+    size = read.get(id(node.types))
+    if size is None:
+        size = read[id(node.types)] = sum(arg.type.nbytes for arg in node.args)
+    return size
 
 
 def loss_lines(plan: Plan) -> list[str]:

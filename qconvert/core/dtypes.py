@@ -6,9 +6,11 @@ enum `Dtype`). Standard library only: planning must not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import Any, Protocol
 
 from qconvert.core.errors import PlanError
 
@@ -52,6 +54,14 @@ class TensorType:
     shape: Shape
     # Size in bytes, sub-byte dtypes packed. Asked for some 25 times a tensor while planning.
     nbytes: int = field(init=False, repr=False, compare=False)
+    # Asked for by every cache of what types are read as; strings hash anew in each process.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorType, (self.dtype, self.shape)
 
     def __post_init__(self) -> None:
         bits = DTYPE_BITS.get(self.dtype)
@@ -63,6 +73,7 @@ class TensorType:
         if rest:
             raise PlanError(f"{self} does not fill whole bytes: {prod(self.shape)} x {bits} bits")
         object.__setattr__(self, "nbytes", size)
+        object.__setattr__(self, "_hash", hash((self.dtype, self.shape)))
 
     @property
     def numel(self) -> int:
@@ -86,19 +97,46 @@ class TensorType:
         """The same bytes under another shape of equal element count, else PlanError."""
         if prod(shape) != self.numel:
             raise PlanError(f"{self} cannot be reshaped to {list(shape)}")
-        return _known(self.dtype, shape)
+        return known_type(self.dtype, shape)
 
     def with_rows(self, rows: int) -> TensorType:
         """The same dtype and inner dimensions with another first dimension."""
-        return _known(self.dtype, (rows, *self.shape[1:]))
+        return known_type(self.dtype, (rows, *self.shape[1:]))
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
+class Typed(Protocol):
+    """What has a type, as the tensor of a shard and an output have."""
+
+    @property
+    def type(self) -> TensorType: ...
+
+
+class TypesOf(Mapping[str, TensorType]):
+    """The types of tensors by name, without a table of their own: one of Kimi-K2's tiles takes 10 MB."""
+
+    def __init__(self, tensors: Mapping[str, Typed]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> TensorType:
+        return self._tensors[name].type
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 @lru_cache(maxsize=4096)
-def _known(dtype: str, shape: Shape) -> TensorType:
-    """One object for each type: those cut from Kimi-K2's experts are 184,000, of four types (26 MB)."""
+def known_type(dtype: str, shape: Shape) -> TensorType:
+    """One object for each type: those cut from Kimi-K2's experts are 184,000, of four types (26 MB).
+    Raises PlanError as TensorType does."""
     return TensorType(dtype, shape)
 
 

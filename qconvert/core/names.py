@@ -8,7 +8,7 @@ template up in a dict is what keeps role matching linear in the number of tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class Parsed(NamedTuple):
 
 # A model has many names made of few different components: each component is parsed once.
 @lru_cache(maxsize=4096)
-def _is_number(part: str) -> bool:
+def is_number(part: str) -> bool:
     """Whether a name's component is a layer or expert number. isdecimal() accepts other scripts' digits
     too; a number of more than nine digits is not a count."""
     return part.isascii() and part.isdecimal() and len(part) <= 9
@@ -83,15 +83,15 @@ def parse(name: str) -> Parsed:
     before, found, after = name.partition(".experts.")
     if found:
         number = after.partition(".")[0]
-        if _is_number(number):
-            template, layer = _around_expert(before, after[len(number) :])
+        if is_number(number):
+            template, layer = around_expert(before, after[len(number) :])
             if template:
                 return Parsed(template, layer, int(number))
     return _parse(name)
 
 
 @lru_cache(maxsize=4096)
-def _around_expert(before: str, after: str) -> tuple[str, int | None]:
+def around_expert(before: str, after: str) -> tuple[str, int | None]:
     """Template and layer of a name with `.experts.`, an expert's number and `after` behind `before`; ""
     where the expert's number is another."""
     number = "999999999"
@@ -104,7 +104,7 @@ def _parse(name: str) -> Parsed:
     expert: int | None = None
     parts = name.split(".")
     for i, part in enumerate(parts):
-        if not _is_number(part):
+        if not is_number(part):
             continue
         if i and parts[i - 1] == "experts" and expert is None:
             expert = int(part)
@@ -161,25 +161,41 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
     """Names an FP8 weight's scale may have. 3-D expert stacks (`experts.gate_up_proj`) have no
     `.weight`, so their scale's name is a suffix."""
     if weight.endswith(".weight"):
-        stem = weight.removesuffix(".weight")
-        return (f"{stem}.weight_scale_inv", f"{stem}.weight_scale", f"{stem}.scale")
+        return (f"{weight}_scale_inv", f"{weight}_scale", f"{weight[: -len('weight')]}scale")
     return (f"{weight}_scale_inv", f"{weight}_scale")
 
 
 def is_scale(name: str) -> bool:
     """Whether a name is that of a weight's scale: whether it has `weight_candidates`."""
-    return _weights_at(name[name.rfind(".") :] if "." in name else name) is not None
+    _, dot, last = name.rpartition(".")
+    return _WEIGHTS[dot + last] is not None
 
 
 def weight_candidates(scale: str) -> tuple[str, ...]:
     """Names of the weights that a scale may belong to, () if the name is not a weight's scale."""
     stem, dot, last = scale.rpartition(".")
-    found = _weights_at(dot + last)
+    found = _WEIGHTS[dot + last]
     return () if found is None else tuple([stem + weight for weight in found])
 
 
+def scales_alone(names: Collection[str]) -> list[str]:
+    """The scales among these names that have none of their `weight_candidates` there: one look for each
+    of Kimi-K2's 276,480 tiles, in a loop of its own, because nearly all have one."""
+    found = []
+    for name in names:
+        stem, dot, last = name.rpartition(".")
+        weights = _WEIGHTS[dot + last]
+        if weights is None:
+            continue
+        for weight in weights:
+            if stem + weight in names:
+                break
+        else:
+            found.append(name)
+    return found
+
+
 # No suffix of a scale has a second dot, so that a name's last component decides.
-@lru_cache(maxsize=4096)
 def _weights_at(last: str) -> tuple[str, ...] | None:
     """What a scale's last component, with the dot before it, becomes in the names of its weights; None
     where it is not a scale's."""
@@ -188,6 +204,18 @@ def _weights_at(last: str) -> tuple[str, ...] | None:
             return tuple(last.removesuffix(suffix) + weight for weight in weights)
     return None
 
+
+class _Weights(dict[str, tuple[str, ...] | None]):
+    """`_weights_at` of each last component, of which a model has few."""
+
+    def __missing__(self, last: str) -> tuple[str, ...] | None:
+        if len(self) > 4096:
+            self.clear()
+        found = self[last] = _weights_at(last)
+        return found
+
+
+_WEIGHTS = _Weights()
 
 _BESIDE = "3"  # rank of what is in no layer by its name
 
@@ -226,16 +254,64 @@ def in_model_order(names: Iterable[str]) -> list[str]:
     """Names sorted by `natural_key`, a layer after another: the keys of Kimi-K2's 276,480 tiles take 35
     MB at once. (A tile is `blk.` and its layer's number.)"""
     layers: dict[str, list[str]] = {}
+    # Names of a layer come one after another: one that begins as the last one did goes to its layer, if
+    # nothing else in it tells its rank. `numbered`: what would be the layer's number has been found.
+    head, numbered, layer = "", False, list[str]()
     for name in names:
+        if head and name.startswith(head) and not _tells_rank(name, numbered=numbered):
+            layer.append(name)
+            continue
         begin = _rank_and_layer(name)
         if begin[0] == _BESIDE:  # the key's first two components
             first, dot, rest = name.partition(".")
             begin += _KEYS[first] + (f"\0{_KEYS[rest.partition('.')[0]]}" if dot else "")
-        layers.setdefault(begin, []).append(name)
+        layer = layers.setdefault(begin, [])
+        layer.append(name)
+        head = _head(name)
+        numbered = ".layers." in head
+        if _tells_rank(name, numbered=numbered):
+            head = ""
     found: list[str] = []
+    known: dict[int, _Sorted] = {}
     for begin in sorted(layers):
-        found += sorted(layers.pop(begin), key=_components)
+        found += _layer_in_order(layers.pop(begin), known)
     return found
+
+
+def _tells_rank(name: str, *, numbered: bool) -> bool:
+    """Whether a word decides about a name's rank wherever it stands in it: `vision` or `visual`; and
+    where it has no layer's number."""
+    return "vis" in name or not (numbered or (".layers." not in name and "embed" not in name))
+
+
+class _Sorted(NamedTuple):
+    """The ends of a layer's names as they came, and their numbers in order."""
+
+    ends: list[str]
+    order: list[int]
+
+
+def _layer_in_order(names: list[str], known: dict[int, _Sorted]) -> list[str]:
+    """A layer's names sorted. Layers are alike but for their number: what comes behind it decides, and
+    is sorted once: 0.3 us a name of Kimi-K2, instead of 1.1. `known`: the last of so many names."""
+    head = _head(names[0])
+    # What lies between the least and the greatest begins as both do.
+    if not head or not (min(names).startswith(head) and max(names).startswith(head)):
+        return sorted(names, key=_components)
+    ends = [name[len(head) :] for name in names]
+    before = known.get(len(names))
+    if before is None or before.ends != ends:
+        order = sorted(range(len(ends)), key=[_components(end) for end in ends].__getitem__)
+        before = known[len(names)] = _Sorted(ends, order)
+    return [names[i] for i in before.order]
+
+
+def _head(name: str) -> str:
+    """A name up to its layer's number, with the dot behind it; its first two components where it has no
+    layer; "" where nothing follows."""
+    at = name.find(".layers.")
+    stop = name.find(".", at + len(".layers.")) if at >= 0 else name.find(".", name.find(".") + 1)
+    return name[: stop + 1]
 
 
 # What would compare as the end of a component, or before it.
@@ -249,7 +325,7 @@ class _Keys(dict[str, str]):
     def __missing__(self, part: str) -> str:
         if len(self) > 4096:
             self.clear()
-        number = _is_number(part)
+        number = is_number(part)
         found = f"\1{int(part):09}" if number else "\2" + part.translate(_LOWEST)
         self[part] = found
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from qconvert.checkpoint.family import Place, expert_inputs
@@ -15,7 +15,7 @@ from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
 from qconvert.matrices.reading import read_matrix, read_of_stack
-from qconvert.matrices.stored import Stored
+from qconvert.matrices.stored import Format, Stored, added_formats
 from qconvert.plan.plan import ELSEWHERE, Plan
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -35,7 +35,7 @@ STALE = (".weight_shape", ".input_scale")
 STALE_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Projection:
     """One matrix of one routed expert. `layer` counts the draft (MTP) layers on after the model's
     own, as DeepSeek numbers them. `kind` is one of PROJECTIONS, whatever the family calls it; `module`
@@ -78,13 +78,15 @@ def routed_experts(plan: Plan) -> Experts:
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
     _check_dims(plan)
     found, read = _found(plan)
-    of_experts = [name for name in plan.tensors if plan.role_index.kind(name).routed]
+    kind_of = plan.role_index.kind
+    of_experts = [name for name in plan.tensors if kind_of(name).routed]
     stale = frozenset(name for name in of_experts if name.endswith(STALE))
-    _check_all_read(plan, of_experts, read | stale)
+    taken = read | stale
+    _check_all_read(plan, of_experts, taken)
     drafts = _draft_layers(plan)
     _check_complete(plan, found, drafts)
     projections = tuple(found[key] for key in sorted(found))
-    return Experts(projections, read | stale, stale, _expected(plan, len(drafts)))
+    return Experts(projections, taken, stale, _expected(plan, len(drafts)))
 
 
 def _check_dims(plan: Plan) -> None:
@@ -109,8 +111,11 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
     dims = plan.role_index.dims
     counted = dims.num_experts
     inputs, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
+    formats = added_formats()
     for name, place in plan.role_index.places.items():
-        for projection, names in _read(plan, name, place):
+        if place.role.kind not in _READ:
+            continue
+        for projection, names in _read(plan, name, place, formats):
             key = projection.layer, projection.expert, projection.kind
             if key in found:
                 raise PlanError(f"{name!r}: {found[key].module!r} already exists in another form")
@@ -147,9 +152,10 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
     for layer in dims.groups.get("moe", ()):
         if (layer, False) not in layers:
             raise PlanError(f"layer {layer}: its experts are missing")
+    kinds = projections_of(plan)
     for layer, _ in layers:
         for expert in range(dims.num_experts):
-            for kind in projections_of(plan):
+            for kind in kinds:
                 if (layer, expert, kind) not in found:
                     raise PlanError(f"layer {layer}: {kind} of expert {expert} is missing")
     for layer in drafts:
@@ -224,10 +230,13 @@ def _draft_layers(plan: Plan) -> list[int]:
     return [n if n >= dims.num_layers else n + dims.num_layers for n in groups]
 
 
-def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
-    """The projections that a tensor begins: a weight its own, a stack those of all experts."""
+def _read(
+    plan: Plan, name: str, place: Place, formats: Sequence[Format]
+) -> Iterator[tuple[Projection, tuple[str, ...]]]:
+    """The projections that a tensor of an expert's role begins: a weight its own, a stack those of all
+    experts."""
     role = place.role.kind
-    if role not in _READ or place.layer is None:
+    if place.layer is None:
         return
     if place.parameter not in (_PARAMETERS if role in _PROJECTION else ("", "weight")):
         return
@@ -239,7 +248,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
     if role in _PROJECTION:
         assert place.expert is not None
         module, _ = split_parameter(name)
-        stored, names = read_matrix(plan, module)
+        stored, names = read_matrix(plan, module, formats)
         yield Projection(layer, place.expert, _PROJECTION[role], draft, module, stored), names
         return
     shape = plan.tensors[name].type.shape

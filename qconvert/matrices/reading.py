@@ -20,10 +20,12 @@ _GLOBAL_SCALES = tuple(names.global_scale for names in NVFP4.values())
 Read = tuple[Stored, tuple[str, ...]]
 
 
-def read_matrix(plan: Plan, module: str) -> Read:
-    """A module's weight, and the names of all tensors it takes. Raises PlanError where it is in no
-    form that is read here."""
-    if (added := _added(plan, module, added_formats())) is not None:
+def read_matrix(plan: Plan, module: str, formats: Sequence[Format] | None = None) -> Read:
+    """A module's weight, and the names of all tensors it takes; `formats` are `added_formats`, for who
+    reads many. Raises PlanError where it is in no form that is read here."""
+    if formats is None:
+        formats = added_formats()
+    if formats and (added := _added(plan, module, formats)) is not None:
         return added
     if (found := _encoded(plan, module)) is not None:
         return found

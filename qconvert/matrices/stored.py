@@ -22,7 +22,7 @@ from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Stored:
     """A matrix [rows, columns]: the op that reads it as BF16 (None: it is BF16), and its arguments,
     the first of which has its rows."""
@@ -36,16 +36,17 @@ class Stored:
         """Rows [start, stop)."""
         if (start, stop) == (0, self.rows):
             return self
-        height = stop - start
-        if isinstance(self.decoder, Columns | DequantGptq | DequantAwq):
-            part = replace(self.decoder, first=self.decoder.first + start, count=height)
+        height, decoder = stop - start, self.decoder
+        if isinstance(decoder, DequantFp8):  # before others: most are
+            first = self.args[0].rows(start, stop)
+            block, scale = _regrid(decoder.block, self.args[1], start, stop, self.rows)
+            if block != decoder.block:
+                decoder = replace(decoder, block=block)
+            return Stored(decoder, (first, scale), height, self.columns)
+        if isinstance(decoder, Columns | DequantGptq | DequantAwq):
+            part = replace(decoder, first=decoder.first + start, count=height)
             return replace(self, decoder=part, rows=height)
         first = self.args[0].rows(start, stop)
-        if isinstance(self.decoder, DequantFp8):
-            block, scale = _regrid(self.decoder.block, self.args[1], start, stop, self.rows)
-            same = block == self.decoder.block
-            decoder = self.decoder if same else replace(self.decoder, block=block)
-            return Stored(decoder, (first, scale), height, self.columns)
         if isinstance(self.decoder, DequantInts):
             return self._cut_ints(self.decoder, start, stop)
         if isinstance(self.decoder, DequantNvfp4):

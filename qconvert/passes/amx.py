@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.family import text_config
@@ -85,15 +86,16 @@ class ExpertsToAmx:
         results of the encoders `beside`, which take the whole matrix: it is read and decoded once."""
         stored, numa = projection.weight, self.numa
         down = projection.kind == "down_proj"
-        encoder = Amx(self.method, numa if down else 1, self.rounding)
+        cuts = numa if down else 1
+        own = 2 * cuts
         height = stored.rows if down else stored.rows // numa
         results: list[Output] = []
         others: list[tuple[Output, ...]] = []
         try:
             for start in range(0, stored.rows, height):
                 part = stored.cut(start, start + height)
-                made = apply(Recode(part.decoder, (encoder, *beside)), *part.args)
-                own = 2 * encoder.shards
+                op = _recode(part.decoder, self.method, cuts, self.rounding, beside)
+                made = apply(op, *part.args)
                 results += made[:own]
                 others.append(made[own:])
         except PlanError as error:
@@ -170,6 +172,14 @@ class ExpertsToAmx:
                 for arg in projection.weight.args:
                     found |= dict.fromkeys(source_names(projection.module, arg), _DRAFT)
         return found
+
+
+@lru_cache(maxsize=256)  # of tens of thousands of matrices, few are not alike
+def _recode(
+    decoder: RowOp | None, method: Method, cuts: int, rounding: Rounding, beside: tuple[RowOp, ...]
+) -> Recode:
+    """Decoded, then encoded for so many shards cut by columns, and by the encoders `beside`."""
+    return Recode(decoder, (Amx(method, cuts, rounding), *beside))
 
 
 def _check_activation(plan: Plan) -> None:

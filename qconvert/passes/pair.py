@@ -73,5 +73,4 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
 
 
 def _has_drafts(plan: Plan) -> bool:
-    dims = plan.role_index.dims
-    return any(plan.family.is_mtp(name, dims) for name in plan.tensors)
+    return plan.family.any_mtp(plan.tensors, plan.role_index.dims)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -17,7 +18,14 @@ from qconvert.checkpoint.reading import FACT as READING
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
-from qconvert.core.names import apart_experts, in_model_order, scale_candidates, weight_candidates
+from qconvert.core.names import (
+    apart_experts,
+    in_model_order,
+    is_scale,
+    scale_candidates,
+    scales_alone,
+    weight_candidates,
+)
 from qconvert.core.profiling import phase
 from qconvert.plan.walk import nodes, ports
 from qconvert.samples.request import Calibration
@@ -81,13 +89,14 @@ class Plan:
     def identity(cls, checkpoint: Checkpoint) -> Plan:
         """Every tensor as it is, in the order a model runs in."""
         names = in_model_order(checkpoint)
+        found = map(checkpoint.sources.__getitem__, names)
         manifest = checkpoint.manifest or {}
         facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
         if checkpoint.reading is not None:
             facts[READING] = checkpoint.reading.fact
         return cls(
             checkpoint,
-            {name: checkpoint[name].output for name in names},
+            {name: source.output for name, source in zip(names, found, strict=True)},
             checkpoint.config,
             checkpoint.side_files,
             facts=facts,
@@ -115,7 +124,7 @@ class Plan:
     def beside(self, **changes: Any) -> Plan:
         """This plan with other files beside its weights. What is known of its tensors is kept."""
         made = replace(self, **changes)
-        for known in ("nodes", "_losses", "role_index"):
+        for known in ("nodes", "_losses", "role_index", "bytes_out"):
             if known in self.__dict__:
                 made.__dict__[known] = self.__dict__[known]
         return made
@@ -146,9 +155,9 @@ class Plan:
     def bytes_in(self) -> int:
         return self.checkpoint.nbytes
 
-    @property
+    @cached_property
     def bytes_out(self) -> int:
-        return sum(output.type.nbytes for output in self.tensors.values())
+        return sum([output.type.nbytes for output in self.tensors.values()])
 
     @property
     def bytes_dropped(self) -> int:
@@ -167,10 +176,11 @@ class Plan:
     @cached_property
     def _losses(self) -> dict[str, int]:
         order = self.nodes
-        shared = any(
-            getattr(op, "several", False) for op in {id(n.op): n.op for n in order}.values()
-        )
-        wanted = ports(self.tensors.values(), order) if shared else {}
+        # Nodes of one `types` have one op (core/graph.py, Apply).
+        ops = {id(node.types): node.op for node in order}
+        if not any(getattr(op, "several", False) for op in ops.values()):
+            return self._losses_by_kind(order)
+        wanted = ports(self.tensors.values(), order)
         known: dict[tuple[int, frozenset[int] | None], str | None] = {}
         found: dict[str, int] = {}
         for node in order:
@@ -180,6 +190,16 @@ class Plan:
             loss = known[key]
             if loss is not None:
                 found[loss] = found.get(loss, 0) + 1
+        return found
+
+    def _losses_by_kind(self, order: Sequence[Apply]) -> dict[str, int]:
+        """As `_losses`, where every node's results all go to one folder."""
+        kinds = [id(node.types) for node in order]
+        found: dict[str, int] = {}
+        for kind, count in Counter(kinds).items():
+            loss = _loss(order[kinds.index(kind)], None)
+            if loss is not None:
+                found[loss] = found.get(loss, 0) + count
         return found
 
     def fingerprint(self) -> str:
@@ -198,6 +218,8 @@ class Plan:
             spelled = spelled_types.get(id(output.type))
             if spelled is None:
                 spelled = spelled_types[id(output.type)] = str(output.type)
+            if (only := output.source) is not None:
+                return f"{spelled};{only[0].name}[{only[1]}:{only[2]}]"
             if (result := output.result) is not None:
                 number = numbers.get(id(result[0]))
                 if number is None:
@@ -222,8 +244,22 @@ class Plan:
             lines.append(f"%{number}={op}({args})\n")
             return number
 
+        # Of a whole result, as most outputs are, what stands before and behind its node's number.
+        around: dict[tuple[int, int], tuple[str, str]] = {}
         for name in sorted(self.tensors):
-            lines.append(f"{name}={spell(self.tensors[name])}\n")
+            output = self.tensors[name]
+            if (result := output.result) is None:
+                lines.append(f"{name}={spell(output)}\n")
+            else:
+                node, port = result
+                if (number := numbers.get(id(node))) is None:
+                    number = visit(node)
+                kind = output.type
+                known = around.get((id(kind), port))
+                if known is None:
+                    known = f"={kind};%", f".{port}[0:{kind.nbytes}]\n"
+                    around[id(kind), port] = known
+                lines.append(f"{name}{known[0]}{number}{known[1]}")
             if len(lines) > 1000:
                 digest.update("".join(lines).encode())
                 lines.clear()
@@ -308,11 +344,12 @@ def _check_conservation(plan: Plan) -> None:
     for node in plan.nodes:
         for arg in node.args:
             for source, start, stop in arg.sources:
-                at = reached.get(source.name, 0)
-                if start <= at:
-                    reached[source.name] = max(at, stop)
-                else:
-                    behind.setdefault(source.name, []).append((start, stop))
+                name = source.name
+                at = reached.get(name, 0)
+                if start > at:
+                    behind.setdefault(name, []).append((start, stop))
+                elif stop > at or not at:
+                    reached[name] = stop
     for source_name, spans in copied.items():
         spans.sort()
         for (_, end), (start, _) in itertools.pairwise(spans):
@@ -359,11 +396,12 @@ def _check_scales(plan: Plan) -> None:
     if plan.config != plan.checkpoint.config:
         own = quantization_in(plan.config, None, plan.checkpoint.root)
     block = stated_block(own)
+    alone = set(scales_alone(plan.tensors))
     for name, output in plan.tensors.items():
-        weights = weight_candidates(name)
-        if weights and not any(weight in plan.tensors for weight in weights):
-            raise PlanError(f"scale {name!r} has no weight (expected {' or '.join(weights)})")
-        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not weights:
+        if name in alone:
+            weights = " or ".join(weight_candidates(name))
+            raise PlanError(f"scale {name!r} has no weight (expected {weights})")
+        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not is_scale(name):
             scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
             if not scales:
                 tried = " or ".join(scale_candidates(name))

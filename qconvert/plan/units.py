@@ -37,7 +37,7 @@ _FEW_PARTS = 64
 FAR_REREAD_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Copy:
     """Source bytes [start, stop) go to byte `at` of output `output` (an index into the unit's)."""
 
@@ -48,7 +48,7 @@ class Copy:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Write:
     """Bytes [start, stop) of port `port` of node `node` go to byte `at` of output `output`."""
 
@@ -60,7 +60,7 @@ class Write:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Compute:
     """Connected nodes, arguments before users, and where their results go."""
 
@@ -71,7 +71,7 @@ class Compute:
 Step = Copy | Compute
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Unit:
     """Outputs that must be made together (`names`, and what is `made` for each), and their bytes. `peak`
     is the least memory that the step with the largest buffers can run in. Where all are results of one
@@ -210,8 +210,42 @@ class _Groups:
 
 def units(tensors: Mapping[str, Output]) -> list[Unit]:
     """The units that make these outputs, in the order of their first. Linear in outputs and nodes."""
-    names, made = list(tensors), list(tensors.values())
+    names, made = tuple(tensors), tuple(tensors.values())
     alone = [only_node(output) for output in made]
+    kinds: dict[int, tuple[int, int]] = {}
+    found = []
+    for numbers in _groups(made, alone):
+        first, last = numbers[0], numbers[-1]
+        if last - first + 1 == len(numbers):  # side by side, as nearly all are
+            own = names[first : last + 1], made[first : last + 1]
+        else:
+            own = tuple([names[i] for i in numbers]), tuple([made[i] for i in numbers])
+        only = alone[first]
+        if only is not None and all(alone[i] is only for i in numbers[1:]):
+            found.append(_of_one_node(only, *own, kinds))
+        else:
+            found.append(_unit(*own))
+    return found
+
+
+def _groups(made: Sequence[Output], alone: Sequence[Apply | None]) -> Iterable[list[int]]:
+    """The numbers of each unit's outputs; `alone` are the nodes of those that need one only."""
+    pairs = zip(made, alone, strict=True)
+    if any(only is None and output.source is None for output, only in pairs):
+        return _joined(made, alone)
+    groups: dict[int, list[int]] = {}
+    for i, only in enumerate(alone):
+        key = -1 - i if only is None else id(only)
+        group = groups.get(key)
+        if group is None:
+            groups[key] = [i]
+        else:
+            group.append(i)
+    return groups.values()
+
+
+def _joined(made: Sequence[Output], alone: Sequence[Apply | None]) -> Iterable[list[int]]:
+    """As `_groups`, where an output may be made of several nodes."""
     joined = _Groups()
     owner: dict[int, int] = {}
     for i, only in enumerate(alone):
@@ -219,26 +253,14 @@ def units(tensors: Mapping[str, Output]) -> list[Unit]:
             first = owner.setdefault(id(node), i)
             if first != i:
                 joined.join(first, i)
-    # Numbers of the first outputs, in order; of groups of several, those of all.
-    groups: dict[int, list[int] | None] = {}
+    groups: dict[int, list[int]] = {}
     for i in range(len(made)):
         first = joined.find(i)
         if first == i:
-            groups[i] = None
-        elif (group := groups[first]) is None:
-            groups[first] = [first, i]
+            groups[i] = [i]
         else:
-            group.append(i)
-    kinds: dict[int, tuple[int, int]] = {}
-    found = []
-    for first, group in groups.items():
-        numbers, only = group or [first], alone[first]
-        own = tuple([names[i] for i in numbers]), tuple([made[i] for i in numbers])
-        if only is not None and all(alone[i] is only for i in numbers):
-            found.append(_of_one_node(only, *own, kinds))
-        else:
-            found.append(_unit(*own))
-    return found
+            groups[first].append(i)
+    return groups.values()
 
 
 def _of_one_node(

@@ -12,6 +12,9 @@ def nodes(outputs: Iterable[Output]) -> Iterator[Apply]:
     """Every node the outputs depend on, arguments before users, each once."""
     seen: set[int] = set()
     for output in outputs:
+        alone = output.node
+        if alone is not None and id(alone) in seen:
+            continue
         alone = only_node(output)
         if alone is not None:
             if id(alone) not in seen:
@@ -42,7 +45,9 @@ def only_node(output: Output) -> Apply | None:
     """The node that an output depends on, if there is but one, which reads sources, and the output is
     in one piece."""
     node = output.node
-    if node is None and len(output.pieces) == 1:
+    if node is None:
+        if output.source is not None or len(output.pieces) != 1:
+            return None
         origin = output.pieces[0].origin
         node = origin.node if isinstance(origin, Value) else None
     return node if node is not None and node.reads_sources else None

@@ -7,8 +7,10 @@ in the kernel's cache are not counted: they are given back on demand.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from qconvert.core.errors import PlanError
@@ -101,13 +103,13 @@ def share_out(
     """
     plan = tensors * PLAN_BYTES_PER_TENSOR + sender
     process = PROCESS_BYTES + client
-    worst = max(units, key=lambda unit: unit.peak)
+    worst = max(units, key=attrgetter("peak"))
     comfortable = max(worst.peak, _LEAST_ARENA, _comfort(units))
     kept = _kept(units, FAR_REREAD_BYTES if client else REREAD_BYTES)
     # Of a store, reading again costs more than fewer workers do.
     least = comfortable + (kept if client else 0)
     need = plan + process + worst.peak + WINDOWS * MIN_WINDOW_BYTES
-    output = sum(unit.write for unit in units)
+    output = sum([unit.write for unit in units])
     wanted = jobs or max(1, min(len(os.sched_getaffinity(0)), output // BYTES_PER_JOB))
     wanted = max(1, min(wanted, len(units)))
     given = None if memory is None else exact_size(memory)
@@ -170,9 +172,11 @@ def _computed(units: Sequence[Unit]) -> int:
     """Bytes that are read or written of units that are not all copies, whichever are more, with a search
     for scales as what else takes as long in numpy."""
     moved = sum(
-        max(unit.read, unit.write)
-        for unit in units
-        if unit.node is not None or any(map(_computes, unit.cut))
+        [
+            unit.read if unit.read > unit.write else unit.write
+            for unit in units
+            if unit.node is not None or any(map(_computes, unit.cut))
+        ]
     )
     return moved + _SEARCH_WEIGHT * sum(searched(units).values())
 
@@ -190,16 +194,14 @@ def searched(units: Sequence[Unit]) -> dict[str, int]:
 def _kinds(units: Sequence[Unit]) -> Iterator[tuple[Apply, int]]:
     """A node of each kind, and how many there are of it in these units; those of units of several nodes
     one by one."""
-    times: dict[int, tuple[Apply, int]] = {}
-    for unit in units:
-        if unit.node is not None:
-            first, count = times.get(id(unit.node.types), (unit.node, 0))
-            times[id(unit.node.types)] = first, count + 1
-            continue
+    alone = [unit.node for unit in units if unit.node is not None]
+    for unit in units if len(alone) < len(units) else ():
         for step in unit.cut:
             for node in step.nodes if isinstance(step, Compute) else ():
                 yield node, 1
-    yield from times.values()
+    kinds = [id(node.types) for node in alone]
+    for kind, count in Counter(kinds).items():
+        yield alone[kinds.index(kind)], count
 
 
 def _computes(step: Step) -> bool:

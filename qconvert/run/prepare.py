@@ -10,6 +10,7 @@ from pathlib import Path
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output
 from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
@@ -92,7 +93,9 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     once, and written for every plan that wants it. Their tensors must have different names."""
     if options.engine == "ray":
         check_installed()
-    merged = {name: output for plan in plans for name, output in plan.tensors.items()}
+    merged: dict[str, Output] = {}
+    for plan in plans:
+        merged.update(plan.tensors)
     assert len(merged) == sum(len(plan.tensors) for plan in plans), "a name in two folders"
     cut = tuple(units(merged))
     tensors = max(len(plans[0].checkpoint), len(merged))

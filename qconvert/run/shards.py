@@ -13,11 +13,13 @@ from functools import cached_property
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE
-from qconvert.checkpoint.safetensors import build_header
+from qconvert.checkpoint.safetensors import build_header, header_places
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import in_model_order
 
+# Bytes that an element's place is a multiple of.
+_WIDTHS = {dtype: max(1, bits // 8) for dtype, bits in DTYPE_BITS.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
 
 
@@ -97,14 +99,16 @@ def lay_out(
     """Fill files in the order a model runs in, each with at most `max_bytes` of tensor data (a
     larger tensor gets a file of its own). `links` come first, as they are."""
     linked = {name for link in links for name, _, _ in link.tensors}
-    groups: list[list[str]] = [[]]
+    group: list[str] = []
+    groups = [group]
     filled = 0
-    for name in in_model_order(name for name in outputs if name not in linked):
+    for name in in_model_order([name for name in outputs if name not in linked]):
         size = outputs[name].type.nbytes
-        if groups[-1] and filled + size > max_bytes:
-            groups.append([])
+        if group and filled + size > max_bytes:
+            group = []
+            groups.append(group)
             filled = 0
-        groups[-1].append(name)
+        group.append(name)
         filled += size
     if links and not groups[-1]:
         groups.pop()
@@ -115,8 +119,8 @@ def lay_out(
         files.append(OutFile(_name(number, count), held, link.size, {}, link.path))
     for number, group in enumerate(groups, len(links)):
         ordered = _aligned_order([(name, outputs[name].type) for name in group])
-        header, offsets = build_header(ordered, metadata)
-        last = offsets[-1] + ordered[-1][1].nbytes if ordered else len(header)
+        length, offsets = header_places(ordered, metadata)
+        last = offsets[-1] + ordered[-1][1].nbytes if ordered else length
         placed = tuple(
             [Source(n, t, number, at) for (n, t), at in zip(ordered, offsets, strict=True)]
         )
@@ -133,8 +137,8 @@ def _aligned_order(tensors: list[tuple[str, TensorType]]) -> list[tuple[str, Ten
     elements first (as safetensors' own writer sorts): loaders map tensors in place, and the format
     allows no padding between them."""
     at = 0
-    for _, tensor_type in tensors:
-        if at % max(1, DTYPE_BITS[tensor_type.dtype] // 8):
+    for _, kind in tensors:
+        if at % _WIDTHS[kind.dtype]:
             return sorted(tensors, key=lambda pair: -DTYPE_BITS[pair[1].dtype])
-        at += tensor_type.nbytes
+        at += kind.nbytes
     return tensors

@@ -24,9 +24,9 @@ from qconvert.checkpoint.checkpoint import (
     quantization_in,
 )
 from qconvert.checkpoint.family import RoleIndex, role_index
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.graph import Output, Source, Value
+from qconvert.core.graph import Output, Value
 from qconvert.core.profiling import phase
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
@@ -103,24 +103,8 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
 
 def _loads(ready: Prepared, here: PlannedCheckpoint) -> tuple[str, ...]:
     """At which sizes runtimes whose loaders are simulated load the folder."""
-    said = loads(here.config, _Types(here.sources), ready.plan.facts)
+    said = loads(here.config, TypesOf(here.sources), ready.plan.facts)
     return tuple(line for loading in said.values() for line in loading.lines())
-
-
-class _Types(Mapping[str, TensorType]):
-    """The types of tensors by name, without a table of their own: one of Kimi-K2's tiles takes 10 MB."""
-
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources = sources
-
-    def __getitem__(self, name: str) -> TensorType:
-        return self._sources[name].type
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
 
 
 def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:

@@ -59,6 +59,7 @@ _KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
+_PREPARED_ENDS = frozenset(name.removeprefix(".experts") for name in _PREPARED)
 _SAMPLE = 64
 
 # Where validators are. The kernels' own modules are imported where they run.
@@ -309,9 +310,10 @@ def _at_hand(folder: Folder) -> set[Need]:
         "amx": "amx" in (manifest or {}),
         "model": "amx" not in (manifest or {}),
         "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
-        "nvfp4": any(name.endswith(_NVFP4) for name in checkpoint),
-        "kv-cache": any(name.endswith(KV_SCALES) for name in checkpoint),
-        "prepared": any(name.endswith(_PREPARED) for name in checkpoint),
+        "nvfp4": any(end.endswith(_NVFP4) for end in checkpoint.ends),
+        "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends),
+        "prepared": not checkpoint.ends.isdisjoint(_PREPARED_ENDS)
+        and any(name.endswith(_PREPARED) for name in checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
         "logits": request.logits > 0,

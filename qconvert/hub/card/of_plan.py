@@ -6,6 +6,7 @@ from typing import Any
 
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import README, card, split_front_matter
 from qconvert.hub.card.front import base_of
@@ -25,8 +26,7 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
     source = source_front(plan.checkpoint)
     base = base_model or base_of(plan.checkpoint.root, source)
     manifest = {"identity": {"qconvert": __version__}, **described(plan)}
-    tensors = {name: output.type for name, output in plan.tensors.items()}
-    said = loads(plan.config, tensors, plan.facts)
+    said = loads(plan.config, TypesOf(plan.tensors), plan.facts)
     left = {README: _RULE} if README in plan.side_files else {}
     return plan.beside(
         side_files=tuple(name for name in plan.side_files if name != README),

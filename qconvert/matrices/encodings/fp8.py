@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme
+from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme, has_groups
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
 from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
@@ -28,8 +28,11 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
 def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
     """How the config says the weight of this scale is scaled. Raises PlanError for U8 scales it does not
     call exponents."""
-    weight = next(iter(weight_candidates(scale)), scale)
-    scheme = fp8_scheme(plan.checkpoint, split_parameter(weight)[0])
+    module = None
+    if has_groups(plan.checkpoint):  # which alone tell modules apart
+        weight = next(iter(weight_candidates(scale)), scale)
+        module = split_parameter(weight)[0]
+    scheme = fp8_scheme(plan.checkpoint, module)
     if plan.tensors[scale].type.dtype == "U8" and not scheme.u8_exponents:
         raise PlanError(
             f"scale {scale!r} is U8, which is an exponent only where {scheme.where} says "

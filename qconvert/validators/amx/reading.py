@@ -6,7 +6,7 @@ Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -61,16 +61,28 @@ class Block:
 
     def tensors(self) -> Iterator[tuple[str, TensorType]]:
         """Every expected tensor."""
+        for weight, scale, bases in self.projections():
+            for base in bases:
+                yield f"{base}.weight", weight
+                yield f"{base}.scale", scale
+
+    def projections(self) -> Iterator[tuple[TensorType, TensorType, list[str]]]:
+        """The types of weights and of scales that each projection of each layer has, and their names
+        without the last component."""
         for layer in self.layers:
             for kind in KINDS:
                 rows, columns = self.shard_shape(kind)
                 weight = TensorType("I8", (rows * columns * BITS[self.method] // 8,))
                 scale = TensorType("F32", (rows,))
-                for expert in range(self.experts):
-                    for shard in range(self.numa):
-                        base = shard_name(layer, kind, expert, shard)
-                        yield f"{base}.weight", weight
-                        yield f"{base}.scale", scale
+                yield (
+                    weight,
+                    scale,
+                    [
+                        shard_name(layer, kind, expert, shard)
+                        for expert in range(self.experts)
+                        for shard in range(self.numa)
+                    ],
+                )
 
 
 def shard_name(layer: int, kind: Kind, expert: int, shard: int) -> str:
@@ -108,20 +120,34 @@ def read_block(checkpoint: Checkpoint) -> Block:
 def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Tensors that do not match the manifest, and what is wrong with each."""
     there = 0
-    for name, kind in block.tensors():
-        source = checkpoint.sources.get(name)
-        if source is None:
-            yield name, f"missing: expected {kind} by the manifest"
-            continue
-        there += 1
-        if source.type != kind:
-            yield name, f"expected {kind}, found {source.type}"
+    for weight, scale, bases in block.projections():
+        for kind, end in ((weight, "weight"), (scale, "scale")):
+            names = [f"{base}.{end}" for base in bases]
+            if _all_of_type(checkpoint, names, kind):
+                there += len(names)
+                continue
+            for name in names:
+                source = checkpoint.sources.get(name)
+                if source is None:
+                    yield name, f"missing: expected {kind} by the manifest"
+                    continue
+                there += 1
+                if source.type != kind:
+                    yield name, f"expected {kind}, found {source.type}"
     if there == len(checkpoint):
         return
     wanted = {name for name, _ in block.tensors()}
     for name, source in checkpoint.items():
         if name not in wanted:
             yield name, f"unexpected tensor: not in the manifest; found {source.type}"
+
+
+def _all_of_type(checkpoint: Checkpoint, names: Sequence[str], kind: TensorType) -> bool:
+    """Whether all of these tensors are there, and of this type. Their types are one object or few, so
+    that few are compared: 0.16 s instead of 0.26 for Kimi-K2's 276,480 tiles."""
+    found = list(map(checkpoint.sources.get, names))
+    types = {id(one.type): one.type for one in found if one is not None}
+    return all(found) and all(one == kind for one in types.values())
 
 
 def sound_block(checkpoint: Checkpoint) -> Block:

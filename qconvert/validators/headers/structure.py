@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
-from qconvert.core.names import is_scale, scale_candidates, split_parameter, weight_candidates
+from qconvert.core.names import (
+    is_scale,
+    scale_candidates,
+    scales_alone,
+    split_parameter,
+    weight_candidates,
+)
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
@@ -43,6 +49,8 @@ from qconvert.validators.reading.quantization import (
 
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
+# Parts of packed weights, which need others beside them.
+_PARTS = (".weight_packed", ".weight_shape")
 _TIE = "tie_word_embeddings"
 # Parameters that depend on another: QC011 and QC088 report missing parts.
 _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
@@ -183,11 +191,14 @@ def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
     there = checkpoint.sources
+    alone = set(scales_alone(there))
+    if not alone and checkpoint.dtypes.isdisjoint(FP8) and checkpoint.ends.isdisjoint(_PARTS):
+        return
     for name, source in there.items():
-        weights = weight_candidates(name)
-        if weights and there.keys().isdisjoint(weights):
-            yield Finding("QC011", "error", name, f"has no weight ({' or '.join(weights)})")
-        elif source.type.dtype in FP8 and not weights:
+        if name in alone:
+            weights = " or ".join(weight_candidates(name))
+            yield Finding("QC011", "error", name, f"has no weight ({weights})")
+        elif source.type.dtype in FP8 and not is_scale(name):
             tried = scale_candidates(name)
             if there.keys().isdisjoint(tried):
                 yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(tried)})")
@@ -227,7 +238,7 @@ def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
     configs = checkpoint.quantization_configs
     known = any(config.method in KNOWN_METHODS for config in configs)
-    for name, source in checkpoint.items():
+    for name, source in () if checkpoint.dtypes.isdisjoint(FP8) else checkpoint.items():
         if source.type.dtype not in FP8 or len(source.type.shape) < 2 or is_scale(name):
             continue
         scale = next((s for s in scale_candidates(name) if s in checkpoint.sources), None)
@@ -282,16 +293,7 @@ def _grid_fault(
 
 
 def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
-    quantized = next(
-        (
-            name
-            for name, source in checkpoint.items()
-            if (source.type.dtype in (*FP8, "F4") and not is_scale(name))
-            or name.endswith(_PACKED)
-            or (source.type.dtype == "I8" and int8_scale(checkpoint, name) is not None)
-        ),
-        None,
-    )
+    quantized = _first_quantized(checkpoint)
     blocks = checkpoint.quantization_configs
     if quantized is None and "stage" in (checkpoint.manifest or {}):
         return  # of dense layers alone: all stages have the whole model's config
@@ -300,6 +302,24 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("QC012", "error", block.where, "states a quantization that no tensor has")
     if quantized is not None and not blocks:
         yield Finding("QC012", "error", quantized, "is quantized, but no config block says how")
+
+
+def _first_quantized(checkpoint: Checkpoint) -> str | None:
+    """The first tensor with a dtype or a name that only quantized checkpoints have."""
+    sources, codes = checkpoint.sources, (*FP8, "F4")
+    packed = any(end.endswith(_PACKED) for end in checkpoint.ends)
+    scaled = not checkpoint.ends.isdisjoint((".weight_scale",))
+    if checkpoint.dtypes.isdisjoint((*codes, *(("I8",) if scaled else ()))) and not packed:
+        return None
+    for name, source in sources.items():
+        dtype = source.type.dtype
+        if (
+            (dtype in codes and not is_scale(name))
+            or (packed and name.endswith(_PACKED))
+            or (dtype == "I8" and int8_scale(sources, name) is not None)
+        ):
+            return name
+    return None
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ class Routed:
     drafts: frozenset[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Found:
     """A routed expert's matrix, and where it belongs."""
 
@@ -81,7 +81,9 @@ def _noted(
     experts = checkpoint.role_index.dims.num_experts
     for one in _routed(checkpoint, candidates):
         layer, kind, expert = one.at
-        seen = layers.seen.setdefault((layer, kind), bytearray(experts))
+        seen = layers.seen.get((layer, kind))
+        if seen is None:
+            seen = layers.seen[layer, kind] = bytearray(experts)
         if seen[expert]:
             raise PlanError(f"{one.matrix.tensor!r}: {_why_not(one.matrix)}")
         seen[expert] = 1
@@ -98,10 +100,11 @@ def _routed(checkpoint: Checkpoint, candidates: Iterable[Matrix]) -> Iterator[_F
         raise PlanError(f"model_type {kind_of_model!r} is not known, so its experts are unknown")
     if not dims.num_experts:
         raise PlanError("the config counts no experts: it is a dense model")
+    kind_of = checkpoint.role_index.kind
     for matrix in candidates:
         role, layer, expert, parameter = matrix.key
-        stands = checkpoint.role_index.kind(matrix.tensor)
-        named = ".experts." in matrix.tensor or stands.routed
+        stands = kind_of(matrix.tensor)
+        named = stands.routed or ".experts." in matrix.tensor
         if not named or _is_beside(checkpoint, matrix.tensor):
             continue
         if stands is RoleKind.BUFFER:

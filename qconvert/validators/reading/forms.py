@@ -45,7 +45,7 @@ _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Grid:
     """Scales [rows, columns] of a matrix, from element `first` of a tensor on: that of weight [r, c]
     is [r // block[0], c // block[1]]. `transposed`: they are stored as [columns, rows]. `global_scale`
@@ -60,7 +60,7 @@ class Grid:
     global_scale: GlobalScale | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Codes:
     """The parts of packed integers other than words and scales.
 
@@ -85,7 +85,7 @@ class Codes:
         return 32 // self.bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those."""
@@ -179,17 +179,17 @@ class Forms:
         """A tensor that is not a stack of matrices, seen as [rows, columns]; a vector as a column.
         Raises Unread where its numbers cannot be told."""
         weight = self.checkpoint.sources[name]
-        shape = weight.type.shape
-        nvfp4 = parts_of(self.checkpoint, name)
+        dtype, shape = weight.type.dtype, weight.type.shape
+        nvfp4 = parts_of(self.checkpoint, name) if dtype == "U8" else None
         if nvfp4 is not None:
             return _nvfp4(nvfp4)
-        if name.endswith(".weight_packed") and weight.type.dtype == "U8":
+        if name.endswith(".weight_packed") and dtype == "U8":
             return self._mxfp4(name, weight)
         if name.endswith(".weight_packed"):
             return self._packed(name, weight)
         if name.endswith(".qweight"):
             return (self._gptq if self._awq is None else self._of_awq)(name, weight)
-        if weight.type.dtype == "I8":
+        if dtype == "I8":
             beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
             if beside is not None and beside.type.dtype == "F8_E8M0":
                 return _mx(weight, beside)
@@ -197,12 +197,12 @@ class Forms:
             if scale is not None:
                 return self._int8(name, weight, scale)
         rows, columns = _flat(shape)
-        if weight.type.dtype in FP8:
+        if dtype in FP8:
             if len(shape) != 2:
                 raise Unread(f"FP8 of shape {list(shape)}")
             grid = self._grid(self.scale_of(name), (), rows, columns, 0, 1)
             return Form("fp8", weight, 0, rows, columns, grid)
-        form = _NAMES.get(weight.type.dtype)
+        form = _NAMES.get(dtype)
         return self.raw(name) if form is None else Form(form, weight, 0, rows, columns)
 
     def _block_of(self, scale: str) -> tuple[int, int]:
@@ -422,6 +422,8 @@ def _fit(part: Source, shape: tuple[int, ...], dtypes: Collection[str], stated: 
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) == 2:
+        return shape
     if len(shape) < 2:
         return prod(shape), 1
     return prod(shape[:-1]), shape[-1]

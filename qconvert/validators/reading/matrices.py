@@ -7,14 +7,14 @@ Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Dims, Place
-from qconvert.core.names import scale_candidates, split_parameter
+from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import Form, Forms, Unread
@@ -43,7 +43,7 @@ _OF_A_MATRIX = (
 _PLAIN_ROLES = ("attn.", "mlp.", "gdn.", "experts.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Matrix:
     """Rows `runs` of a stored matrix, in this order. `tensor` is its name, `role` what it is in the
     model. If only its bytes can be read, `note` says why."""
@@ -63,6 +63,9 @@ class Matrix:
 
     @property
     def rows(self) -> int:
+        if len(self.runs) == 1:
+            start, stop = self.runs[0]
+            return stop - start
         return sum(stop - start for start, stop in self.runs)
 
     @property
@@ -105,12 +108,14 @@ def each_matrix(checkpoint: Checkpoint) -> Iterator[Matrix]:
     used: set[str] = set()
     later: list[str] = []
 
-    def read(name: str) -> list[Matrix]:
-        if checkpoint[name].type.numel == 0:
-            return []
+    sources = checkpoint.sources
+
+    def read(name: str) -> Sequence[Matrix]:
+        if sources[name].type.nbytes == 0:
+            return ()
         try:
-            found = list(_of_tensor(checkpoint, forms, name, groups))
-            used.update(_scales(checkpoint, name))
+            found = tuple(_of_tensor(checkpoint, forms, name, groups))
+            used.update(_scales(checkpoint, name, found[0].form))
         except Unread as why:
             place = checkpoint.role_index.places.get(name)
             made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
@@ -174,25 +179,21 @@ def whole(checkpoint: Checkpoint, name: str) -> Matrix:
 
 def _of_tensor(
     checkpoint: Checkpoint, forms: Forms, name: str, groups: int | None
-) -> Iterator[Matrix]:
+) -> Iterable[Matrix]:
     """The matrices of one tensor: one, or those of all experts, or segments."""
     place = checkpoint.role_index.places.get(name)
-    key = _key_of(checkpoint, name, place)
     if place is None or checkpoint.family.name == "generic":
-        yield _made(key, name, place, forms.of(name), ())
-        return
+        return (_made(_key_of(checkpoint, name, place), name, place, forms.of(name), ()),)
     role, parameter = place.role.name, _as_weight(place.parameter)
     if place.role.kind is Kind.EXPERT_UNKNOWN and _is_stack(checkpoint, name, place.parameter):
-        yield from _of_unread_stack(checkpoint, forms, name, place)
-        return
+        return _of_unread_stack(checkpoint, forms, name, place)
     if _STACKED in role and parameter in ("", "weight"):
-        yield from _of_stack(checkpoint, forms, name, place)
-        return
+        return _of_stack(checkpoint, forms, name, place)
     segments = SEGMENTS.get(role.removeprefix(_GDN), ()) if role.startswith(_GDN) else ()
     if segments and parameter == "weight":
-        yield from _of_gdn(checkpoint, forms.of(name), name, place, segments, groups)
-        return
-    yield _made(key, name, place, forms.of(name), ())
+        return _of_gdn(checkpoint, forms.of(name), name, place, segments, groups)
+    key = role, place.layer, place.expert, parameter
+    return (_made(key, name, place, forms.of(name), ()),)
 
 
 def _key_of(checkpoint: Checkpoint, name: str, place: Place | None) -> Key:
@@ -310,9 +311,10 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
-    """Tensors that are part of how a weight is stored."""
-    nvfp4 = parts_of(checkpoint, name)
+def _scales(checkpoint: Checkpoint, name: str, form: Form) -> Iterable[str]:
+    """Tensors that are part of how a weight is stored, which was read in this form."""
+    dtype = form.weight.type.dtype
+    nvfp4 = parts_of(checkpoint, name) if dtype == "U8" else None
     if nvfp4 is not None:
         return {part.name for part in (nvfp4.scale, nvfp4.global_scale) if part is not None}
     if name.endswith(".weight_packed"):
@@ -324,10 +326,8 @@ def _scales(checkpoint: Checkpoint, name: str) -> set[str]:
         return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
     if name.endswith("_blocks"):
         return {f"{name.removesuffix('_blocks')}_scales"}
-    dtype = checkpoint[name].type.dtype
     if dtype == "I8":
         ends = ("weight_scale", "weight_zero_point", "scale")
         return {f"{name.removesuffix('.weight')}.{end}" for end in ends}
-    if dtype in FP8:
-        return {scale for scale in scale_candidates(name) if scale in checkpoint.sources}
-    return set()
+    # Of an FP8 weight with several scales none is read.
+    return (form.grid.scale.name,) if dtype in FP8 and form.grid is not None else ()
