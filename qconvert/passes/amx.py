@@ -166,7 +166,7 @@ class ExpertsToAmx:
         """A rule for every source that leaves: other layers, stale tensors, draft experts."""
         others = [name for name in plan.tensors if name not in experts.taken]
         found = sources_of(plan, others, _OTHER_LAYERS)
-        found |= sources_of(plan, experts.stale, STALE_RULE)
+        found |= sources_of(plan, sorted(experts.stale), STALE_RULE)
         for projection in experts.projections:
             if projection.draft and self.mtp == "drop":
                 for arg in projection.weight.args:
