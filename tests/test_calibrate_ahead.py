@@ -4,6 +4,7 @@ packed apart; and FP8 decoded as ops/fp8.py decodes it."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qconvert.calibrate import work_dir
 from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.reading import Fetched, decode
+from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
 from qconvert.ops.fp8 import DequantFp8
+from qconvert.run.files import Files
 
 
 class _Room:
@@ -150,3 +155,81 @@ def test_fp8_is_decoded_to_the_bits_of_the_op(
     data = torch.from_numpy(codes.reshape(-1)).view(torch.float8_e4m3fn)
     decode(Fetched(data, scale, block, []), there)
     assert there.view(torch.uint8).numpy().tobytes() == bytes(made)
+
+
+class _OnCpu:
+    """`behind.Held` without a GPU: rows, and a file that is written in the thread behind."""
+
+    def __init__(
+        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: _OnCpu | None
+    ) -> None:
+        self.rows, self.file, self._behind = rows, file, behind
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        self.rows[start : start + rows.shape[0]] = rows
+        if self.file is not None:
+            self._behind.later(partial(self.file.write, start, rows.clone()))
+
+    def keep(self, file: InFile) -> None:
+        self.file = file
+        self._behind.later(partial(file.write, 0, self.rows.clone()))
+
+    def sync(self) -> None:
+        assert self.file is not None, "what is remembered is kept"
+        self.file.sync()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
+    paired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(work_dir, "Held", _OnCpu)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    behind = Behind()
+
+    def opened(shared: bool = False) -> CalibrationDir:
+        return CalibrationDir(tmp_path, "key", 3, 2, Files(), paired, "cpu", behind, shared)
+
+    def names() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()}
+
+    def of(layer: int) -> set[str]:
+        plain = {f"hidden.{layer}.plain.rows"} if paired else set()
+        return {"state.json", f"hidden.{layer}.rows", *plain}
+
+    kept = opened()
+    assert kept.layer() is None
+    assert kept.due()
+    states = kept.states(0, new=True)
+    kept.remember(0, states)
+    # Seconds at which layers end: those within 20 of the last that was kept are not.
+    for layer, (end, due) in enumerate([(2, False), (19, False), (21, True), (23, False)], 1):
+        now[0] = end
+        assert kept.due() == due
+        following = kept.states(layer, new=True, before=states, keeps=due)
+        following.write(0, torch.full((3, 2), layer, dtype=torch.bfloat16))
+        if due:
+            kept.remember(layer, following)
+        kept.let_go(states)
+        kept.settle()
+        states = following
+        assert names() == of(3 if layer >= 3 else 0)
+    # The run goes on where it was kept, unless it is told to keep what it has.
+    assert opened().layer() == 3
+    kept.keep(4, states)
+    kept.settle()
+    assert names() == of(4)
+    again = opened()
+    assert again.layer() == 4
+    for one in again.states(4, new=False).all:
+        assert isinstance(one, _OnCpu)
+        assert one.rows.eq(4).all()
+    assert again.due(), "nothing was kept by this run"
+    assert opened(shared=True).due()
+    kept.let_go(states)
+    behind.close()

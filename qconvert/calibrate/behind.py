@@ -16,6 +16,8 @@ from qconvert.calibrate.rows import InFile
 if TYPE_CHECKING:
     import torch
 
+_ROWS = 1 << 14  # copied at a time where all are kept
+
 
 class Behind:
     """Does things in the order in which they are asked for, in one thread of its own. What goes wrong in
@@ -55,11 +57,12 @@ class Behind:
 
 
 class Held:
-    """Rows in an accelerator's memory, and in `file`, which is written behind. `before` are rows
-    that lie in the same memory, and whose file must be whole before it is written over."""
+    """Rows in an accelerator's memory, and in `file`, if they are kept, which is written behind.
+    `before` are rows that lie in the same memory, and whose file must be whole before it is written
+    over."""
 
     def __init__(
-        self, rows: torch.Tensor, file: InFile, behind: Behind, before: Held | None
+        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: Held | None
     ) -> None:
         import torch
 
@@ -73,8 +76,6 @@ class Held:
         return self.rows[start:stop]
 
     def write(self, start: int, rows: torch.Tensor) -> None:
-        import torch
-
         before = self._before
         if before is not None:
             for done in before._written:
@@ -82,12 +83,24 @@ class Held:
             self._before = None
         stop = start + rows.shape[0]
         self.rows[start:stop] = rows
+        if self.file is not None:
+            self._write(self.file, start, stop)
+
+    def keep(self, file: InFile) -> None:
+        """Keep all rows, which were not."""
+        self.file = file
+        for start in range(0, self.rows.shape[0], _ROWS):
+            self._write(file, start, min(start + _ROWS, self.rows.shape[0]))
+
+    def _write(self, file: InFile, start: int, stop: int) -> None:
+        import torch
+
         cuda: Any = torch.cuda
         made = cuda.Event()
         made.record(torch.cuda.current_stream(self.rows.device))
-        self._written.append(self._behind.later(lambda: self._keep(start, stop, made)))
+        self._written.append(self._behind.later(lambda: self._keep(file, start, stop, made)))
 
-    def _keep(self, start: int, stop: int, made: Any) -> None:
+    def _keep(self, file: InFile, start: int, stop: int, made: Any) -> None:
         import torch
 
         with torch.cuda.device(self.rows.device), torch.cuda.stream(self._stream):
@@ -96,11 +109,13 @@ class Held:
             kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             kept.copy_(rows, non_blocking=True)
             self._stream.synchronize()
-        self.file.write(start, kept)
+        file.write(start, kept)
 
     def sync(self) -> None:
         """Make what was written survive a power cut. Called behind, after it."""
-        self.file.sync()
+        if self.file is not None:
+            self.file.sync()
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()

@@ -131,6 +131,7 @@ def calibrate(
         layers.corrects,
         devices[0],
         behind,
+        exchange is not None,
     )
     try:
         if layers.foreseen is not None:
@@ -217,7 +218,9 @@ def _run(
         states = kept.states(first, new=False)
     try:
         for number in range(first, stop):
-            following = kept.states(number + 1, new=True, before=states)
+            # Nothing goes on from the last.
+            keeps = kept.due() and (number + 1 < stop or kept.behind is None)
+            following = kept.states(number + 1, new=True, before=states, keeps=keeps)
             before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
@@ -232,10 +235,12 @@ def _run(
                 yield from map(Remark, _remarks(number, stats, layers.settings))
             if stats is not None or number in layers.linears:
                 yield LayerDone(number, stats)
-            kept.remember(number + 1, states)
+            if keeps:
+                kept.remember(number + 1, states)
             if works:
                 layers.clock.layer_done(works[number], before)
             if number + 1 < stop and not pace.another():
+                kept.keep(number + 1, states)
                 kept.settle()
                 yield Paused(number + 1, stop)
                 return

@@ -1,12 +1,15 @@
 """The work folder of a calibration: hidden states between layers, and how far it has come.
 
 Its state file is replaced only once everything that it speaks of is on disk, so an interrupted
-calibration continues at a layer whose hidden states are whole.
+calibration continues at a layer whose hidden states are whole. An accelerator takes two seconds for a
+layer, and as long as that a disk for the 4 GB of its hidden states: those are then kept after some
+seconds, and the layers since are run again.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +23,14 @@ from qconvert.run.files import Files
 
 _STATE = "state.json"
 _ROWS = 1 << 14  # read from a file at a time
+_EVERY = 20.0  # seconds after which hidden states are kept again that an accelerator holds
 
 
-@dataclass(frozen=True)
+@dataclass
 class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
     and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
-    `device`, and files are written behind the computation."""
+    `device`, and files are written behind the computation, not of every layer unless it is `shared`."""
 
     path: Path
     key: str
@@ -36,12 +40,27 @@ class CalibrationDir:
     paired: bool = False
     device: str = "cpu"
     behind: Behind | None = None
+    shared: bool = False
+    # The layer whose states are in files, and when that was asked for.
+    _kept: int | None = None
+    _since: float | None = None
 
-    def states(self, layer: int, *, new: bool, before: States | None = None) -> States:
+    def due(self) -> bool:
+        """Whether what goes into the next layer is to be kept in files."""
+        if self.behind is None or self.shared or self._since is None:
+            return True
+        return time.monotonic() - self._since >= _EVERY
+
+    def states(
+        self, layer: int, *, new: bool, before: States | None = None, keeps: bool = True
+    ) -> States:
         """What goes into a layer; `before` is what went into the one before, in whose memory this is
-        held. Raises RunError for a file that is damaged."""
+        held, and nowhere else unless it `keeps`. Raises RunError for a file that is damaged."""
         import torch
 
+        if not keeps:
+            assert before is not None
+            return States(*(self._held(None, old, new=True) for old in before.all))
         opened: list[InFile] = []
         try:
             for name in self._names(layer):
@@ -56,12 +75,13 @@ class CalibrationDir:
         olds: list[Kept | None] = [None] * len(opened) if before is None else [*before.all]
         return States(*(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True)))
 
-    def _held(self, file: InFile, old: Kept | None, *, new: bool) -> Kept:
+    def _held(self, file: InFile | None, old: Kept | None, *, new: bool) -> Kept:
         import torch
 
         assert self.behind is not None
         if isinstance(old, Held):
             return Held(old.rows, file, self.behind, old)
+        assert file is not None
         rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
         for start in range(0, 0 if new else self.count, _ROWS):
             stop = min(start + _ROWS, self.count)
@@ -74,6 +94,18 @@ class CalibrationDir:
             states.close()
         else:
             self.behind.later(states.close)
+
+    def keep(self, layer: int, states: States) -> None:
+        """Keep what goes into a layer where it was not: a run ends before it."""
+        import torch
+
+        if self.behind is None or self._kept == layer:
+            return
+        for name, one in zip(self._names(layer), states.all, strict=True):
+            assert isinstance(one, Held)
+            path = self.path / name
+            one.keep(InFile(path, self.count, self.width, torch.bfloat16, self.files, new=True))
+        self.remember(layer, states)
 
     def settle(self) -> None:
         """Wait for what is written behind, and raise what went wrong there."""
@@ -102,6 +134,7 @@ class CalibrationDir:
             layer = state.get("layer")
             if type(layer) is not int or layer < 0:
                 raise RunError(f"{file}: expected the number of a layer, found {layer!r}")
+        self._kept = layer
         kept = set() if layer is None else {_STATE, *self._names(layer)}
         for left in self.path.iterdir():
             if left.name not in kept:
@@ -109,13 +142,15 @@ class CalibrationDir:
         return layer
 
     def remember(self, layer: int, states: States) -> None:
-        """The next layer to do is this one, and these are its states. Those before are removed."""
+        """The next layer to do is this one, and these are its states, which were kept. Those before are
+        removed."""
+        before, self._kept, self._since = self._kept, layer, time.monotonic()
         if self.behind is None:
-            self._remember(layer, states)
+            self._remember(layer, states, before)
         else:
-            self.behind.later(lambda: self._remember(layer, states))
+            self.behind.later(lambda: self._remember(layer, states, before))
 
-    def _remember(self, layer: int, states: States) -> None:
+    def _remember(self, layer: int, states: States, last: int | None) -> None:
         states.sync()
         new = self.path / f"{_STATE}.new"
         text = json.dumps({"key": self.key, "layer": layer}).encode()
@@ -128,7 +163,7 @@ class CalibrationDir:
             self.files.close(fd)
         self.files.rename(new, self.path / _STATE)
         self.files.sync_folder(self.path)
-        for name in self._names(layer - 1):
+        for name in () if last is None or last == layer else self._names(last):
             before = self.path / name
             if before.exists():
                 self.files.remove(before)
