@@ -6,7 +6,9 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from qconvert.calibrate import theirs
 from qconvert.calibrate.settings import Solver
 from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
@@ -36,10 +38,6 @@ class Budget:
     @classmethod
     def of(cls, memory: int | None, devices: Sequence[str]) -> Budget:
         """Shares of a number of bytes, None: three quarters of the machine."""
-        # Imported here, or what they take would not be counted.
-        import llmcompressor.modifiers.gptq.gptq_quantize
-        import llmcompressor.observers  # noqa: F401
-
         base = resident() + _SLACK
         if memory is None:
             memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -47,6 +45,20 @@ class Budget:
         if devices[0] != "cpu":
             states = {devices[0]: _device_bytes(devices[0], _DEVICE_STATES), **states}
         return cls(memory, base, states, tuple(_device_bytes(d, _DEVICE) for d in devices))
+
+
+def base_of(budget: Budget, solver: Solver, device: str) -> int:
+    """What the process takes before it solves anything on a device: llm-compressor, too, where its own
+    functions do."""
+    return budget.base + (_theirs_bytes() if theirs.are_asked(solver, device) else 0)
+
+
+@cache
+def _theirs_bytes() -> int:
+    """What llm-compressor takes that was not there yet: 0 where it had been imported."""
+    before = resident()
+    theirs.load()
+    return max(0, resident() - before)
 
 
 def resident() -> int:
@@ -150,15 +162,14 @@ def group_sizes(
         fixed = rest + _solver_bytes(
             hidden, middle, schemes, solver, batch, device, corrects=corrects
         )
-        free = (
-            share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
-        )
+        base = base_of(budget, solver, device)
+        free = share if device != "cpu" else budget.memory - base - budget.states.get("cpu", 0)
         count = (free - fixed) // one
         if count < 1 and device == "cpu":
-            need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
+            need = base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
             raise RunError(
                 f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
-                f"{budget.base >> 20} MiB, more than this run may take; give --memory "
+                f"{base >> 20} MiB, more than this run may take; give --memory "
                 f"{(need >> 20) + 1}MiB"
             )
         sizes.append(max(1, int(count)))
