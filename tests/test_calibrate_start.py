@@ -12,6 +12,8 @@ import pytest
 from calibrate_models import VOCAB, qwen3_moe, saved
 from safetensors.numpy import save_file
 
+from qconvert.calibrate import devices
+
 SLOW = {"llmcompressor", "compressed_tensors", "datasets", "pandas", "pyarrow", "loguru"}
 
 _CHILD = """
@@ -60,3 +62,13 @@ def test_the_best_solver_takes_no_llm_compressor(
 def test_its_own_codes_do(source: Path, tmp_path: Path) -> None:
     found = imported(source, tmp_path / "out", "w4a16", "--gptq", "--solver", "llmcompressor")
     assert {"llmcompressor", "compressed_tensors"} <= found
+
+
+def test_gpus_get_ready_beside() -> None:
+    """A CPU needs nothing; what fails is left to who computes there next."""
+    assert devices.get_ready(["cpu"]) is None
+    made = devices.get_ready(["no such device"])
+    assert made is not None
+    made.join(60)
+    assert not made.is_alive()
+    devices._begin_on(["cpu"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate import theirs
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.devices import check_devices, found_devices, kind_of
+from qconvert.calibrate.devices import check_devices, found_devices, get_ready, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
@@ -200,6 +200,7 @@ class GptqBackend:
             return
         request, model = self.calibration.request, self.calibration.model
         devices = request.devices or found_devices()
+        get_ready(devices)
         hush_transformers()
         if any(theirs.are_asked(request.solver, device) for device in devices):
             _hush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qconvert.calibrate.memory import Budget, base_of
+from qconvert.calibrate.memory import Budget, solver_libraries
 from qconvert.calibrate.settings import Solver
 from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
@@ -51,17 +51,17 @@ def rounds(
     wide = max(rows + columns for rows, columns in every)
     # Inputs in float32 and once more to be multiplied; each set's is alive while sets are told apart.
     passing = chunk * (12 * wide + 2 * sum(some[0][1] for some in shapes))
-    fixed = solving + aside + passing + layer_bytes
+    libraries = solver_libraries(solver, device)
+    fixed = solving + aside + passing + layer_bytes + libraries
     on_cpu = device == "cpu"
-    base = base_of(budget, solver, device)
-    of_process = budget.memory - base - (budget.states.get("cpu", 0) if keeps else 0)
+    of_process = budget.memory - budget.base - (budget.states.get("cpu", 0) if keeps else 0)
     free = of_process if on_cpu else budget.devices[0]
     widest = max(4 * columns * columns for _, columns in every)
     if on_cpu and free < fixed + widest:
-        need = base + int((fixed + widest) / (1 - _STATES * keeps)) + (1 << 20)
+        need = budget.base + int((fixed + widest) / (1 - _STATES * keeps)) + (1 << 20)
         raise RunError(
             f"one linear layer with its Hessian needs {(fixed + widest) >> 20} MiB, and libraries "
-            f"{base >> 20} MiB, more than this run may take; give --memory "
+            f"{budget.base >> 20} MiB, more than this run may take; give --memory "
             f"{(need >> 20) + 1}MiB"
         )
     found: list[list[int]] = []

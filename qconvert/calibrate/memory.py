@@ -47,10 +47,10 @@ class Budget:
         return cls(memory, base, states, tuple(_device_bytes(d, _DEVICE) for d in devices))
 
 
-def base_of(budget: Budget, solver: Solver, device: str) -> int:
-    """What the process takes before it solves anything on a device: llm-compressor, too, where its own
-    functions do."""
-    return budget.base + (_theirs_bytes() if theirs.are_asked(solver, device) else 0)
+def solver_libraries(solver: Solver, device: str) -> int:
+    """Bytes that a budget's base does not count: of llm-compressor, where its own functions solve on a
+    device and nobody has imported it yet."""
+    return _theirs_bytes() if theirs.are_asked(solver, device) else 0
 
 
 @cache
@@ -162,14 +162,16 @@ def group_sizes(
         fixed = rest + _solver_bytes(
             hidden, middle, schemes, solver, batch, device, corrects=corrects
         )
-        base = base_of(budget, solver, device)
-        free = share if device != "cpu" else budget.memory - base - budget.states.get("cpu", 0)
+        fixed += solver_libraries(solver, device)
+        free = (
+            share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
+        )
         count = (free - fixed) // one
         if count < 1 and device == "cpu":
-            need = base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
+            need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
             raise RunError(
                 f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
-                f"{base >> 20} MiB, more than this run may take; give --memory "
+                f"{budget.base >> 20} MiB, more than this run may take; give --memory "
                 f"{(need >> 20) + 1}MiB"
             )
         sizes.append(max(1, int(count)))
