@@ -1,26 +1,33 @@
 """The solver's Triton kernels against its operators of torch, which share no code with them: scales,
-GPTQ and descent, on heavy-tailed matrices. Run by test_solver_kernels.py in Triton's interpreter, and by
-hand on a GPU: `python tests/solver_kernels.py`. Prints a line a case; ends with 1 where one differs.
+GPTQ, llm-compressor's GPTQ and descent, on heavy-tailed matrices. Run by test_solver_kernels.py in
+Triton's interpreter, and by hand on a GPU: `python tests/solver_kernels.py`. Prints a line a case; ends
+with 1 where one differs. `compile` compiles the kernel for llm-compressor's codes for compute capability
+9.0, and prints what of its instructions rounds.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from qconvert.calibrate.solver import choice, descent, gptq, scales
+from qconvert.calibrate.settings import Settings
+from qconvert.calibrate.solver import choice, descent, gptq, parity, scales
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
+_MODULES = (scales, gptq, descent, parity)
 _OFF = 0.002  # of all codes: what sums in another order change
 
 
@@ -70,6 +77,21 @@ def _compared(case: Case) -> Iterator[tuple[str, float]]:
         lambda: descent.descended(weight, start, found.hessian, grid, 2, case.block).steps
     )
     yield "descent", _share(with_kernels, without)
+    ordered = replace(case, scheme=replace(case.scheme, actorder="static"))
+    for name, one in {"stored": case, "static": ordered}.items():
+        with_kernels, without = _both(partial(_parity, one, weight, found.hessian, scale, grid))
+        yield f"llm-compressor's, order {name}", _share(with_kernels, without)
+
+
+def _parity(
+    case: Case, weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, grid: Grid
+) -> torch.Tensor:
+    """Codes of llm-compressor's GPTQ."""
+    zero = (case.scheme.low - grid.low).expand_as(scale).to(torch.int8).transpose(1, 2)
+    held = scale.transpose(1, 2).to(grid.dtype)
+    settings = Settings(block_size=case.block)
+    rows = weight.transpose(1, 2)
+    return parity.parity(rows, hessian.clone(), held, zero, case.scheme, settings)[0]
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -81,13 +103,13 @@ def _both(solve: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     with ExitStack() as stack:
         calls = [
             stack.enter_context(patch.object(module, "fused", wraps=choice.fused))
-            for module in (scales, gptq, descent)
+            for module in _MODULES
         ]
         made = solve()
         assert any(call.called for call in calls)
     assert choice.fused(torch.zeros(1, device=ON), 64) is not None
     with ExitStack() as stack:
-        for module in (scales, gptq, descent):
+        for module in _MODULES:
             stack.enter_context(patch.object(module, "fused", return_value=None))
         return made, solve()
 
@@ -120,7 +142,43 @@ def _problem(case: Case) -> tuple[torch.Tensor, Curvature, Grid, torch.Tensor]:
     return weight.to(ON), found, grid, scale.to(kind).float().to(ON)
 
 
+_TYPES = {
+    "left": "*fp32", "factor": "*fp32", "groups": "*i64", "scale": "*fp32", "made": "*i8",
+    "lost": "*fp32", "columns": "i32", "rows": "i32", "count": "i32", "start": "i32", "width": "i32",
+    "low": "fp32", "high": "fp32",
+}  # fmt: skip
+# PTX that does not round.
+_EXACT = {"mov", "neg", "abs", "min", "max", "setp", "selp", "ld", "st", "cvt", "shfl"}
+
+
+def compile_all() -> int:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qconvert.calibrate.solver import fused
+
+    kernel: Any = fused._parity_block
+    names, found = kernel.arg_names, set()
+    for zero in (True, False):
+        for dtype in range(3):
+            types = {**_TYPES, "zero": "*i8" if zero else "*fp32"}
+            constants = {"ZERO": zero, "DTYPE": dtype, "BLOCK": 128, "ROWS": 32}
+            source = ASTSource(
+                kernel,
+                {name: types.get(name, "constexpr") for name in names},
+                {(names.index(name),): value for name, value in constants.items()},
+            )
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused._APART)
+            rounding = re.findall(r"^\s*((?:\w+\.)*f(?:32|64))\b", made.asm["ptx"], re.MULTILINE)
+            found |= {name for name in rounding if name.split(".")[0] not in _EXACT}
+    print(*sorted(found), sep="\n")
+    return 0
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["compile"]:
+        sys.exit(compile_all())
     if ON == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         sys.exit("no GPU found; set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
     sys.exit(main())

@@ -125,6 +125,7 @@ def test_calibrate_alone(tmp_path: Path) -> None:
     found = alone(
         "calibrate", tmp_path, "dequant fp8 bf16",
         "w4a16 bf16 w4 --gptq --data ids.safetensors",
+        "w4a16 bf16 theirs --gptq --solver llmcompressor --data ids.safetensors",
         "eval w4 --against bf16 --data ids.safetensors",
         "validate w4 --against bf16 --level full --logits 2",
     )  # fmt: skip

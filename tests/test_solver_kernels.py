@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from qconvert.calibrate.solver.factor import lower_inverse
@@ -22,8 +23,26 @@ def test_kernels_find_what_operators_find() -> None:
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(lines) == 17  # three a case, two where scales are not searched for
+    assert len(lines) == 29  # five a case, four where scales are not searched for
     assert all(line.startswith("fits: ") for line in lines)
+    exact = [line for line in lines if "llm-compressor's" in line]
+    assert len(exact) == 12
+    assert all(line.endswith(": 0.00000 differ") for line in exact)
+
+
+@pytest.mark.peer
+def test_a_kernel_compiles_for_a_gpu() -> None:
+    """For compute capability 9.0, which needs no GPU, and without instructions that round otherwise than
+    llm-compressor's operators: fused, flushing denormals, approximate."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "compile"],
+        check=False, capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = set(done.stdout.split())
+    assert {"mul.rn.f32", "div.rn.f32", "add.rn.f32"} <= found
+    assert found <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32"}
 
 
 def _hessians(batch: int, columns: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate import theirs
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.devices import check_devices, found_devices, kind_of
+from qconvert.calibrate.devices import check_devices, found_devices, get_ready, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
@@ -197,11 +198,16 @@ class GptqBackend:
         if (known := self._known(job)) is not None:
             yield from self._taken(job, known)
             return
-        _hush()
+        request, model = self.calibration.request, self.calibration.model
+        devices = request.devices or found_devices()
+        get_ready(devices)
+        hush_transformers()
+        if any(theirs.are_asked(request.solver, device) for device in devices):
+            _hush()
+            theirs.load()  # before what this process takes is counted
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
-        request, model = self.calibration.request, self.calibration.model
         exchange = job.exchange
         yield Phase("reading calibration data")
         samples, remarks = self._data
@@ -209,7 +215,6 @@ class GptqBackend:
             yield Phase(remark)
             yield Remark(remark)
         self._begin_stats(job.files)  # claimed before hours of work
-        devices = request.devices or found_devices()
         events = calibrate(
             model,
             samples,
@@ -377,7 +382,8 @@ def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:
 
 
 def _hush() -> None:
-    """The libraries' own remarks would stand between lines of a progress bar, and in JSON on stdout."""
+    """Import llm-compressor without its own remarks: these would stand between lines of a progress bar,
+    and in JSON on stdout."""
     from loguru import logger
 
     # Its import sets its logger up anew, and warns of a machine without a GPU before it is done.
@@ -390,7 +396,6 @@ def _hush() -> None:
 
     for library in libraries:
         logger.disable(library)
-    hush_transformers()
 
 
 def hush_transformers() -> None:

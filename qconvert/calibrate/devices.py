@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Thread
 
 from qconvert.core.errors import RunError
 
@@ -29,6 +30,30 @@ def check_devices(names: Sequence[str]) -> None:
                 f"device {name!r}: expected one that torch {torch.__version__} finds here "
                 f"({', '.join(known)}); omit --device, or give one of these"
             )
+
+
+def get_ready(names: Sequence[str]) -> Thread | None:
+    """Let GPUs make their contexts and cuBLAS's handles, up to a second each, in a thread, which is
+    returned: torch lets go of Python's lock meanwhile, and classes of models are imported."""
+    gpus = [name for name in names if name != "cpu"]
+    if not gpus:
+        return None
+    import torch  # noqa: F401  (not in the thread: another import of it may be on its way)
+
+    made = Thread(target=_begin_on, args=(gpus,), name="get devices ready")
+    made.start()
+    return made
+
+
+def _begin_on(names: Sequence[str]) -> None:
+    import torch
+
+    for name in names:
+        try:
+            some = torch.ones((16, 16), dtype=torch.bfloat16, device=name)
+            torch.mm(some, some)
+        except RuntimeError:
+            return  # what computes there next fails too, where it can be told
 
 
 def kind_of(names: Sequence[str]) -> str:

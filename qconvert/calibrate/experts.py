@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -79,9 +80,10 @@ class Inputs:
             # Products of BF16 numbers are exact in float32, where they are added up.
             self.hessian.add_(torch.mm(rows.t(), rows, out_dtype=torch.float32), alpha=2)
             return
-        from llmcompressor.modifiers.gptq.helpers import accumulate_hessian
-
-        accumulate_hessian(rows, _linear(), self.hessian, torch.zeros(()))
+        # To the last bit what llmcompressor 0.14 adds up (modifiers/gptq/helpers.py,
+        # accumulate_hessian), without its import.
+        wide = math.sqrt(2) * rows.float()
+        self.hessian.add_(wide.t().matmul(wide))
 
     def mean_square(self) -> torch.Tensor:
         return self.hessian.diagonal() / (2 * max(1, self.tokens))
@@ -96,13 +98,6 @@ def inputs_of(columns: int, device: str, *, paired: bool = False) -> Inputs:
 
     cross = zeros(columns, columns) if paired else None
     return Inputs(zeros(columns, columns), zeros(columns), cross=cross)
-
-
-def _linear() -> Any:
-    """What llm-compressor tells linear layers from convolutions by."""
-    import torch
-
-    return torch.nn.Linear(1, 1, bias=False, device="meta")
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qconvert.calibrate.memory import Budget
+from qconvert.calibrate.memory import Budget, solver_libraries
 from qconvert.calibrate.settings import Solver
 from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
@@ -51,7 +51,8 @@ def rounds(
     wide = max(rows + columns for rows, columns in every)
     # Inputs in float32 and once more to be multiplied; each set's is alive while sets are told apart.
     passing = chunk * (12 * wide + 2 * sum(some[0][1] for some in shapes))
-    fixed = solving + aside + passing + layer_bytes
+    libraries = solver_libraries(solver, device)
+    fixed = solving + aside + passing + layer_bytes + libraries
     on_cpu = device == "cpu"
     of_process = budget.memory - budget.base - (budget.states.get("cpu", 0) if keeps else 0)
     free = of_process if on_cpu else budget.devices[0]

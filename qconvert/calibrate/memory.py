@@ -6,7 +6,9 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from qconvert.calibrate import theirs
 from qconvert.calibrate.settings import Solver
 from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
@@ -36,10 +38,6 @@ class Budget:
     @classmethod
     def of(cls, memory: int | None, devices: Sequence[str]) -> Budget:
         """Shares of a number of bytes, None: three quarters of the machine."""
-        # Imported here, or what they take would not be counted.
-        import llmcompressor.modifiers.gptq.gptq_quantize
-        import llmcompressor.observers  # noqa: F401
-
         base = resident() + _SLACK
         if memory is None:
             memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -47,6 +45,20 @@ class Budget:
         if devices[0] != "cpu":
             states = {devices[0]: _device_bytes(devices[0], _DEVICE_STATES), **states}
         return cls(memory, base, states, tuple(_device_bytes(d, _DEVICE) for d in devices))
+
+
+def solver_libraries(solver: Solver, device: str) -> int:
+    """Bytes that a budget's base does not count: of llm-compressor, where its own functions solve on a
+    device and nobody has imported it yet."""
+    return _theirs_bytes() if theirs.are_asked(solver, device) else 0
+
+
+@cache
+def _theirs_bytes() -> int:
+    """What llm-compressor takes that was not there yet: 0 where it had been imported."""
+    before = resident()
+    theirs.load()
+    return max(0, resident() - before)
 
 
 def resident() -> int:
@@ -152,6 +164,7 @@ def group_sizes(
         fixed = rest + _solver_bytes(
             hidden, middle, schemes, solver, batch, device, corrects=corrects
         )
+        fixed += solver_libraries(solver, device)
         free = (
             share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
         )

@@ -1,9 +1,8 @@
-"""Codes of matrices from their Hessians: by `solver/`, or GPTQ by llm-compressor's own functions.
+"""Codes of matrices from their Hessians: by `solver/`, or GPTQ as llm-compressor solves it.
 
-Of the latter `quantize_weight` and its parts are those of llmcompressor 0.14 (modifiers/gptq/), scales
-those of its memoryless_minmax observer, codes those that compressed-tensors 0.19 stores of the result.
-What is added: narrow codes (-7 to 7, which AMX kernels take and compressed-tensors has no name for),
-scales chosen by weighted error, and `actorder: group`, which llm-compressor no longer has.
+The latter is by its own functions on a CPU (theirs.py), and by solver/parity.py on a GPU. What is added
+to it: narrow codes (-7 to 7, which AMX kernels take and compressed-tensors has no name for), scales
+chosen by weighted error, and `actorder: group`, which llm-compressor no longer has.
 """
 
 from __future__ import annotations
@@ -12,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate import theirs
+from qconvert.calibrate.integers import coded, dtype_of, grouped, meaning, observed
 from qconvert.calibrate.settings import CLIPS, Settings
 from qconvert.calibrate.solver import nvfp4
 from qconvert.calibrate.solver.best import best, least_squares
+from qconvert.calibrate.solver.parity import parity
 from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 
@@ -59,49 +61,37 @@ class Quantized:
         return Codes(down(self.codes), scale, zero, g_idx, self.own)
 
 
-def args_of(scheme: IntScheme) -> Any:
-    """compressed-tensors' QuantizationArgs of a scheme."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    # Groups of alike columns are sorted before they are solved, so the solver has nothing to order.
-    order = "static" if scheme.actorder == "static" else None
-    common = {"num_bits": scheme.bits, "symmetric": scheme.symmetric, "actorder": order}
-    if scheme.group is None:
-        return QuantizationArgs(strategy="channel", **common)
-    return QuantizationArgs(strategy="group", group_size=scheme.group, **common)
-
-
 def _scales(
-    weight: torch.Tensor, means: torch.Tensor, scheme: IntScheme, *, search: bool
+    weight: torch.Tensor, means: torch.Tensor, scheme: IntScheme, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point [N, groups] of a BF16 weight [N, K]; `means` [K] weigh the columns."""
+    """Scales and zero points [B, N, G] of BF16 weights [B, N, K]; `means` [B, K] weigh the columns."""
     import torch
-    from llmcompressor.observers import Observer
 
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[scheme.scale_dtype]
+    dtype = dtype_of(scheme.scale_dtype)
     # llm-compressor computes scales in the weight's dtype; others are computed wide and rounded once.
-    seen = weight if scheme.scale_dtype == "BF16" else weight.float()
+    within = weight.dtype if scheme.scale_dtype == "BF16" else torch.float32
     if scheme.narrow:
-        largest = _grouped(seen, scheme.width(weight.shape[1])).abs().amax(-1)
+        cut = grouped(weight, scheme.width(weight.shape[-1]))
+        largest = torch.maximum(cut.amax(-1), -cut.amin(-1))
         scale = largest.float() / scheme.high
         zero = torch.zeros_like(scale, dtype=torch.int8)
+    elif _are_theirs(settings, weight):
+        pairs = [theirs.observed(one.to(within), scheme) for one in weight]
+        scale, zero = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     else:
-        observer = Observer.load_from_registry(
-            "memoryless_minmax", base_name="weight", args=args_of(scheme)
-        )
-        found = observer(seen).get_qparams()
-        scale, zero = found["scale"], found["zero_point"]
+        scale, zero = observed(weight, scheme, within)
     scale = scale.to(dtype)
     # A group of zeros, or of less than the dtype can tell from it, still needs something to divide by.
     scale = torch.where(scale > 0, scale, torch.finfo(dtype).eps)
-    if search:
-        scale = _least_error(weight, means, scale, scheme)
+    if settings.searches(scheme):
+        found = [_least_error(*each, scheme) for each in zip(weight, means, scale, strict=True)]
+        scale = torch.stack(found)
     return scale, zero
 
 
-def _grouped(values: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., K] -> [..., K / width, width]."""
-    return values.reshape(*values.shape[:-1], -1, width)
+def _are_theirs(settings: Settings, weight: torch.Tensor) -> bool:
+    """Whether llm-compressor's own functions are called for a matrix."""
+    return theirs.are_asked(settings.solver, weight.device.type)
 
 
 def _least_error(
@@ -110,8 +100,8 @@ def _least_error(
     """For each group the part of its scale whose codes lose the least, columns weighted by `means`."""
     import torch
 
-    cut = _grouped(weight.float(), scheme.width(weight.shape[1]))
-    weights = _grouped(means.float(), cut.shape[-1])
+    cut = grouped(weight.float(), scheme.width(weight.shape[1]))
+    weights = grouped(means.float(), cut.shape[-1])
     best, least = scale, torch.full(scale.shape, torch.inf, device=scale.device)
     for clip in CLIPS:
         tried = (scale.float() * clip).to(scale.dtype)
@@ -130,36 +120,21 @@ def rounded(weight: torch.Tensor, scheme: Scheme, settings: Settings) -> Quantiz
 
     if isinstance(scheme, Nvfp4Scheme):
         return _fp4(nvfp4.rounded(weight, scheme.dialect, settings))
-    alike = torch.ones(weight.shape[1], device=weight.device)
-    scale, zero = _scales(weight, alike, scheme, search=settings.searches(scheme))
+    alike = torch.ones((1, weight.shape[1]), device=weight.device)
+    scale, zero = (parts[0] for parts in _scales(weight[None], alike, scheme, settings))
     if settings.solver == "best" and settings.scales == "search" and scheme.symmetric:
         scale = least_squares(weight, scale, scheme, settings.signs)
-    # llm-compressor divides in the weight's dtype: 3 to 9 % of codes are not the nearest then.
-    theirs = settings.solver == "llmcompressor" and scheme.scale_dtype == "BF16"
-    wide = weight if theirs else weight.float()
+    own = _are_theirs(settings, weight)
+    # llm-compressor divides in the weight's dtype on a CPU: 3 to 9 % of codes are not the nearest then.
+    # On a GPU its kernel divides in float32 (compressed-tensors, forward_helpers.py, _quantize_kernel).
+    wide = weight if own and scheme.scale_dtype == "BF16" else weight.float()
     g_idx = None
     if scheme.actorder == "group":
         g_idx = torch.arange(weight.shape[1], device=weight.device) // scheme.width(weight.shape[1])
         g_idx = g_idx.to(torch.int32)
-    return _coded(wide, scale, zero, scheme, g_idx)
-
-
-def _coded(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    scheme: IntScheme,
-    g_idx: torch.Tensor | None,
-) -> Quantized:
-    """Codes of values that have been rounded to them already, or are to be, in the values' dtype."""
-    import torch
-    from compressed_tensors.quantization.lifecycle.forward import quantize
-
-    args = args_of(scheme)
-    zeros = None if scheme.symmetric else zero
-    codes = quantize(values, scale.to(values.dtype), zeros, args, dtype=torch.int8)
-    if scheme.narrow:
-        codes.clamp_(min=scheme.low)
+    codes = (theirs.coded if own else coded)(
+        wide, scale, None if scheme.symmetric else zero, scheme
+    )
     return _meaning(codes, scale, zero, scheme, g_idx)
 
 
@@ -172,12 +147,11 @@ def _meaning(
 ) -> Quantized:
     """Codes with what they mean."""
     import torch
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     zeros = None if scheme.symmetric else zero
     # llm-compressor goes on with products in the scale's dtype, which is BF16 there.
     factor = scale if scheme.scale_dtype == "BF16" else scale.float()
-    meant = dequantize(codes, factor, zeros, args_of(scheme)).to(torch.bfloat16)
+    meant = meaning(codes, factor, zeros, scheme).to(torch.bfloat16)
     return Quantized(codes, scale, zeros, g_idx, meant)
 
 
@@ -192,10 +166,9 @@ def weight_of(codes: Codes, scheme: Scheme, device: str) -> torch.Tensor:
     if isinstance(scheme, Nvfp4Scheme):
         own = torch.tensor([codes.own], dtype=torch.float32, device=device)
         each = nvfp4.factors(scale[None], own, scheme.dialect)[0]
-        wide = _grouped(steps.float() / 2, steps.shape[1] // scale.shape[1]) * each.unsqueeze(-1)
+        wide = grouped(steps.float() / 2, steps.shape[1] // scale.shape[1]) * each.unsqueeze(-1)
         return wide.flatten(1).bfloat16()
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    scale = scale.to(dtypes[scheme.scale_dtype])
+    scale = scale.to(dtype_of(scheme.scale_dtype))
     zero = None if codes.zero is None else up(codes.zero)
     zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
     if codes.g_idx is None:
@@ -220,7 +193,6 @@ def solved(
         found4, failed = nvfp4.solved(stacked, hessians, scheme.dialect, settings)
         return [_fp4(one) for one in found4], [bool(flag) for flag in failed.tolist()]
     columns = weights[0].shape[1]
-    search = settings.searches(scheme)
     means = torch.diagonal(hessians, dim1=-2, dim2=-1)
     order = None
     if scheme.actorder == "group":
@@ -229,11 +201,10 @@ def solved(
         weights = [w[:, p] for w, p in zip(weights, order, strict=True)]
         means = torch.diagonal(hessians, dim1=-2, dim2=-1)
     means = means.clone()
-    pairs = [_scales(w, m, scheme, search=search) for w, m in zip(weights, means, strict=True)]
-    scale = torch.stack([s for s, _ in pairs])
-    zero = torch.stack([z for _, z in pairs])
+    stacked = torch.stack(list(weights))
+    scale, zero = _scales(stacked, means, scheme, settings)
     ordered = order is not None
-    results, bad = _matrices(weights, hessians, scale, zero, scheme, settings, ordered=ordered)
+    results, bad = _matrices(stacked, hessians, scale, zero, scheme, settings, ordered=ordered)
     made = []
     for number, found in enumerate(results):
         if order is not None:
@@ -252,7 +223,7 @@ def _fp4(made: nvfp4.Found) -> Quantized:
 
 
 def _matrices(
-    weights: Sequence[torch.Tensor],
+    weight: torch.Tensor,
     hessians: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
@@ -261,86 +232,18 @@ def _matrices(
     *,
     ordered: bool,
 ) -> tuple[list[Quantized], torch.Tensor]:
-    """Matrices by the asked solver, from an observer's scales [B, N, G], and fallback flags [B]."""
-    import torch
-
-    numbers = range(len(weights))
+    """Matrices [B, N, K] by the asked solver, from an observer's scales [B, N, G], and fallback flags
+    [B]."""
     if settings.solver == "best":
         codes, scale, failed = best(
-            torch.stack(list(weights)), hessians, scale, zero, scheme, settings, ordered=ordered
+            weight, hessians, scale, zero, scheme, settings, ordered=ordered
         )
-        return [_meaning(codes[n], scale[n], zero[n], scheme, None) for n in numbers], failed
-    wide = torch.stack([w.float() for w in weights])
-    values, failed = _gptq(wide, hessians, scale, zero, scheme, settings)
-    # Divided in float32: in BF16, as compressed-tensors' packer does it, a product of an 8-bit code and
-    # a scale is not always told from its neighbour's.
-    return [_coded(values[n], scale[n], zero[n], scheme, None) for n in numbers], failed
-
-
-def _gptq(
-    wide: torch.Tensor,
-    hessians: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    scheme: IntScheme,
-    settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 values [B, N, K] that codes stand for, and fallback flags [B]."""
-    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
-
-    if scheme.narrow:
-        return _narrow_gptq(wide, hessians, scale, scheme, settings)
-    found: Any = quantize_weight(
-        weights=wide,
-        hessians=hessians,
-        scale=scale,
-        zero_point=zero,
-        global_scale=None,
-        quant_args=args_of(scheme),
-        blocksize=settings.block_size,
-        percdamp=settings.dampening_frac,
-    )
-    values, _, failed = found
-    return values, failed
-
-
-def _narrow_gptq(
-    wide: torch.Tensor,
-    hessians: torch.Tensor,
-    scale: torch.Tensor,
-    scheme: IntScheme,
-    settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPTQ with codes that leave out the lowest one, so that the error of clamping is propagated too."""
-    import torch
-    from llmcompressor.modifiers.gptq.helpers import apply_activation_ordering, factorize_hessian
-
-    batch, columns = wide.shape[0], wide.shape[-1]
-    order = args_of(scheme).actorder
-    wide, hessians, perm = apply_activation_ordering(wide, hessians, order)
-    failed = torch.zeros(batch, dtype=torch.bool, device=wide.device)
-    inverse = factorize_hessian(wide, hessians, settings.dampening_frac, failed)
-    where = (
-        perm if perm is not None else torch.arange(columns, device=wide.device).expand(batch, -1)
-    )
-    groups = torch.div(where, scheme.width(columns), rounding_mode="floor")
-    scales = scale.float()
-    for start in range(0, columns, settings.block_size):
-        stop = min(start + settings.block_size, columns)
-        block = wide[:, :, start:stop].clone()
-        errors = torch.empty_like(block)
-        factors = inverse[:, start:stop, start:stop]
-        index = groups[:, None, start:stop].expand(-1, scales.shape[1], -1)
-        spread = torch.gather(scales, -1, index)
-        for i in range(stop - start):
-            column, factor = block[:, :, i], spread[:, :, i]
-            value = torch.clamp(torch.round(column / factor), scheme.low, scheme.high) * factor
-            error = (column - value) / factors[:, i, i, None]
-            wide[:, :, start + i] = value
-            errors[:, :, i] = error
-            block[:, :, i:] -= error.unsqueeze(-1) * factors[:, i, None, i:]
-        wide[:, :, stop:] -= torch.bmm(errors, inverse[:, start:stop, stop:])
-    if perm is not None:
-        back = torch.argsort(perm, dim=-1).unsqueeze(-2).expand_as(wide)
-        wide = torch.gather(wide, -1, back)
-    return wide, failed
+    elif _are_theirs(settings, weight):
+        values, failed = theirs.gptq(weight.float(), hessians, scale, zero, scheme, settings)
+        # Divided in float32: in BF16, as compressed-tensors' packer does it, a product of an 8-bit code
+        # and a scale is not always told from its neighbour's.
+        codes = theirs.coded(values, scale, None if scheme.symmetric else zero, scheme)
+    else:
+        codes, failed = parity(weight, hessians, scale, zero, scheme, settings)
+    made = [_meaning(*each, scheme, None) for each in zip(codes, scale, zero, strict=True)]
+    return made, failed

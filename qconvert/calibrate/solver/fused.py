@@ -3,7 +3,7 @@
 What gptq.py, descent.py and scales.py do with an operator a step, which a GPU spends on launches: 2,048
 columns are some 60,000 of them a batch of matrices. Here a program holds a block's columns of some rows
 in registers, and walks through them. Quotients are IEEE's and codes ties to even, as there; products and
-sums may be fused, so a code that lies between two may become the other one.
+sums may be fused, so a code that lies between two may become the other one. parity.py's are not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.solver.parity import Lattice
     from qconvert.calibrate.solver.problem import Grid
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows that a program works on. In the interpreter a program is expensive, an element cheap.
 _ROWS = 256 if _INTERPRETED else 32
 WIDEST = 256  # columns of a block, or of a group, that a program can hold
+# Products and sums rounded one after the other, as llm-compressor's operators round them.
+_APART = {} if _INTERPRETED else {"enable_fp_fusion": False}
 _HELD = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -82,6 +85,44 @@ def _gptq_block(
         code = _bounded(tl.div_rn(value, step), least, most)
         error = tl.div_rn(value - code * step, own + tl.zeros_like(value))
         tl.store(made + (at + i) * rows + row, code, mask=inside)
+        tl.store(lost + (batch * width + i) * rows + row, error, mask=inside)
+        part -= others[:, None] * error[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _parity_block(
+    left: tl.tensor, factor: tl.tensor, groups: tl.tensor, scale: tl.tensor, zero: tl.tensor,
+    made: tl.tensor, lost: tl.tensor, columns: tl.tensor, rows: tl.tensor, count: tl.tensor,
+    start: tl.tensor, width: tl.tensor, low: tl.tensor, high: tl.tensor, ZERO: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    column = tl.arange(0, BLOCK)
+    here = column < width
+    at = batch * columns + start
+    part = tl.load(
+        left + (at + column)[:, None] * rows + row[None, :],
+        mask=here[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    for i in range(width):
+        group = batch * count + tl.load(groups + at + i)
+        step = tl.load(scale + group * rows + row, mask=inside, other=1.0)
+        line = (at + i) * columns + start
+        own = tl.load(factor + line + i)
+        others = tl.load(factor + line + column, mask=here & (column > i), other=0.0)
+        value = tl.sum(tl.where(column[:, None] == i, part, 0.0), axis=0)
+        code = tl.div_rn(value, step)
+        if ZERO:
+            nothing = tl.load(zero + group * rows + row, mask=inside, other=0).to(tl.float32)
+            meant = _held((_bounded(code + nothing, low, high) - nothing) * step, DTYPE)
+            code = _bounded(tl.div_rn(meant, step) + nothing, low, high)
+        else:
+            meant = _held(_bounded(code, low, high) * step, DTYPE)
+            code = _bounded(tl.div_rn(meant, step), low, high)
+        error = tl.div_rn(value - meant, own + tl.zeros_like(value))
+        tl.store(made + (at + i) * rows + row, code.to(tl.int8), mask=inside)
         tl.store(lost + (batch * width + i) * rows + row, error, mask=inside)
         part -= others[:, None] * error[None, :]
 
@@ -178,6 +219,25 @@ def gptq_block(
     _gptq_block[_programs(rows, batch)](
         left, factor, groups, scale, low, high, made, lost, columns, rows, scale.shape[1], start,
         stop - start, BOUNDS=bounds, BLOCK=_power(stop - start), ROWS=_ROWS,
+    )  # fmt: skip
+    return lost
+
+
+def parity_block(
+    left: torch.Tensor, factor: torch.Tensor, groups: torch.Tensor, lattice: Lattice,
+    made: torch.Tensor, start: int, stop: int,
+) -> torch.Tensor:  # fmt: skip
+    """Codes of the columns [start, stop) of `left` [B, K, N] into `made` int8, with the groups int64
+    [B, K]; what goes on inside the block is left out of `left`. Returns the errors [B, stop - start, N],
+    each over its factor [B, K, K]."""
+    batch, columns, rows = left.shape
+    lost = left.new_empty(batch, stop - start, rows)
+    zero = lattice.scale if lattice.zero is None else lattice.zero
+    _parity_block[_programs(rows, batch)](
+        left, factor, groups.contiguous(), lattice.scale, zero, made, lost, columns, rows,
+        lattice.scale.shape[1], start, stop - start, float(lattice.low), float(lattice.high),
+        ZERO=lattice.zero is not None, DTYPE=_HELD[lattice.dtype], BLOCK=_power(stop - start),
+        ROWS=_ROWS, **_APART,
     )  # fmt: skip
     return lost
 
