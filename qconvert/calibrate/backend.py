@@ -201,10 +201,10 @@ class GptqBackend:
         request, model = self.calibration.request, self.calibration.model
         devices = request.devices or found_devices()
         get_ready(devices)
-        hush_transformers()
         if any(theirs.are_asked(request.solver, device) for device in devices):
             _hush()
             theirs.load()  # before what this process takes is counted
+        hush_transformers()
         from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
