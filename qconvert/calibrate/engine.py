@@ -27,7 +27,7 @@ from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
-from qconvert.calibrate.spread import use_device
+from qconvert.calibrate.spread import load_solvers, use_device
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
@@ -100,6 +100,7 @@ def calibrate(
     readers = tuple(Weights(source, clock) for _ in devices)
     model = Model(source, settings.attention)
     use_device(devices[0])
+    load_solvers(devices)
     lengths = [sample.size for sample in tokens]
     layers = Layers(
         models=(model, *(model.twin() for _ in devices[1:])),

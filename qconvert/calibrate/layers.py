@@ -36,8 +36,11 @@ from qconvert.run.files import Files
 if TYPE_CHECKING:
     import torch
 
-# Tokens that an accelerator works on together, in experts and in attention.
-_GATHER, _ATTEND = 262_144, 16_384
+# What an accelerator works on together, in experts and in attention: so many tokens, or more where their
+# hidden states are of so many numbers. Few are many launches, for which the threads of several devices
+# wait for one another.
+_GATHER, _GATHER_NUMBERS = 262_144, 1 << 30
+_ATTEND, _ATTEND_MOST, _ATTEND_NUMBERS = 16_384, 65_536, 1 << 27
 # Parts of a chunk that experts answer one after another: while one device answers a part, the next one
 # answers the part before.
 _PARTS = 4
@@ -153,11 +156,13 @@ class Layers:
     def gather(self) -> int | None:
         if self.settings.gather is not None:
             return self.settings.gather
-        return None if self.devices[0] == "cpu" else _GATHER
+        cpu = self.devices[0] == "cpu"
+        return None if cpu else max(_GATHER, _GATHER_NUMBERS // self.hidden)
 
     @property
     def attended(self) -> int | None:
-        return None if self.devices[0] == "cpu" else _ATTEND
+        cpu = self.devices[0] == "cpu"
+        return None if cpu else max(_ATTEND, min(_ATTEND_MOST, _ATTEND_NUMBERS // self.hidden))
 
     @property
     def corrects(self) -> bool:

@@ -141,7 +141,7 @@ class Weights:
         kind = output.type
         if kind.dtype not in dtypes:
             raise PlanError(f"{name!r}: expected BF16, F16 or F32, found {kind}")
-        data = bytearray(self._bytes(output, SourceHashes()))
+        data = self._bytes(output, SourceHashes())
         return torch.frombuffer(data, dtype=dtypes[kind.dtype]).reshape(kind.shape)
 
     def matrix(self, module: str, stored: Stored) -> tuple[torch.Tensor, list[dict[str, Any]]]:

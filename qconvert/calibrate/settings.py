@@ -31,7 +31,7 @@ class Settings:
     mean squares among `CLIPS`, instead of the largest weight's: none, narrow ones, or all symmetric
     ones; it is of the solver "llmcompressor". `attention` is transformers' name of an implementation.
     `gather` is how many tokens' expert inputs are worked on together: None takes one sample on a CPU
-    and 65536 tokens elsewhere; `together` how many matrices an accelerator solves at a time.
+    and 262,144 tokens or more elsewhere; `together` how many matrices an accelerator solves at a time.
 
     `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
     best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the

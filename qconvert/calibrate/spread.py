@@ -26,6 +26,21 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(device)
 
 
+def load_solvers(devices: Sequence[str]) -> None:
+    """Let torch load its linear algebra for GPUs, which it does at the first call and not in two threads
+    (2.11: "lazy wrapper should be called at most once")."""
+    gpus = [device for device in devices if device != "cpu"]
+    if len(gpus) > 1:
+        import torch
+
+        for device in gpus:
+            one = torch.eye(2, device=device)
+            lower = torch.linalg.cholesky(one)
+            torch.linalg.solve_triangular(lower, one, upper=False)
+            torch.cholesky_solve(one, lower)
+            torch.cholesky_inverse(lower)
+
+
 def on_each(devices: Sequence[str], work: Callable[[int], T]) -> list[T]:
     """What `work` makes of the number of each device; of one device in this thread. What one raises is
     raised once all have ended."""
