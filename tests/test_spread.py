@@ -130,7 +130,7 @@ class _Reader:
     def __init__(self) -> None:
         self.orders: list[list[str]] = []
 
-    def expect(self, order: Iterator[tuple[str, Stored]], room: int) -> None:
+    def expect(self, order: Iterator[tuple[str, Stored]], room: int, threads: int) -> None:
         self.orders.append([name for name, _ in order])
 
 

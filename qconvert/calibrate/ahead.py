@@ -12,18 +12,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_THREADS = 4
+THREADS = 4
 
 
 class Ahead(Generic[T]):
     """Reads what `order` says: a name, its bytes in memory and what reads it. No more than `room`
     bytes are read and not taken, but always one; what is asked for out of order is not given."""
 
-    def __init__(self, order: Iterable[tuple[str, int, Callable[[], T]]], room: int) -> None:
+    def __init__(
+        self, order: Iterable[tuple[str, int, Callable[[], T]]], room: int, threads: int = THREADS
+    ) -> None:
         self._order: Iterator[tuple[str, int, Callable[[], T]]] = iter(order)
         self._room = room
         self._waiting: deque[tuple[str, int, Future[T]]] = deque()
-        self._pool = ThreadPoolExecutor(_THREADS, "qconvert-ahead")
+        self._pool = ThreadPoolExecutor(threads, "qconvert-ahead")
         self._next = next(self._order, None)
 
     def begin(self) -> None:

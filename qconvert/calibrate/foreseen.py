@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from qconvert.calibrate.ahead import THREADS
 from qconvert.calibrate.reading import Weights
 from qconvert.matrices.experts import PROJECTIONS, Projection
 from qconvert.matrices.stored import Stored
@@ -31,8 +32,10 @@ class Foreseen:
         if division == self._division:
             return
         self._division = division
+        # All of them wait for Python's lock, as those do that launch kernels.
+        threads = max(2, THREADS // len(self.readers))
         for reader, mine in zip(self.readers, division, strict=True):
-            reader.expect(self._order(range(layer, self.stop), mine), self.room)
+            reader.expect(self._order(range(layer, self.stop), mine), self.room, threads)
 
     def _order(self, layers: range, experts: Sequence[int]) -> Iterator[tuple[str, Stored]]:
         for layer in layers:
