@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 
 INT8_ROWS = IntScheme(bits=8, group=None)  # what runtimes compute with INT8 activations
-# Codes packed at a time. Where threads launch a GPU's kernels beside, each of numpy's calls waits for
+# Codes packed at a time: the least, and the most of a quarter of a matrix. Matrices are packed whole where
+# they were calibrated, and where threads launch a GPU's kernels beside, each of numpy's calls waits for
 # Python's lock: of 65,536 codes a matrix of 768 x 2048 took 6 ms, for .4 alone.
-_TILE = 1 << 20
+_TILE, _LARGEST_TILE = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,8 @@ def along_rows(codes: Int8s, bits: int) -> UInt32s:
 
 def _tiles(codes: Int8s) -> list[tuple[int, int]]:
     rows, columns = codes.shape
-    step = max(1, _TILE // max(1, columns))
+    tile = max(_TILE, min(_LARGEST_TILE, codes.size // 4))
+    step = max(1, tile // max(1, columns))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
