@@ -6,12 +6,13 @@ thirds of a layer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.team import Team
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +87,16 @@ class Held:
         if self.file is not None:
             self._write(self.file, start, stop)
 
-    def keep(self, file: InFile) -> None:
-        """Keep all rows, which were not."""
+    def keep(self, file: InFile, first: int, last: int) -> None:
+        """Keep these rows, which were not."""
         self.file = file
-        for start in range(0, self.rows.shape[0], _ROWS):
-            self._write(file, start, min(start + _ROWS, self.rows.shape[0]))
+        for start in range(first, last, _ROWS):
+            self._write(file, start, min(start + _ROWS, last))
+
+    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
+        """Rows of all processes of a team, each of which has its own: cuts[rank]."""
+        for source, (start, stop) in enumerate(cuts if team.count > 1 else ()):
+            team.send(self.rows[start:stop], source)
 
     def _write(self, file: InFile, start: int, stop: int) -> None:
         import torch

@@ -21,14 +21,15 @@ from qconvert.calibrate import theirs
 from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.foreseen import Foreseen
-from qconvert.calibrate.layers import Layers, Matrices, batches, divided
+from qconvert.calibrate.layers import Layers, Matrices, divided
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
-from qconvert.calibrate.spread import load_solvers, use_device
+from qconvert.calibrate.spread import load_solvers, shares, use_device
+from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
@@ -71,6 +72,7 @@ def calibrate(
     until: Until | None = None,
     works: Sequence[Mapping[str, float]] = (),
     exchange: Exchange | None = None,
+    team: Team = ALONE,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
@@ -85,7 +87,8 @@ def calibrate(
     the last layer to run, None for all. `clock` adds up what the time was spent on. Where `until` has no
     room for another layer as long as the longest so far, the last event is Paused; one is always done.
     `works` are what each layer takes, by kind: what the clock is told of one comes to that. With an
-    `exchange` other processes solve experts of the same calibration; a shard yields no codes.
+    `exchange` other processes solve experts of the same calibration; a shard yields no codes. A process
+    of a `team`, of one device each, yields matrices of its own experts; all else is told by each.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -121,6 +124,7 @@ def calibrate(
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,
         exchange=exchange,
+        team=team,
     )
     _check_shapes(layers.matrices, targets)
     stop = model.layers if last is None else last + 1
@@ -136,14 +140,17 @@ def calibrate(
         devices[0],
         behind,
         exchange is not None,
+        team,
+        layers.own,
     )
     try:
         if layers.foreseen is not None:
             first = kept.layer() or 0
             down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
             batch = 1 if down is None else layers.batch(down.weight)
-            fair = divided(range(layers.experts), [layers.experts] * len(devices), batch)
-            layers.foreseen.settle(first, [*fair])
+            places = [layers.experts] * len(devices) * team.count
+            fair = divided(range(layers.experts), places, batch)
+            layers.foreseen.settle(first, [layers.here(group) for group in fair])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:
@@ -158,7 +165,7 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
     device = layers.devices[0]
     share = layers.budget.states.get(device, 0)
     need = (2 if layers.corrects else 1) * layers.total * layers.hidden * 2
-    if device == "cpu" or need > _HELD * share:
+    if device == "cpu" or not all(layers.team.gathered(need <= _HELD * share)):
         return layers, None
     left = {**layers.budget.states, device: share - need}
     return replace(layers, budget=replace(layers.budget, states=left)), Behind()
@@ -243,7 +250,7 @@ def _run(
                 kept.remember(number + 1, states)
             if works:
                 layers.clock.layer_done(works[number], before)
-            if number + 1 < stop and not pace.another():
+            if number + 1 < stop and not decided(layers.team, pace.another()):
                 kept.keep(number + 1, states)
                 kept.settle()
                 yield Paused(number + 1, stop)
@@ -258,17 +265,15 @@ def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) ->
     import numpy as np
 
     states = kept.states(0, new=True)
-    device = layers.devices[0]
-    number = 0
+    device, own = layers.devices[0], shares(layers.batches, layers.team.count)[layers.team.rank]
     with layers.clock("read", device):
         embed = None
         if device != "cpu":  # a CPU keeps to one sample's rows of the table
             embed = layers.model.embedder(tokens, layers.readers[0], device)
-        for batch in batches(layers.lengths, layers.attended):
-            some = tokens[number : number + batch.count]
+        for batch in (batch for part in own for batch in part):
+            some = tokens[batch.first : batch.first + batch.count]
             make = embed or layers.model.embedder(some, layers.readers[0], device)
             states.write(batch.start, make(np.stack(some)))
-            number += batch.count
     kept.remember(0, states)
     return states
 

@@ -16,6 +16,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
+from qconvert.calibrate.team import Team
 from qconvert.calibrate.work import look_cost, matrix_cost
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import Codes
@@ -33,14 +34,13 @@ NAMES = ("gate_up", "down")
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What goes into a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
-    `chunks` are the ranges of tokens that are looked at together, `parts` those that are answered
-    together, counts [E] the tokens routed to each."""
+    `chunks` are the ranges of tokens that are looked at together, counts [E] the tokens routed to
+    each."""
 
     inputs: Rows
     experts: Rows
     weights: Rows
     chunks: Sequence[tuple[int, int]]
-    parts: Sequence[tuple[int, int]]
     counts: Sequence[int]
 
     @property
@@ -113,6 +113,26 @@ class Expert:
     inputs: Inputs | None = None
     middle: Inputs | None = None
 
+    def lend(self, team: Team, source: int) -> None:
+        """Give all processes the weights that it has in one of them."""
+        for name in ("gate_up", "down"):
+            weight = getattr(self, name).contiguous()
+            team.send(weight, source)
+            setattr(self, name, weight)
+
+
+def room_for(numbers: Sequence[int], hidden: int, middle: int, device: str) -> list[Expert]:
+    """Experts whose weights are still to come."""
+    import torch
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+    return [
+        Expert(number, weight(2 * middle, hidden), weight(hidden, middle), False, {})
+        for number in numbers
+    ]
+
 
 @dataclass(eq=False)
 class Found:
@@ -122,6 +142,18 @@ class Found:
     fallbacks: list[tuple[int, str]] = field(default_factory=list)
     dead: dict[tuple[int, str], int] = field(default_factory=dict)
     rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+
+
+def joined_found(parts: Sequence[Found]) -> Found:
+    """What several processes found, each of its own experts."""
+    if len(parts) == 1:
+        return parts[0]
+    found = Found(sorted({expert for part in parts for expert in part.rounded}))
+    for part in parts:
+        found.fallbacks += part.fallbacks
+        found.dead.update(part.dead)
+        found.rows.update(part.rows)
+    return found
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.experts import NAMES, Bench, Expert, Found, Inputs, Seen
+from qconvert.calibrate.experts import (
+    NAMES,
+    Bench,
+    Expert,
+    Found,
+    Inputs,
+    Seen,
+    joined_found,
+    room_for,
+)
 from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
 from qconvert.calibrate.memory import Budget, group_sizes, solved_together, trim
@@ -24,6 +34,7 @@ from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Setti
 from qconvert.calibrate.sharing import Sharing
 from qconvert.calibrate.spread import in_turn, on_each, shares, use_device
 from qconvert.calibrate.taken import Stream, Taken
+from qconvert.calibrate.team import ALONE, Team, share
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.layouts.derived.running import Call
@@ -41,9 +52,6 @@ if TYPE_CHECKING:
 # wait for one another.
 _GATHER, _GATHER_NUMBERS = 262_144, 1 << 30
 _ATTEND, _ATTEND_MOST, _ATTEND_NUMBERS = 16_384, 65_536, 1 << 27
-# Parts of a chunk that experts answer one after another: while one device answers a part, the next one
-# answers the part before.
-_PARTS = 4
 # Matrices that accelerators may be ahead of their being taken. With one, a device waited for each to be
 # taken, and 5 ms for Python's lock where another was launching kernels.
 _AHEAD = 32
@@ -55,30 +63,36 @@ Way = tuple[Stream, Sequence[Sequence[Expert]]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens [start, stop) of all, being `count` samples of one length."""
+    """Tokens [start, stop) of all, being `count` samples of one length from number `first` on."""
 
     start: int
     stop: int
+    first: int
     count: int
 
 
-def batches(lengths: Sequence[int], most: int | None) -> Iterator[Batch]:
-    """Samples that go through attention together: one by one, or as many neighbours of one length as
-    have no more than `most` tokens."""
+def batches(
+    lengths: Sequence[int], most: int | None, parts: Sequence[tuple[int, int]]
+) -> Iterator[list[Batch]]:
+    """For each part of the tokens samples that go through attention together: one by one, or as many
+    neighbours of one length as have no more than `most` tokens."""
     at = 0
     number = 0
-    while number < len(lengths):
-        count = 1
-        while (
-            most is not None
-            and number + count < len(lengths)
-            and lengths[number + count] == lengths[number]
-            and (count + 1) * lengths[number] <= most
-        ):
-            count += 1
-        stop = at + count * lengths[number]
-        yield Batch(at, stop, count)
-        at, number = stop, number + count
+    for _, end in parts:
+        found = []
+        while at < end:
+            length, count = lengths[number], 1
+            while (
+                most is not None
+                and at + count * length < end
+                and lengths[number + count] == length
+                and (count + 1) * length <= most
+            ):
+                count += 1
+            stop = at + count * length
+            found.append(Batch(at, stop, number, count))
+            at, number = stop, number + count
+        yield found
 
 
 def chunks_of(lengths: Sequence[int], most: int | None) -> list[tuple[int, int]]:
@@ -121,7 +135,8 @@ class Layers:
     are the routed experts by layer, `lengths` those of the samples, `folder` is for what does not fit
     in memory; `linears` are what is solved beside the experts, by layer, on the first device. Experts
     for which there is no target are looked at for `statistics`, or only answer. With an `exchange`
-    experts are solved by several processes. `foreseen` experts are read before they are asked for."""
+    experts are solved by several processes. `foreseen` experts are read before they are asked for. In a
+    `team` each process has one device, and hidden states of its own samples."""
 
     models: tuple[Model, ...]
     matrices: Matrices
@@ -139,6 +154,7 @@ class Layers:
     statistics: bool = True
     exchange: Exchange | None = None
     foreseen: Foreseen | None = None
+    team: Team = ALONE
 
     @property
     def model(self) -> Model:
@@ -163,6 +179,33 @@ class Layers:
     def attended(self) -> int | None:
         cpu = self.devices[0] == "cpu"
         return None if cpu else max(_ATTEND, min(_ATTEND_MOST, _ATTEND_NUMBERS // self.hidden))
+
+    @cached_property
+    def parts(self) -> list[tuple[int, int]]:
+        """Ranges of tokens, whole samples each, that go through attention and are answered on one
+        device: the same ones, on however many."""
+        return chunks_of(self.lengths, self.attended)
+
+    @cached_property
+    def batches(self) -> list[list[Batch]]:
+        """Batches of each part."""
+        return list(batches(self.lengths, self.attended, self.parts))
+
+    @cached_property
+    def cuts(self) -> list[tuple[int, int]]:
+        """The tokens of each process of the team."""
+        found = []
+        at = 0
+        for some in shares(self.parts, self.team.count):
+            stop = some[-1][1] if some else at
+            found.append((at, stop))
+            at = stop
+        return found
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The tokens of this process."""
+        return self.cuts[self.team.rank]
 
     @property
     def corrects(self) -> bool:
@@ -207,12 +250,15 @@ class Layers:
             return on_each(devices, read)
 
     def through(
-        self, number: int, states: Kept, place: int = 0, of: int = 1
+        self, number: int, states: Kept, place: int = 0, of: int = 1, *, whole: bool = False
     ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         """What goes into a layer: samples together [B, T, H], and what the layer is called with; the
-        samples that device number `place` of the first `of` has."""
+        samples that device number `place` of the first `of` has of this process's, or of the `whole`
+        team's."""
         device, reader = self.devices[place], self.readers[place]
-        for batch in shares(list(batches(self.lengths, self.attended)), of)[place]:
+        count, rank = (1, 0) if whole else (self.team.count, self.team.rank)
+        mine = shares(shares(self.batches, count)[rank], of)[place]
+        for batch in (batch for part in mine for batch in part):
             length = (batch.stop - batch.start) // batch.count
             call = self.models[place].calls(batch.count, length, device, reader)[number]
             rows = states.read(batch.start, batch.stop).to(device)
@@ -250,22 +296,26 @@ class Layers:
         over all samples the first time."""
         yield Phase(f"{self._where(layer)}: {count(len(linears), 'linear')}")
         given = [] if first is None else [first]
+        # All processes solve them, and put what their codes mean into their own layer.
+        states.gather(self.team, self.cuts)
 
         def run(most: int | None = None) -> None:
-            for _, hidden, call in islice(self.through(layer.number, states), most):
+            for _, hidden, call in islice(self.through(layer.number, states, whole=True), most):
                 if layer.sparse:
                     layer.routed(hidden, call)
                 else:
                     layer.forward(hidden, call)
 
-        longest = max(batch.stop - batch.start for batch in batches(self.lengths, self.attended))
+        longest = max(batch.stop - batch.start for part in self.batches for batch in part)
         bench = LinearBench(
             layer, self.devices[0], self.budget, self.settings, self.readers[0], self.clock,
             samples=len(self.lengths), tokens=self.total, chunk=longest,
         )  # fmt: skip
-        yield from bench.quantize(
+        for event in bench.quantize(
             linears, lambda: run(1), lambda: given.pop()() if given else run()
-        )
+        ):
+            if self.team.rank == 0:
+                yield event
 
     def _sparse(
         self, placed: Sequence[Layer], states: States, following: States, scratch: Scratch
@@ -281,11 +331,16 @@ class Layers:
 
         def attend() -> None:
             kept.append(self.attend(placed, states.quantized, scratch))
+            self._share(kept[0], kept[0].experts)
 
         if linears := self.linears.get(layer.number):
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
             # what it gives them then.
-            yield from self._quantize(layer, linears, states.quantized, attend if looks else None)
+            alone = self.team.count == 1
+            if looks and not alone:  # of its own samples, where linears are given all
+                attend()
+            first = attend if looks and alone else None
+            yield from self._quantize(layer, linears, states.quantized, first)
             kept.append(self.attend(placed, states.quantized, scratch, "after."))
         else:
             attend()
@@ -297,6 +352,7 @@ class Layers:
                 "plain.answers", self.total, self.hidden, torch.bfloat16, zero=True
             )
             streams.append(Stream(self.attend(placed, states.plain, scratch, "plain."), answers))
+            self._share(streams[1].seen)
             plain = streams[1].seen.inputs
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
@@ -340,17 +396,22 @@ class Layers:
         if self.exchange is None:
             groups += self.groups(layer, matrices, every, seen)
         if self.foreseen is not None:
-            self.foreseen.settle(layer.number, groups)
+            self.foreseen.settle(layer.number, [self.here(group) for group in groups])
         for group in groups:
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
-            taken = [Taken() for _ in group]
+            here = self.here(group)
+            taken = [Taken() for _ in here]
             if looks:
-                yield from solving(group, taken)
+                yield from solving(here, taken)
             else:
-                for bench, mine, held in zip(benches, group, taken, strict=False):
+                for bench, mine, held in zip(benches, here, taken, strict=False):
                     held.experts.extend(bench.take(mine, matrices, every))
-                benches[0].check(taken[0].experts[0], seen)
-            self.answer(benches, taken, streams)
+                if taken:
+                    benches[0].check(taken[0].experts[0], seen)
+            if self.team.count == 1:
+                self.answer(benches, taken, streams)
+            else:
+                self._answer_all(benches[0], group, taken, streams, matrices)
             del taken
             trim()
 
@@ -361,7 +422,37 @@ class Layers:
             return one.joined(hidden, call, answer)
 
         self._forward(placed, states, following, joined)
+        found = joined_found(self.team.gathered(found))
         return _stats(seen.counts, few, found) if looks else None
+
+    def here(self, group: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """The experts of a group that each device of this process has."""
+        if self.team.count == 1:
+            return list(group)
+        return list(group[self.team.rank : self.team.rank + 1])
+
+    def _share(self, seen: Seen, routes: Rows | None = None) -> None:
+        """Give all processes what goes into experts, and `routes`, which experts that are."""
+        with self.clock("forward", self.devices[0]):
+            for rows in (seen.inputs, routes):
+                if rows is not None:
+                    share(self.team, rows, self.cuts, self.devices[0])
+
+    def _answer_all(
+        self, bench: Bench, group: Sequence[Sequence[int]], taken: Sequence[Taken],
+        streams: Sequence[Stream], matrices: Mapping[tuple[int, str], Projection],
+    ) -> None:  # fmt: skip
+        """Let the experts of all processes answer this one's tokens, in the order of their numbers."""
+        down = matrices[0, "down_proj"].weight
+        own = taken[0] if taken else Taken()
+        for source, numbers in enumerate(group):
+            held = [own.experts, own.plain][: len(streams)]
+            if source != self.team.rank:
+                held = [room_for(numbers, down.rows, down.columns, bench.device) for _ in streams]
+            with self.clock("forward", bench.device):
+                for expert in (expert for some in held for expert in some):
+                    expert.lend(self.team, source)
+            self.answer([bench], [Taken(*held)], streams)
 
     def answer(
         self, benches: Sequence[Bench], taken: Sequence[Taken], streams: Sequence[Stream]
@@ -369,7 +460,8 @@ class Layers:
         """Add what experts answer to the quantized stream, and as they were read to the plain one."""
         ways = [(streams[0], [mine.experts for mine in taken])]
         ways += [(stream, [mine.plain for mine in taken]) for stream in streams[1:]]
-        items = [(way, part) for way in ways for part in way[0].seen.parts]
+        mine = shares(self.parts, self.team.count)[self.team.rank]
+        items = [(way, part) for way in ways for part in mine]
         used = benches[: len(taken)]
         if not used:
             return
@@ -392,21 +484,23 @@ class Layers:
     def attend(
         self, placed: Sequence[Layer], states: Kept, scratch: Scratch, prefix: str = ""
     ) -> Seen:
-        """Run attention and router over all samples. `prefix` is of the names of what is kept."""
+        """Run attention and router over all samples of this process. `prefix` is of the names of what is
+        kept. Tokens that experts get are counted of all processes."""
         import torch
 
         inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
         kept: list[Rows] = []
+        form: list[tuple[int, torch.dtype]] = []
         lock = Lock()
         own, devices = _own(placed[0]), self.devices[: len(placed)]
 
-        def routes(experts: torch.Tensor, weights: torch.Tensor) -> list[Rows]:
+        def routes(width: int, dtype: torch.dtype) -> list[Rows]:
             """What is kept of the router, once it is known how wide that is."""
             with lock:
                 if not kept:
-                    width = experts.shape[-1]
+                    form.append((width, dtype))
                     kept.append(scratch.rows(f"{prefix}routes", self.total, width, torch.int32))
-                    kept.append(scratch.rows(f"{prefix}shares", self.total, width, weights.dtype))
+                    kept.append(scratch.rows(f"{prefix}shares", self.total, width, dtype))
                 return kept
 
         def run(place: int) -> torch.Tensor:
@@ -418,18 +512,18 @@ class Layers:
                     tick(own * (batch.stop - batch.start))
                     inputs.write(batch.start, routed.inputs)
                     experts, weights = routed.experts, routed.weights
-                    routing, shared = routes(experts, weights)
+                    routing, shared = routes(experts.shape[-1], weights.dtype)
                     routing.write(batch.start, experts.to(torch.int32))
                     shared.write(batch.start, weights)
                     counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
             return counts
 
-        counts = torch.stack(on_each(devices, run)).sum(0)
-        gather = self.gather
-        part = gather if gather is None or devices[0] == "cpu" else gather // _PARTS
-        routing, shared = kept
-        chunks = chunks_of(self.lengths, gather)
-        return Seen(inputs, routing, shared, chunks, chunks_of(self.lengths, part), counts.tolist())
+        mine = torch.stack(on_each(devices, run)).sum(0).tolist()
+        told = self.team.gathered((mine, form))
+        counts = [sum(each) for each in zip(*(some for some, _ in told), strict=True)]
+        # Others know it where this process has no tokens.
+        routing, shared = routes(*next(one[0] for _, one in told if one))
+        return Seen(inputs, routing, shared, chunks_of(self.lengths, self.gather), counts)
 
     def groups(
         self,
@@ -457,7 +551,9 @@ class Layers:
             corrects=self.corrects,
             most=most,
         )  # fmt: skip
-        yield from divided(numbers, sizes, self.batch(down))
+        # A process has one device; how many experts fit is known to each of its own.
+        every_size = [size for sizes in self.team.gathered(sizes) for size in sizes]
+        yield from divided(numbers, every_size, self.batch(down))
 
     def batch(self, down: Stored) -> int:
         """Experts of which all matrices are solved in the same batches wherever they are."""

@@ -7,7 +7,7 @@ count as memory of the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,8 @@ from qconvert.run.files import Files
 
 if TYPE_CHECKING:
     import torch
+
+    from qconvert.calibrate.team import Team
 
 
 class Rows(Protocol):
@@ -95,6 +97,10 @@ class InFile:
     def write(self, start: int, rows: torch.Tensor) -> None:
         data = _bytes(rows.to("cpu", self._dtype).contiguous())
         self._files.write(self._fd, self.path, data, start * self._row)
+
+    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
+        """As behind.Held: all processes of a team write into the same file."""
+        team.meet()
 
     def sync(self) -> None:
         """Make what was written survive a power cut."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from qconvert.calibrate.behind import Behind, Held
 from qconvert.calibrate.propagated import Kept, States
 from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.regular import read_regular
@@ -30,7 +31,8 @@ _EVERY = 20.0  # seconds after which hidden states are kept again that an accele
 class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
     and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
-    `device`, and files are written behind the computation, not of every layer unless it is `shared`."""
+    `device`, and files are written behind the computation, not of every layer unless it is `shared`. The
+    processes of a `team` have the tokens `own` each, and files together, which the first one makes."""
 
     path: Path
     key: str
@@ -41,6 +43,8 @@ class CalibrationDir:
     device: str = "cpu"
     behind: Behind | None = None
     shared: bool = False
+    team: Team = ALONE
+    own: tuple[int, int] | None = None
     # The layer whose states are in files, and when that was asked for.
     _kept: int | None = None
     _since: float | None = None
@@ -49,31 +53,40 @@ class CalibrationDir:
         """Whether what goes into the next layer is to be kept in files."""
         if self.behind is None or self.shared or self._since is None:
             return True
-        return time.monotonic() - self._since >= _EVERY
+        return decided(self.team, time.monotonic() - self._since >= _EVERY)
 
     def states(
         self, layer: int, *, new: bool, before: States | None = None, keeps: bool = True
     ) -> States:
         """What goes into a layer; `before` is what went into the one before, in whose memory this is
         held, and nowhere else unless it `keeps`. Raises RunError for a file that is damaged."""
-        import torch
-
         if not keeps:
             assert before is not None
             return States(*(self._held(None, old, new=True) for old in before.all))
-        opened: list[InFile] = []
-        try:
-            for name in self._names(layer):
-                path, kind = self.path / name, torch.bfloat16
-                opened.append(InFile(path, self.count, self.width, kind, self.files, new=new))
-        except BaseException:
-            for file in opened:
-                file.close()
-            raise
+        opened = self._opened(layer, new=new)
         if self.behind is None:
             return States(*opened)
         olds: list[Kept | None] = [None] * len(opened) if before is None else [*before.all]
         return States(*(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True)))
+
+    def _opened(self, layer: int, *, new: bool) -> list[InFile]:
+        import torch
+
+        if self.team.rank and new:
+            self.team.meet()
+        opened: list[InFile] = []
+        try:
+            for name in self._names(layer):
+                path, kind = self.path / name, torch.bfloat16
+                new_here = new and self.team.rank == 0
+                opened.append(InFile(path, self.count, self.width, kind, self.files, new=new_here))
+        except BaseException:
+            for file in opened:
+                file.close()
+            raise
+        if self.team.rank == 0 and new:
+            self.team.meet()
+        return opened
 
     def _held(self, file: InFile | None, old: Kept | None, *, new: bool) -> Kept:
         import torch
@@ -83,8 +96,9 @@ class CalibrationDir:
             return Held(old.rows, file, self.behind, old)
         assert file is not None
         rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
-        for start in range(0, 0 if new else self.count, _ROWS):
-            stop = min(start + _ROWS, self.count)
+        first, last = self._own
+        for start in range(first, first if new else last, _ROWS):
+            stop = min(start + _ROWS, last)
             rows[start:stop] = file.read(start, stop).to(self.device)
         return Held(rows, file, self.behind, None)
 
@@ -97,20 +111,21 @@ class CalibrationDir:
 
     def keep(self, layer: int, states: States) -> None:
         """Keep what goes into a layer where it was not: a run ends before it."""
-        import torch
-
         if self.behind is None or self._kept == layer:
             return
-        for name, one in zip(self._names(layer), states.all, strict=True):
+        for file, one in zip(self._opened(layer, new=True), states.all, strict=True):
             assert isinstance(one, Held)
-            path = self.path / name
-            one.keep(InFile(path, self.count, self.width, torch.bfloat16, self.files, new=True))
+            one.keep(file, *self._own)
         self.remember(layer, states)
 
     def settle(self) -> None:
         """Wait for what is written behind, and raise what went wrong there."""
         if self.behind is not None:
             self.behind.wait()
+
+    @property
+    def _own(self) -> tuple[int, int]:
+        return (0, self.count) if self.own is None else self.own
 
     def _names(self, layer: int) -> tuple[str, ...]:
         name = f"hidden.{layer}.rows"
@@ -119,6 +134,10 @@ class CalibrationDir:
     def layer(self) -> int | None:
         """The layer to continue with, None where nothing was begun; what else lies here is removed.
         Raises RunError for the folder of another calibration."""
+        self._kept = decided(self.team, None if self.team.rank else self._begun())
+        return self._kept
+
+    def _begun(self) -> int | None:
         self.files.make_folder(self.path)
         file = self.path / _STATE
         layer: int | None = None
@@ -134,7 +153,6 @@ class CalibrationDir:
             layer = state.get("layer")
             if type(layer) is not int or layer < 0:
                 raise RunError(f"{file}: expected the number of a layer, found {layer!r}")
-        self._kept = layer
         kept = set() if layer is None else {_STATE, *self._names(layer)}
         for left in self.path.iterdir():
             if left.name not in kept:
@@ -152,6 +170,9 @@ class CalibrationDir:
 
     def _remember(self, layer: int, states: States, last: int | None) -> None:
         states.sync()
+        self.team.meet_behind()
+        if self.team.rank:
+            return
         new = self.path / f"{_STATE}.new"
         text = json.dumps({"key": self.key, "layer": layer}).encode()
         self.files.create(new, len(text))

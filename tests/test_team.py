@@ -1,0 +1,148 @@
+"""Processes that calibrate together, a device each: the same codes as one alone finds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calibrate_models import qwen3_moe, samples, saved
+from teams import run_team
+from test_accelerator_paths import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, cuda
+
+from qconvert.calibrate import engine, work_dir
+from qconvert.calibrate.engine import Event, calibrate
+from qconvert.calibrate.model import Model
+from qconvert.calibrate.settings import LayerDone, Matrix, Settings
+from qconvert.calibrate.team import Team
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.matrices.linears import quantizable
+from qconvert.plan.plan import Plan
+from qconvert.run.backend import Paused
+from qconvert.run.until import Pace
+
+gpu = cuda
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = saved(qwen3_moe(num_hidden_layers=3), tmp_path_factory.mktemp("model") / "model")
+    return Plan.identity(Checkpoint.open(folder))
+
+
+@pytest.fixture(autouse=True)
+def built(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share torch's default dtype, which transformers changes while it builds a class."""
+    made = Model(plan, SETTINGS.attention)
+    monkeypatch.setattr(engine, "Model", lambda *_: made.twin())
+
+
+def events(
+    plan: Plan, folder: Path, device: str, settings: Settings = SETTINGS, tokens: Any = TOKENS,
+    **more: Any,
+) -> Any:  # fmt: skip
+    def of(team: Team) -> Generator[Event]:
+        return calibrate(
+            plan, tokens, [SCHEME], settings, work_dir=folder, memory=None, devices=(device,),
+            key="k", team=team, **more,
+        )  # fmt: skip
+
+    return of
+
+
+def all_of(found: list[list[Event]]) -> list[Event]:
+    return [event for some in found for event in some]
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "solver"),
+    [("cpu", 2, "best"), ("cpu:0", 2, "best"), ("cpu:0", 3, "best"), ("cpu:0", 2, "llmcompressor")],
+)
+def test_a_team_finds_the_same_codes(
+    device: str, count: int, solver: Any, plan: Plan, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, solver=solver)
+    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", device, settings))[0]))
+    assert {layer for layer, _, _ in alone} == {0, 1, 2}
+    found = run_team(count, events(plan, tmp_path / "several", device, settings))
+    for some in found:  # each has some, and none has another's
+        assert any(isinstance(event, Matrix) for event in some)
+    assert sum(isinstance(e, Matrix) for e in all_of(found)) == len(alone)
+    assert_same(codes_of(iter(all_of(found))), alone)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_path: Path) -> None:
+    """Of one part of tokens, or of six, more processes than parts."""
+    tokens = samples(2, 40) if device == "cpu:0" else samples(1, 40)
+    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0]))
+    found = run_team(3, events(plan, tmp_path / "several", device, tokens=tokens))
+    assert_same(codes_of(iter(all_of(found))), alone)
+
+
+def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path: Path) -> None:
+    lengths = (40, 40, 33, 7, 50, 50, 20)
+    tokens = [samples(1, length, seed=n)[0] for n, length in enumerate(lengths)]
+    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0]))
+    found = run_team(2, events(plan, tmp_path / "several", "cpu:0", tokens=tokens))
+    assert_same(codes_of(iter(all_of(found))), alone)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("every", [0.0, 1e9], ids=["kept each time", "kept where it pauses"])
+def test_a_paused_team_goes_on_in_another_number(
+    every: float, device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_dir, "_EVERY", every)
+    whole = codes_of(iter(run_team(1, events(plan, tmp_path / "whole", device))[0]))
+    found: list[Event] = []
+    another = Pace.another
+    for at, count in enumerate((3, 2, 1)):
+        monkeypatch.setattr(Pace, "another", (lambda _: False) if at < 2 else another)
+        made = run_team(count, events(plan, tmp_path / "room", device))
+        for some in made:
+            assert (some[-1] == Paused(at + 1, 3)) == (at < 2)
+        assert {e.layer for e in all_of(made) if isinstance(e, Matrix)} == {at}
+        found += all_of(made)
+    assert_same(codes_of(iter(found)), whole)
+
+
+@pytest.mark.parametrize(
+    "more", [{"experts": "all"}, {"min_tokens": 30, "few": "all"}, {"min_tokens": 30}]
+)
+def test_statistics_are_of_all_experts(more: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
+    device = "cpu:0"
+    settings = replace(SETTINGS, **more)
+    (alone,) = run_team(1, events(plan, tmp_path / "one", device, settings))
+    found = run_team(2, events(plan, tmp_path / "several", device, settings))
+    assert_same(codes_of(iter(all_of(found))), codes_of(iter(alone)))
+    wanted = [event for event in alone if isinstance(event, LayerDone)]
+    for some in found:
+        got = [event for event in some if isinstance(event, LayerDone)]
+        assert [one.layer for one in got] == [0, 1, 2]
+        for one, other in zip(got, wanted, strict=True):
+            assert one.stats is not None
+            assert other.stats is not None
+            for name in ("counts", "gate_up_mean_square", "gate_up_absmax", "down_mean_square"):
+                assert np.array_equal(getattr(one.stats, name), getattr(other.stats, name)), name
+            for name in ("few", "rounded", "dead_columns", "fallbacks"):
+                assert getattr(one.stats, name) == getattr(other.stats, name), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_linears_are_solved_once_and_put_into_all_layers(
+    device: str, plan: Plan, tmp_path: Path
+) -> None:
+    asked = {m: [SCHEME] for m, _ in quantizable(plan, ()) if ".self_attn." in m}
+    assert asked
+    (alone,) = run_team(1, events(plan, tmp_path / "one", device, linears=asked))
+    found = run_team(2, events(plan, tmp_path / "several", device, linears=asked))
+    assert sum(isinstance(e, Matrix) for e in all_of(found)) == sum(
+        isinstance(e, Matrix) for e in alone
+    )
+    assert_same(codes_of(iter(all_of(found))), codes_of(iter(alone)))
+    assert any(isinstance(e, Matrix) and e.expert is None for e in found[0])
