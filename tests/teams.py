@@ -47,9 +47,11 @@ class ThreadTeam:
     def send(self, tensor: torch.Tensor, source: int) -> None:
         given = self._place.gathered(self.rank, tensor.clone() if self.rank == source else None)
         assert tensor.is_contiguous()
+        sent = given[source]
         if self.rank != source:
-            assert (given[source].shape, given[source].dtype) == (tensor.shape, tensor.dtype)
-            tensor.copy_(given[source])
+            assert sent is not None
+            assert (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype)
+            tensor.copy_(sent)
 
     def gathered(self, value: T) -> list[T]:
         return self._place.gathered(self.rank, value)

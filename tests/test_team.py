@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from calibrate_models import qwen3_moe, samples, saved
 from teams import run_team
 from test_accelerator_paths import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, cuda

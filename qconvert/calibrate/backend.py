@@ -15,6 +15,7 @@ from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, found_devices, get_ready, kind_of
 from qconvert.calibrate.linear_memory import least_linear_bytes
+from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
@@ -48,6 +49,7 @@ from qconvert.samples.data import load_tokens
 from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.engine import Event
     from qconvert.samples.data import Ids
 
 _AHEAD = 16  # matrices that a GPU may be ahead of their being written
@@ -199,33 +201,32 @@ class GptqBackend:
             yield from self._taken(job, known)
             return
         request, model = self.calibration.request, self.calibration.model
-        devices = request.devices or found_devices()
-        get_ready(devices)
-        if any(theirs.are_asked(request.solver, device) for device in devices):
-            _hush()
-            theirs.load()  # before what this process takes is counted
-        hush_transformers()
-        from qconvert.calibrate.engine import calibrate
         from qconvert.run.memory import free_bytes
 
+        devices = request.devices or found_devices()
         exchange = job.exchange
+        together = len(devices) > 1 and exchange is None and _in_processes()
+        if not together:
+            get_ready(devices)
+            if any(theirs.are_asked(request.solver, device) for device in devices):
+                _hush()
+                theirs.load()  # before what this process takes is counted
+            hush_transformers()
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
             yield Phase(remark)
             yield Remark(remark)
         self._begin_stats(job.files)  # claimed before hours of work
-        events = calibrate(
-            model,
-            samples,
-            _targets(self.packers, model) if self.packers else [],
-            _settings(request),
+        given = Given(
+            checkpoint=model.checkpoint,
+            tokens=samples,
+            schemes=_targets(self.packers, model) if self.packers else [],
+            settings=_settings(request),
             work_dir=job.work_dir,
-            memory=job.memory or free_bytes() // 2,
-            devices=devices,
+            memory=(job.memory or free_bytes() // 2) // (len(devices) if together else 1),
             key=f"{job.key} {kind_of(devices)}",
             last=max(unit.op.layer for unit in job.units),
-            files=job.files,
             linears={
                 module: [
                     _integers(module, packer.scheme_of(self._stored[module].columns))
@@ -235,12 +236,18 @@ class GptqBackend:
             },
             statistics=request.save_stats is not None,
             until=job.until,
-            clock=Clock(job.told),
-            works=self._works_of(job),
-            exchange=None if exchange is None else replace(exchange, kind=kind_of(devices)),
         )
-        if kind_of(devices) != "cpu":
-            events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
+        clock, works = Clock(job.told), self._works_of(job)
+        events: Generator[Event]
+        if together:
+            events = calibrate_together(given, devices, clock, works)
+        else:
+            exchange = None if exchange is None else replace(exchange, kind=kind_of(devices))
+            events = calibrate_given(
+                given, devices, files=job.files, clock=clock, works=works, exchange=exchange
+            )
+            if kind_of(devices) != "cpu":
+                events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
         shares = exchange is not None and exchange.shard is not None
         units = {} if shares else _by_place(job)
         with closing(events):
@@ -335,6 +342,11 @@ class GptqBackend:
             yield f"no map of hot experts was written: {error}"
         else:
             yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
+
+
+def _in_processes() -> bool:
+    """Whether several GPUs have a process each, which was not measured on GPUs yet, or a thread each."""
+    return os.environ.get("QCONVERT_GPU_PROCESSES") == "1"
 
 
 def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:

@@ -21,7 +21,7 @@ class Clock:
     def __init__(self, told: Told | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.work: defaultdict[str, float] = defaultdict(float)
-        self._told, self._now, self._lock = told, now, Lock()
+        self._tell, self._now, self._lock = told, now, Lock()
 
     @contextmanager
     def __call__(self, what: str, device: str) -> Iterator[Callable[[float], None]]:
@@ -32,7 +32,7 @@ class Clock:
         def tick(amount: float) -> None:
             nonlocal start
             at = self._now()
-            self._add(what, amount, at - start)
+            self.told(what, amount, at - start)
             start = at
 
         try:
@@ -56,17 +56,18 @@ class Clock:
                 self.seconds[what] += seconds
                 self.seconds[of] -= seconds
 
-    def _add(self, what: str, amount: float, seconds: float) -> None:
+    def told(self, what: str, amount: float, seconds: float) -> None:
+        """Another process has done work, and took so long."""
         with self._lock:
             self.seconds[what] += seconds
             self.work[what] += amount
-            if self._told is not None:
-                self._told(what, amount, seconds)
+            if self._tell is not None:
+                self._tell(what, amount, seconds)
 
     def layer_done(self, planned: Mapping[str, float], before: Mapping[str, float]) -> None:
         """A layer has ended: what was told of it since `before` is made what was planned."""
         for what, amount in planned.items():
-            self._add(what, amount - (self.work[what] - before.get(what, 0.0)), 0.0)
+            self.told(what, amount - (self.work[what] - before.get(what, 0.0)), 0.0)
 
 
 def _wait(device: str) -> None:

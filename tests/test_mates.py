@@ -1,0 +1,199 @@
+"""Processes of a calibration: they find what one finds, and what befalls one of them is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calibrate_models import qwen3_moe, samples, saved
+from safetensors.numpy import save_file
+
+from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.engine import Event
+from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
+from qconvert.calibrate.settings import LayerDone, Matrix, Settings
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import RunError
+from qconvert.core.int_scheme import Codes, IntScheme
+
+TOKENS = samples(4, 30)
+TWO = ("cpu", "cpu")
+
+# Each starts processes that import torch and transformers, 6 s of a core each.
+pytestmark = pytest.mark.crash
+
+Place = tuple[int, int | None, str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(qwen3_moe(num_hidden_layers=2), tmp_path_factory.mktemp("model") / "model")
+
+
+def given(folder: Path, work_dir: Path) -> Given:
+    settings = Settings(min_tokens=1, refit=1, descent=1)
+    return Given(
+        Checkpoint.open(folder), TOKENS, [IntScheme(4, 32)], settings, work_dir, 8 << 30, "k"
+    )
+
+
+def codes_of(found: Sequence[Event]) -> dict[Place, Codes]:
+    return {
+        (one.layer, one.expert, one.kind): one.codes[0] for one in found if isinstance(one, Matrix)
+    }
+
+
+def same(some: dict[Place, Codes], others: dict[Place, Codes]) -> bool:
+    return some.keys() == others.keys() and all(
+        (one.codes == others[place].codes).all() and (one.scale == others[place].scale).all()
+        for place, one in some.items()
+    )
+
+
+def test_two_processes_find_the_same_codes(folder: Path, tmp_path: Path) -> None:
+    alone = list(calibrate_given(given(folder, tmp_path / "one"), ("cpu",)))
+    clock = Clock()
+    planned = [{"forward": 7.0}, {"forward": 9.0}]
+    found = list(calibrate_together(given(folder, tmp_path / "two"), TWO, clock, planned))
+    assert same(codes_of(found), codes_of(alone))
+    # A layer is done once, after all its matrices.
+    kinds = [
+        f"layer {one.layer}" if isinstance(one, LayerDone) else str(one.layer)
+        for one in found if isinstance(one, Matrix | LayerDone)
+    ]  # fmt: skip
+    matrices = len(codes_of(alone)) // 2
+    assert kinds == [*["0"] * matrices, "layer 0", *["1"] * matrices, "layer 1"]
+    assert clock.work["forward"] == pytest.approx(16.0)
+    assert clock.seconds["solve"] > 0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Processes that are started from now on."""
+    found: list[subprocess.Popen[bytes]] = []
+    begin = subprocess.Popen
+
+    def popen(*args: Any, **named: Any) -> subprocess.Popen[bytes]:
+        found.append(begin(*args, **named))
+        return found[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return found
+
+
+def test_an_error_of_one_is_raised_and_all_are_ended(
+    folder: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    work_dir = tmp_path / "room"
+    work_dir.mkdir()
+    (work_dir / "state.json").write_text('{"key": "another", "layer": 1}')
+    with pytest.raises(RunError, match="holds another calibration"):
+        list(calibrate_together(given(folder, work_dir), TWO, Clock(), ()))
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+def test_a_killed_one_is_told_of_and_another_run_goes_on(
+    folder: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    alone = codes_of(list(calibrate_given(given(folder, tmp_path / "one"), ("cpu",))))
+    work_dir = tmp_path / "room"
+    running = calibrate_together(given(folder, work_dir), TWO, Clock(), ())
+    before: list[Event] = []
+
+    def run() -> None:
+        for event in running:
+            before.append(event)
+            if isinstance(event, Matrix) and event.layer == 1:
+                started[1].kill()
+
+    told = r"the process that calibrates on cpu was killed by signal 9 .*run the same command again"
+    with pytest.raises(RunError, match=told):
+        run()
+    assert all(process.poll() is not None for process in started)
+    # What goes into layer 1 was kept by both.
+    after = list(calibrate_together(given(folder, work_dir), TWO, Clock(), ()))
+    assert {event.layer for event in after if isinstance(event, Matrix)} == {1}
+    assert same({**codes_of(before), **codes_of(after)}, alone)
+
+
+def test_processes_end_with_the_one_that_started_them(folder: Path, tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CALIBRATING, str(folder), str(tmp_path / "room")],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    numbers = [int(number) for number in line.split()]
+    assert len(numbers) == 2, line
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(_lives(number) for number in numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    save_file({"input_ids": np.stack(TOKENS)}, tmp_path / "tokens.safetensors")
+    options = ("--gptq", "--data", str(tmp_path / "tokens.safetensors"), "--samples", "4")
+    words = ("--length", "30", "--group-size", "32", "--log-json", "-", *options)
+    found: list[dict[str, bytes]] = []
+    for count, processes in ((1, "0"), (2, "1")):
+        out = tmp_path / str(count)
+        cpus = ["--device", "cpu"] * count
+        done = subprocess.run(
+            [sys.executable, "-c", _CONVERTING, "w4a16", str(folder), str(out), *words, *cpus],
+            env={**os.environ, "QCONVERT_GPU_PROCESSES": processes, "OMP_NUM_THREADS": "1"},
+            check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        *lines, imported = [json.loads(s) for s in done.stderr.splitlines() if s.startswith("{")]
+        # The one that writes need not import what computes.
+        assert imported == {"transformers": count == 1}
+        for kind in ("forward", "hessian", "solve"):
+            work = lines[-1]["work"][kind]
+            assert work["done"] == pytest.approx(work["planned"]), kind
+        found.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
+    assert found[0]
+    assert found[0] == found[1]
+
+
+_CONVERTING = """
+import json, sys
+from qconvert.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps({"transformers": "transformers" in sys.modules}), file=sys.stderr)
+"""
+
+_CALIBRATING = """
+import subprocess
+import sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_mates import TWO, Clock, calibrate_together, given
+begin, found = subprocess.Popen, []
+subprocess.Popen = lambda *a, **n: found.append(begin(*a, **n)) or found[-1]
+for _ in calibrate_together(given(Path(sys.argv[1]), Path(sys.argv[2])), TWO, Clock(), ()):
+    print(*(one.pid for one in found), flush=True)
+"""
+
+
+def _lives(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
