@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--oneshot", action="store_true", help="llm-compressor too")
     parser.add_argument("--folder", type=Path, help="keep the model there, or take it from there")
     parser.add_argument("rest", nargs="*", help="more options of qconvert, after --")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory(prefix="qconvert-bench-") as where:
         folder = asked.folder or Path(where) / "model"
         if not folder.exists():
