@@ -25,20 +25,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from qconvert.advise.advice import Advice
-from qconvert.advise.advice import advise as _advise
-from qconvert.advise.machine import Machine
-from qconvert.calibrate.backend import backend_for, unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.grafted import Grafted, grafted
-from qconvert.checkpoint.in_memory import checkpoint_of
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
 from qconvert.checkpoint.store import is_url, named, store_of, work_folder
-from qconvert.core.encodings import ENCODINGS, Encoding
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -50,73 +44,61 @@ from qconvert.core.errors import (
     UsageError,
 )
 from qconvert.core.sizes import parse_size
-from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card.of_plan import with_card
-from qconvert.hub.clean import leftovers_of, remove_branches
-from qconvert.hub.destination import (
-    check_streamed,
-    hub_destination,
-    hub_work_folder,
-    is_hub,
-    naming_other,
-    naming_stages,
-    outlet_of,
-    stage_repo,
-)
-from qconvert.hub.file_diff import FileDifference, FilesCompared, compare_files
-from qconvert.hub.outlet import HubOutlet
-from qconvert.hub.publish import CheckedFolder, Uploaded, check_upload, destination, refusal, upload
-from qconvert.passes import passes as _passes
-from qconvert.passes.amx import ExpertsToAmx
-from qconvert.passes.drafts import GraftDraft
-from qconvert.passes.pair import pair_plans
-from qconvert.passes.stages import split_plan, weights_of
-from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.hub.destination import is_hub
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.recipe.recipe import Recipe, builtin_recipes, load_recipe
-from qconvert.repair.repair import Repair, repair_of
-from qconvert.repair.write import finish, write
-from qconvert.run.backend import Backend
-from qconvert.run.cluster import EngineName, check_engine
-from qconvert.run.delivery import Delivery, check_urls_apart
+from qconvert.recipe.recipe import Recipe
+from qconvert.run.cluster import check_engine
 from qconvert.run.disk import check_disk_budget, whole_result
-from qconvert.run.division import Shard, parse_shard
 from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.files import Files
-from qconvert.run.in_memory import Converter, is_torch, type_of
 from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
-from qconvert.run.preview import Outlook, foreseen, unfinished
-from qconvert.run.profile import Profile, Profiling, profiled
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
-from qconvert.run.sharing import Share, share_of
 from qconvert.run.staging import publish_order
-from qconvert.run.status import FolderStatus, ShardStatus, status_of
 from qconvert.run.until import Until
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
-from qconvert.run.workspace import clean as _clean
-from qconvert.runtimes.balance import Cut, balanced
-from qconvert.runtimes.consumers import Consumer, parse_consumer
-from qconvert.runtimes.pipeline import (
-    VARIABLE,
-    Runtime,
-    check_runtime,
-    parse_partition,
-    partition_of,
-)
-from qconvert.runtimes.serving import Serving
-from qconvert.samples.data import DataSpec
-from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
-from qconvert.validation.diff import Difference, compare
-from qconvert.validation.findings import Finding, Measure, Rule, Verdict
-from qconvert.validation.parts import DIVIDED, Part, merged, write_part
-from qconvert.validation.parts import validate_part as _validate_part
-from qconvert.validation.runner import Level, Report, Request, validate_folder, validate_kernels
-from qconvert.validation.runner import rules as _rules
+from qconvert.validation.findings import Verdict
 
 if TYPE_CHECKING:
+    from qconvert.advise.advice import Advice
+    from qconvert.advise.machine import Machine
+    from qconvert.checkpoint.grafted import Grafted
+    from qconvert.core.encodings import Encoding
+    from qconvert.evaluate.result import Evaluation
+    from qconvert.hub.file_diff import FileDifference, FilesCompared
     from qconvert.hub.headers import Place
+    from qconvert.hub.outlet import HubOutlet
+    from qconvert.hub.publish import (
+        CheckedFolder,
+        Uploaded,
+        check_upload,
+        destination,
+        refusal,
+        upload,
+    )
+    from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.recipe.recipe import load_recipe
+    from qconvert.repair.repair import Repair
+    from qconvert.run.backend import Backend
+    from qconvert.run.cluster import EngineName
+    from qconvert.run.delivery import Delivery
+    from qconvert.run.division import Shard
+    from qconvert.run.in_memory import Converter
+    from qconvert.run.preview import Outlook
+    from qconvert.run.profile import Profile, Profiling, profiled
+    from qconvert.run.sharing import Share
+    from qconvert.run.status import FolderStatus, ShardStatus
+    from qconvert.runtimes.balance import Cut
+    from qconvert.runtimes.pipeline import Runtime
+    from qconvert.runtimes.serving import Serving
+    from qconvert.samples.request import Calibration
+    from qconvert.validation.diff import Difference
+    from qconvert.validation.findings import Finding, Measure, Rule
+    from qconvert.validation.parts import Part
+    from qconvert.validation.runner import Level, Report, validate_kernels
 
 __all__ = (
     "Advice",
@@ -197,6 +179,45 @@ __all__ = (
     "validate_kernels",
     "validate_part",
 )
+
+# What else the API names, by the module that has it: imported when it is asked for. All of it is 390
+# modules, of which a conversion needs 245: .3 s of CPU for all, .15 for those.
+_LATER: Mapping[str, tuple[str, ...]] = {
+    "advise.advice": ("Advice",),
+    "advise.machine": ("Machine",),
+    "core.encodings": ("Encoding",),
+    "evaluate.result": ("Evaluation",),
+    "hub.file_diff": ("FileDifference", "FilesCompared"),
+    "hub.publish": ("CheckedFolder", "Uploaded", "check_upload", "destination", "refusal", "upload"),
+    "recipe.recipe": ("load_recipe",),
+    "repair.repair": ("Repair",),
+    "run.in_memory": ("Converter",),
+    "run.preview": ("Outlook",),
+    "run.profile": ("Profile", "Profiling", "profiled"),
+    "run.sharing": ("Share",),
+    "run.status": ("FolderStatus", "ShardStatus"),
+    "samples.request": ("Calibration",),
+    "validation.diff": ("Difference",),
+    "validation.findings": ("Finding", "Measure", "Rule"),
+    "validation.parts": ("Part",),
+    "validation.runner": ("Report", "validate_kernels"),
+}  # fmt: skip
+
+
+if not TYPE_CHECKING:  # or a type checker would take any name for one of the API's
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _LATER.items():
+            if name in names:
+                found = getattr(import_module(f"qconvert.{module}"), name)
+                globals()[name] = found
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 # A recipe, one or several passes, a recipe file, or the name of a built-in recipe.
 Steps = Recipe | Pass | tuple[Pass, ...] | list[Pass] | str | Path
@@ -288,11 +309,15 @@ class PlannedFolder:
         """How a result gets to its store, None for one that stays here or is streamed."""
         if self.url is None or is_hub(self.url):
             return None
+        from qconvert.run.delivery import Delivery
+
         return Delivery(store_of(self.url), self.ready)
 
     @property
     def outlet(self) -> HubOutlet | None:
         """The repo that a result goes to while it is made, None for any other place."""
+        from qconvert.hub.destination import outlet_of
+
         if self.url is None or not is_hub(self.url):
             return None
         return outlet_of(self.ready, self.url, private=self.private)
@@ -321,7 +346,12 @@ class PlannedFolder:
         """Warnings about the source, those of the header rules about the result, and what a calibration
         lacks on this machine."""
         plan = self.ready.plan
-        return (*plan.checkpoint.warnings, *self.verdict.lines(), *unmet(plan))
+        found = (*plan.checkpoint.warnings, *self.verdict.lines())
+        if plan.calibration is None:
+            return found
+        from qconvert.calibrate.backend import unmet
+
+        return (*found, *unmet(plan))
 
 
 @dataclass(frozen=True)
@@ -370,6 +400,10 @@ class Planned:
     @property
     def shares(self) -> tuple[Share, ...]:
         """What a run with `shard` does of each part; empty without."""
+        if all(folder.ready.options.shard is None for folder in self.folders):
+            return ()
+        from qconvert.run.sharing import share_of
+
         found = (share_of([folder.ready for folder in part.folders]) for part in self.parts)
         return tuple(share for share in found if share is not None)
 
@@ -396,6 +430,8 @@ class PlannedStages(Planned):
 
     def foreseen(self) -> tuple[Outlook, ...]:
         """First for the folder of all stages, then for each stage."""
+        from qconvert.run.preview import Outlook
+
         refusals: tuple[str, ...] = ()
         try:
             self.check_out()
@@ -520,6 +556,10 @@ def plan_pair(
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
     the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128). Both
     may be repos on the Hub; the card of each then names the other."""
+    from qconvert.hub.destination import naming_other
+    from qconvert.passes.pair import pair_plans
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+
     checkpoint = _source(source, options)
     outs, urls = _placed_together((cpu_out, gpu_out), checkpoint, options)
     if options.get("for_run"):
@@ -552,6 +592,8 @@ def plan_graft(
 
     Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings
     do not fit."""
+    from qconvert.passes.drafts import GraftDraft
+
     checkpoint = _grafted(source, draft, options)
     folder, url = _placed(out, checkpoint, options)
     made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
@@ -593,6 +635,18 @@ def plan_stages(
     (`hf://ORG/NAME`) each stage goes to its own, `ORG/NAME-stage-NN-of-NN`; their cards name one
     another.
     """
+    from qconvert.hub.destination import (
+        check_streamed,
+        hub_destination,
+        hub_work_folder,
+        naming_stages,
+        stage_repo,
+    )
+    from qconvert.passes.stages import split_plan, weights_of
+    from qconvert.runtimes.balance import Cut, balanced
+    from qconvert.runtimes.consumers import parse_consumer
+    from qconvert.runtimes.pipeline import VARIABLE, check_runtime, partition_of
+
     steps, checkpoint = _recipe(recipe), _source(source, options)
     repo = hub_destination(str(out)) if is_hub(out) else None
     folder = _here(out, options) if repo is None else hub_work_folder(repo, options.get("work_dir"))
@@ -670,6 +724,8 @@ def run(
     Raises as `plan` does, OutputError (foreign or locked folder, other plan, full disk), RunError (data
     that cannot be right). Nothing is published unless all of it is.
     """
+    from qconvert.run.profile import profiled
+
     if profile:
         with profiled() as profiling:
             made = run(recipe, source, out, dry_run=dry_run, events=events, **options)
@@ -711,6 +767,9 @@ def converter(recipe: Steps, tensors: Mapping[str, Any], config: Mapping[str, An
     Raises as `plan` does, DataError for what is no tensor; PlanError for a recipe that calibrates, and
     for numpy where a dtype is BF16 or FP8, which it does not have.
     """
+    from qconvert.checkpoint.in_memory import checkpoint_of
+    from qconvert.run.in_memory import Converter, is_torch, type_of
+
     steps = _recipe(recipe)
     if any(getattr(step, "calibrate", None) is not None for step in steps.passes):
         raise PlanError(
@@ -767,6 +826,9 @@ def clean(
         >>> api.clean(folder / "bf16")  # another example's result, which is finished
         ()
     """
+    from qconvert.run.preview import unfinished
+    from qconvert.run.workspace import clean as _clean
+
     if is_hub(out):
         return _clean_repo(str(out), work_dir, dry_run=dry_run)
     if work_dir is not None:
@@ -780,6 +842,9 @@ def clean(
 
 def _clean_repo(where: str, work_dir: str | Path | None, *, dry_run: bool) -> tuple[str, ...]:
     """Remove what runs to a repo left, there and here."""
+    from qconvert.hub.clean import leftovers_of, remove_branches
+    from qconvert.run.workspace import clean as _clean
+
     found = leftovers_of(where, work_dir)
     if not dry_run:
         if found.folder is not None:  # refused while a run is at work there
@@ -803,6 +868,8 @@ def render(report: Report, form: str) -> str:
 
 def recipes() -> dict[str, str]:
     """The built-in recipes, by name, as YAML."""
+    from qconvert.recipe.recipe import builtin_recipes
+
     return builtin_recipes()
 
 
@@ -812,6 +879,8 @@ def passes() -> dict[str, type[Pass]]:
     >>> api.passes()["w4a16"](group=32).group
     32
     """
+    from qconvert.passes import passes as _passes
+
     return _passes()
 
 
@@ -823,6 +892,8 @@ def formats() -> dict[str, Encoding]:
     >>> api.formats()["mxfp4"].parameters
     ('weight_packed', 'weight_scale')
     """
+    from qconvert.core.encodings import ENCODINGS
+
     return {each.name: each for each in ENCODINGS}
 
 
@@ -832,6 +903,8 @@ def rules() -> Mapping[str, Rule]:
     >>> api.rules()["QC015"].title
     'a grid of block scales does not fit its weight'
     """
+    from qconvert.validation.runner import rules as _rules
+
     return _rules()
 
 
@@ -863,6 +936,8 @@ def status(out: str | Path) -> tuple[FolderStatus, ...]:
         >>> [found.state for found in api.status(api.run("copy", sample, folder / "all").folder)]
         ['finished']
     """
+    from qconvert.run.status import status_of
+
     return status_of(Path(out))
 
 
@@ -913,6 +988,7 @@ def validate(
         (0, 'qwen3_5_moe_text (family qwen3_5): 4 layers, 4 experts, 1 MTP layer')
     """
     from qconvert.hub.headers import about_repo, place_of
+    from qconvert.validation.runner import Request, validate_folder
     from qconvert.validators.headers.stage_set import validate_set
 
     if against is None and (logits or attribute):
@@ -991,6 +1067,10 @@ def validate_part(
     Raises as `validate` does, and UsageError for level headers and for the folder of all stages of a
     split, whose stages are validated each by itself."""
     from qconvert.hub.headers import place_of
+    from qconvert.run.division import parse_shard
+    from qconvert.validation.parts import DIVIDED, write_part
+    from qconvert.validation.parts import validate_part as _validate_part
+    from qconvert.validation.runner import Request
 
     given = parse_shard(shard, os.environ)
     if level not in DIVIDED:
@@ -1020,10 +1100,16 @@ def merge_parts(parts: Iterable[str | Path]) -> Report:
     """The one report of what shards found (`validate_part`), equal to that of one machine. `parts` are
     folders with their files, or files. Raises CheckpointError, naming files, where one is missing, or
     parts are of different folders, sources, options or versions of qconvert."""
+    from qconvert.validation.parts import merged
+
     return merged([Path(place) for place in parts])
 
 
 def _serving(runtime: str | None, tp: int, pp: int | str | None, ep: int) -> Serving | None:
+    from qconvert.runtimes.consumers import parse_consumer
+    from qconvert.runtimes.pipeline import parse_partition
+    from qconvert.runtimes.serving import Serving
+
     if runtime is None and (tp, pp, ep) != (1, None, 1):
         raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     stages = (1,) if pp is None else parse_partition(str(pp))
@@ -1051,6 +1137,10 @@ def advise(
     `disaggregated` asks for a launch line for each role; `numa` nodes and a `hotness` map are for
     KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated.
     """
+    from qconvert.advise.advice import advise as _advise
+    from qconvert.advise.machine import Machine
+    from qconvert.runtimes.consumers import Consumer, parse_consumer
+
     consumer = Consumer("ktransformers") if runtime == "ktransformers" else parse_consumer(runtime)
     checkpoint = _checkpoint(source, follow_links=follow_links)
     return _advise(
@@ -1100,6 +1190,7 @@ def evaluate(
     disk, OutputError where `write` cannot."""
     from qconvert.evaluate.record import check_recordable, record
     from qconvert.evaluate.run import evaluate as _evaluate
+    from qconvert.samples.data import DataSpec
 
     if write and layers is not None:
         raise UsageError("an evaluation of some layers alone is not written: omit layers, or write")
@@ -1146,6 +1237,11 @@ def repair(
     Repair.left), for an unfinished conversion and for shards that cannot be read.
     """
     from qconvert.hub.headers import place_of
+    from qconvert.repair.repair import repair_of
+    from qconvert.repair.write import finish, write
+    from qconvert.runtimes.consumers import parse_consumer
+    from qconvert.runtimes.serving import Serving
+    from qconvert.validation.runner import Request, validate_folder
 
     serving = None if runtime is None else Serving(parse_consumer(runtime), tp)
 
@@ -1190,6 +1286,8 @@ def diff(
 ) -> list[Difference]:
     """The differences between two checkpoints, tensor by tensor, whatever their shards; without `data`
     only names, dtypes and shapes are compared. Raises CheckpointError."""
+    from qconvert.validation.diff import compare
+
     first, second = (_checkpoint(where, follow_links=follow_links) for where in (a, b))
     return compare(first, second, data=data)
 
@@ -1198,6 +1296,8 @@ def diff_files(a: str | Path, b: str | Path, *, follow_links: bool = False) -> F
     """Compare a folder with a repo on the Hub (`hf://ORG/NAME`, `@REVISION`), or two repos, file by
     file, by the sizes and hashes that the Hub lists: not a byte of weights is fetched, and hidden
     files are left out. Raises UsageError for two folders, CheckpointError, OutputError, RunError."""
+    from qconvert.hub.file_diff import compare_files
+
     return compare_files(a, b, follow_links=follow_links)
 
 
@@ -1223,6 +1323,8 @@ def _told(events: Events | Callback | None) -> Events | None:
 
 
 def _recipe(steps: Steps) -> Recipe:
+    from qconvert.recipe.recipe import load_recipe
+
     if isinstance(steps, Recipe):
         return steps
     if isinstance(steps, str | Path):
@@ -1239,6 +1341,8 @@ def _checkpoint(source: str | Path | Checkpoint, *, follow_links: bool) -> Check
 def _grafted(
     source: str | Path | Checkpoint, draft: str | Path | Checkpoint, options: PlanOptions
 ) -> Grafted:
+    from qconvert.checkpoint.grafted import grafted
+
     return grafted(_source(source, options), _source(draft, options))
 
 
@@ -1248,6 +1352,8 @@ def _placed(
     """The folder that a result is made in, and the URL that it is sent to. Raises OutputError for one on
     top of the source, UsageError for what cannot be done in a store."""
     if out is not None and is_hub(out):
+        from qconvert.hub.destination import check_streamed, hub_destination, hub_work_folder
+
         repo = hub_destination(str(out))
         check_streamed(repo, options.get("shard"), options.get("engine", "local"))
         work = hub_work_folder(repo, options.get("work_dir"))
@@ -1264,6 +1370,8 @@ def _placed(
         raise UsageError(
             f"--shard: name a folder that all machines share by --work-dir, to make {url}"
         )
+    from qconvert.run.delivery import check_urls_apart
+
     check_urls_apart(url, source)
     folder = work_folder(url, options.get("work_dir"))
     if options.get("for_run"):
@@ -1347,6 +1455,8 @@ def _engine(options: PlanOptions) -> EngineName:
 
 
 def _shard(options: PlanOptions) -> Shard | None:
+    from qconvert.run.division import parse_shard
+
     text = options.get("shard")
     return None if text is None else parse_shard(text, os.environ)
 
@@ -1375,10 +1485,28 @@ def _judged(
 def _check_disk(ready: Sequence[Prepared]) -> None:
     """Raise PlanError where the folders of a command take more disk than it may. A calibration's states
     are those of one folder at a time."""
-    calibrations = [part.plan.calibration for part in ready]
-    states = max((work_dir_bytes(found) for found in calibrations if found is not None), default=0)
+    states = max(map(_states_of, ready), default=0)
     folders = "the result" if len(ready) == 1 else f"the result, {len(ready)} folders,"
     check_disk_budget(ready[0].options.disk_budget, whole_result(ready, states), folders)
+
+
+def _states_of(ready: Prepared) -> int:
+    """Bytes that a plan's calibration keeps in the work folder, 0 where nothing is calibrated."""
+    if ready.plan.calibration is None:
+        return 0
+    from qconvert.calibrate.backend import work_dir_bytes
+
+    return work_dir_bytes(ready.plan.calibration)
+
+
+def _backend(parts: Sequence[tuple[Prepared, Path]]) -> Backend | None:
+    """What calibrates for plans that are run together; None, without its imports, where nothing does."""
+    plans = [ready.plan for ready, _ in parts]
+    if all(plan.calibration is None for plan in plans):
+        return None
+    from qconvert.calibrate.backend import backend_for
+
+    return backend_for(plans)
 
 
 def _named(planned: Planned) -> list[tuple[Prepared, Path]]:
@@ -1390,10 +1518,12 @@ def _named(planned: Planned) -> list[tuple[Prepared, Path]]:
 
 
 def _foreseen(planned: Planned) -> list[Outlook]:
+    from qconvert.run.preview import foreseen
+
     if any(folder.out is None for folder in planned.folders):
         return []
     parts = _named(planned)
-    backend = backend_for([ready.plan for ready, _ in parts])
+    backend = _backend(parts)
     looks = foreseen(parts, backend=backend)
     return [
         _foreseen_there(folder, look) for folder, look in zip(planned.folders, looks, strict=True)
@@ -1415,7 +1545,7 @@ def _foreseen_there(folder: PlannedFolder, look: Outlook) -> Outlook:
 
 def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     parts = _named(planned)
-    backend = backend_for([ready.plan for ready, _ in parts])
+    backend = _backend(parts)
     first = planned.folders[0]
     outlets = [folder.outlet for folder in planned.folders if folder.outlet is not None]
     if outlets:
@@ -1448,6 +1578,8 @@ def _streamed_out(
     backend: Backend | None,
 ) -> list[Result]:
     """Run a plan whose folders all go to the Hub while they are made."""
+    from qconvert.run.workspace import clean as _clean
+
     if all(outlet.look() == "finished" for outlet in outlets):
         for outlet, (_, work) in zip(outlets, parts, strict=True):
             outlet.tidy()  # of a run that was killed at its very end

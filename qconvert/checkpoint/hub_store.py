@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -19,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
+from qconvert.checkpoint.pinned import PINNED
 from qconvert.checkpoint.store import MOST_OBJECTS, Stored
 from qconvert.client.download import client
 from qconvert.client.http import library
@@ -85,23 +84,6 @@ def store_of_repo(repo: Repo, where: str) -> HubStore | None:
     return None if commit is None else HubStore(repo.id, commit, client().endpoint)
 
 
-_PINNED: ContextVar[dict[Repo, str] | None] = ContextVar("pinned", default=None)
-
-
-@contextmanager
-def pinned() -> Iterator[None]:
-    """Within this a revision stands for the commit that it stood for when it was first asked for: a
-    command reads one commit, whatever happens to the branch."""
-    if _PINNED.get() is not None:
-        yield
-        return
-    token = _PINNED.set({})
-    try:
-        yield
-    finally:
-        _PINNED.reset(token)
-
-
 class _OutOfReach(CheckpointError):
     """The Hub did not answer at all."""
 
@@ -116,7 +98,7 @@ def commit_of(repo: Repo, where: str) -> str | None:
         return None
     if repo.is_commit:
         return repo.revision
-    known = _PINNED.get()
+    known = PINNED.get()
     if known is not None and repo in known:
         return known[repo]
     api = client()

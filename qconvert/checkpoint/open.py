@@ -21,7 +21,6 @@ from qconvert.checkpoint.checkpoint import (
     index_limit,
 )
 from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo, snapshot
-from qconvert.checkpoint.mirror import mirror
 from qconvert.checkpoint.receipt import parse_receipt
 from qconvert.checkpoint.store import is_url, named, store_of
 from qconvert.core.errors import CheckpointError
@@ -153,6 +152,8 @@ def local(where: str | Path) -> Path:
     """A folder or file, or the folder on this machine that stands for what lies elsewhere: of a repo
     its snapshot in the client's cache, if that is finished or the Hub cannot be asked, else a mirror of
     the commit that its revision stands for. Raises as the store does."""
+    from qconvert.checkpoint.mirror import mirror
+
     if is_url(where):
         return mirror(store_of(str(where))).folder
     repo = named_repo(where)

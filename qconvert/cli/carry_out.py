@@ -55,7 +55,6 @@ def carry_out(
 
     from qconvert import api
     from qconvert.cli.progress import Bar
-    from qconvert.validation.reports import as_object
 
     whole = Started.now().finishing
     if whole is not None:
@@ -88,6 +87,8 @@ def carry_out(
                 checked(result.url or result.folder, source, options, pair=pair, draft=draft)
             )
     if as_json:
+        from qconvert.validation.reports import as_object
+
         found = [
             {**_summary(result, seconds), **({"validation": as_object(report)} if report else {})}
             for result, report in itertools.zip_longest(results, reports)

@@ -12,38 +12,20 @@ from types import FrameType
 import click
 
 from qconvert import __version__
-from qconvert.checkpoint.hub_store import pinned
-from qconvert.checkpoint.store import named
-from qconvert.cli.advise import advise
+from qconvert.checkpoint.pinned import pinned
 from qconvert.cli.carry_out import Started
-from qconvert.cli.check import diff, inspect, validate
-from qconvert.cli.convert import dequant, plan, run
-from qconvert.cli.drafts import mtp, text
-from qconvert.cli.evaluate import evaluate
-from qconvert.cli.fp8 import fp8
-from qconvert.cli.house import clean, demo, recipes
-from qconvert.cli.int8 import int8
-from qconvert.cli.kt import amx, kt
-from qconvert.cli.layout import experts, fuse, unfuse
-from qconvert.cli.mx import mx
-from qconvert.cli.nvfp4 import nvfp4
-from qconvert.cli.prepare import prepare, unprepare
-from qconvert.cli.relabel import relabel
-from qconvert.cli.repair import repair
-from qconvert.cli.report import report
-from qconvert.cli.shards import finish, status
-from qconvert.cli.stages import join, split
-from qconvert.cli.upload import upload
-from qconvert.cli.w4a16 import w4a16
+from qconvert.cli.commands import Commands
 from qconvert.core.errors import QConvertError, UsageError
-from qconvert.core.extras import extra_of, is_installed, lacking
 from qconvert.core.say import say, say_error
 from qconvert.core.shown import message
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # and FINDINGS, MORE, of options.py
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    commands=Commands(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="qconvert")
 def cli() -> None:
     """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
@@ -64,48 +46,6 @@ def cli() -> None:
     """
     # A command reads one commit of a repo, wherever its branch goes meanwhile.
     click.get_current_context().with_resource(pinned())
-
-
-_CONVERSIONS = (
-    dequant,
-    fuse,
-    unfuse,
-    experts,
-    mtp,
-    text,
-    amx,
-    kt,
-    w4a16,
-    nvfp4,
-    fp8,
-    int8,
-    mx,
-    relabel,
-    split,
-    join,
-    prepare,
-    unprepare,
-)
-for command in (
-    inspect,
-    advise,
-    plan,
-    run,
-    *_CONVERSIONS,
-    finish,
-    status,
-    diff,
-    validate,
-    evaluate,
-    repair,
-    upload,
-    recipes,
-    clean,
-    report,
-    demo,
-):
-    cli.add_command(command)
-cli.add_command(w4a16, name="gptq4")
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
@@ -133,9 +73,13 @@ def main(arguments: list[str] | None = None) -> None:
         _say_usage(click.UsageError(str(error)))
         sys.exit(USAGE)
     except QConvertError as error:
+        from qconvert.checkpoint.store import named
+
         say_error(named(str(error)))
         sys.exit(FAILED)
     except ImportError as error:
+        from qconvert.core.extras import extra_of, is_installed, lacking
+
         # numpy and others are imported where they are used: they are broken, or memory is too small.
         package = (error.name or "").partition(".")[0]
         extra = extra_of(package)

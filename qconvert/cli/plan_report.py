@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.backend import unmet, work_dir_bytes
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.dtypes import TypesOf
@@ -16,9 +15,10 @@ from qconvert.core.shown import count
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared, side_bytes
-from qconvert.run.preview import Outlook
-from qconvert.samples.request import FACT
 from qconvert.validation.findings import NO_FINDINGS, Verdict
+
+if TYPE_CHECKING:
+    from qconvert.run.preview import Outlook
 
 MOST_ROWS = 14
 _MOST_NAMES = 3
@@ -89,7 +89,7 @@ def plan_lines(
             f"warning {count(len(absent), 'tensor')} of family {checkpoint.family.name} missing: "
             f"{some(absent, every=every)}"
         )
-    warnings = (*checkpoint.warnings, *verdict.lines(), *unmet(plan))
+    warnings = (*checkpoint.warnings, *verdict.lines(), *_unmet(plan))
     lines += [f"warning {text}" for text in warnings]
     lines += [f"loads   {text}" for text in verdict.loads]
     if any(text.endswith(" ...") for text in verdict.loads):
@@ -172,9 +172,21 @@ def outlook_json(look: Outlook | None) -> dict[str, Any]:
     return {"out": out, "refusals": list(look.refusals)}
 
 
+def _unmet(plan: Plan) -> tuple[str, ...]:
+    """What a plan's calibration lacks on this machine."""
+    if plan.calibration is None:
+        return ()
+    from qconvert.calibrate.backend import unmet
+
+    return unmet(plan)
+
+
 def _calibration_lines(plan: Plan) -> list[str]:
     if plan.calibration is None:
         return []
+    from qconvert.calibrate.backend import work_dir_bytes
+    from qconvert.samples.request import FACT
+
     request = plan.calibration.request
     data = "random tokens" if request.synthetic else f"data {plan.facts[FACT]['data'][:12]}"
     tokens = "its own tokens" if request.experts == "routed" else "all tokens"
@@ -411,7 +423,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "side_files": list(plan.side_files),
         "lossy_steps": plan.losses(),
         "unknown": unknown_names(checkpoint),
-        "warnings": [*checkpoint.warnings, *unmet(plan)],
+        "warnings": [*checkpoint.warnings, *_unmet(plan)],
         "findings": verdict.as_json(),
         "loads": list(verdict.loads),
         "memory": ready.share.total,

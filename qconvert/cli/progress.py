@@ -31,6 +31,30 @@ _STDERR = "-"
 _BY_WORK = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
 
+class _Unseen:
+    """What of tqdm's bar is used, where none is drawn: its import takes 30 ms of CPU."""
+
+    n: float = 0
+    initial: float = 0
+    total: float | None = None
+    bar_format: str | None = None
+
+    def reset(self, total: float | None = None) -> None:
+        self.n, self.total = 0, total
+
+    def update(self, _more: float) -> None: ...
+
+    def set_description(self, _text: str) -> None: ...
+
+    def set_postfix_str(self, _text: str) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Bar:
     """Events of a run as a progress bar. `unit` is what is counted: bytes. `log` is a file that gets
     lines of JSON, or `-`; `now` is a clock that only goes forward. With -q nothing is shown, with -v
@@ -51,8 +75,6 @@ class Bar:
         self._stream: IO[str] | None = None
 
     def __enter__(self) -> Self:
-        from tqdm import tqdm
-
         from qconvert.core.errors import OutputError
 
         if self._log is not None and self._log != _STDERR:
@@ -65,10 +87,7 @@ class Bar:
         self._told = self._log != _STDERR and not is_quiet()
         self._shown = sys.stderr.isatty() and self._told
         self._phases = is_verbose() and self._told
-        self._bar: tqdm[Any] = tqdm(
-            unit=self._unit, unit_scale=True, dynamic_ncols=True, disable=not self._shown,
-            leave=False, file=sys.stderr,
-        )  # fmt: skip
+        self._bar: tqdm[Any] | _Unseen = self._drawn() if self._shown else _Unseen()
         return self
 
     def __exit__(
@@ -83,6 +102,13 @@ class Bar:
         finally:
             if self._stream is not None:
                 self._stream.close()
+
+    def _drawn(self) -> tqdm[Any]:
+        from tqdm import tqdm
+
+        return tqdm(
+            unit=self._unit, unit_scale=True, dynamic_ncols=True, leave=False, file=sys.stderr
+        )
 
     def start(self, total: int, done: int) -> None:
         with self._lock:

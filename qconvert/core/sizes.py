@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from qconvert.core.errors import UsageError
 
@@ -17,6 +16,8 @@ _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 def parse_size(text: str | int) -> int:
     """`5GB` (10^9), `512MiB` (2^20), `4096` -> bytes. Raises UsageError for anything else."""
+    from fractions import Fraction
+
     match = _SIZE.fullmatch(str(text).strip())
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(f"{text!r} is not a valid size; write 5GB, 512MiB or a number of bytes")

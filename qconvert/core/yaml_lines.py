@@ -4,7 +4,6 @@ ignored makes wrong files. Depth, numbers and alias expansion are bounded, whoev
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -187,5 +186,7 @@ def lines_of(node: Any, name: str) -> Mapping[Path, int]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing if no known word is close."""
+    import difflib
+
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

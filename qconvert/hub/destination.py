@@ -7,19 +7,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from qconvert import __version__
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.checkpoint.store import stores_root
-from qconvert.client.retries import to_stderr
 from qconvert.core.errors import UsageError
-from qconvert.hub.outlet import HubOutlet
-from qconvert.plan.plan import Plan
-from qconvert.run.cluster import EngineName
-from qconvert.run.prepare import Prepared
-from qconvert.run.staging import identity_of, publish_order
-from qconvert.run.workspace import lasting
+
+if TYPE_CHECKING:
+    from qconvert.hub.outlet import HubOutlet
+    from qconvert.plan.plan import Plan
+    from qconvert.run.cluster import EngineName
+    from qconvert.run.prepare import Prepared
 
 _SCHEME = "hf://"
 _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}")
@@ -64,6 +64,11 @@ def hub_work_folder(repo: Repo, below: str | Path | None) -> Path:
 
 def outlet_of(ready: Prepared, url: str, *, private: bool = False) -> HubOutlet:
     """The repo as what a prepared plan is sent to."""
+    from qconvert.client.retries import to_stderr
+    from qconvert.hub.outlet import HubOutlet
+    from qconvert.run.staging import identity_of, publish_order
+    from qconvert.run.workspace import lasting
+
     steps = ", ".join(entry.name for entry in ready.plan.log)
     return HubOutlet(
         hub_destination(url),

@@ -17,6 +17,7 @@ from qconvert.core.graph import Apply, Buffer
 from qconvert.core.int_scheme import CodePacker
 from qconvert.ops.base import Uncut
 from qconvert.ops.rowwise import RowOp
+from qconvert.plan.units import Compute, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +78,15 @@ class Calibrated(Uncut):
 def calibrated_op(node: Apply) -> Calibrated | None:
     """The node's op where it is one of these."""
     return node.op if isinstance(node.op, Calibrated) else None
+
+
+def calibrated_in(unit: Unit) -> Calibrated | None:
+    """The op of a unit that is a backend's to compute, None for a worker's unit."""
+    if unit.node is not None:
+        return calibrated_op(unit.node)
+    for step in unit.cut:
+        if isinstance(step, Compute):
+            for node in step.nodes:
+                if (op := calibrated_op(node)) is not None:
+                    return op
+    return None

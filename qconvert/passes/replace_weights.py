@@ -30,9 +30,7 @@ from qconvert.matrices.linears import check_sets, quantizable
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
-from qconvert.samples.request import FACT as CALIBRATION
 from qconvert.samples.request import Calibration
-from qconvert.samples.request import fact as calibration_fact
 
 # What modelopt and GPTQ write beside config.json about the weights of a folder.
 _STALE_FILES = ("hf_quant_config.json", "quantize_config.json")
@@ -198,6 +196,9 @@ def replace_weights(
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
     experts."""
+    from qconvert.samples.request import FACT as CALIBRATION
+    from qconvert.samples.request import fact as calibration_fact
+
     stale = f"{entry.name}: its quantization block no longer holds"
     rules = {**dict.fromkeys(_STALE_FILES, stale), **(dropped_files or {})}
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
@@ -28,7 +28,9 @@ from qconvert.core.names import (
 )
 from qconvert.core.profiling import phase
 from qconvert.plan.walk import nodes, ports
-from qconvert.samples.request import Calibration
+
+if TYPE_CHECKING:
+    from qconvert.samples.request import Calibration
 
 # How rules begin that leave a tensor out because another folder holds it.
 ELSEWHERE = "elsewhere:"

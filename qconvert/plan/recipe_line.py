@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from qconvert.core.discovery import PASSES, discover
+from qconvert.core.discovery import PASSES, discover, is_extended, loaded
 from qconvert.plan.words import words_of
-from qconvert.samples.request import Calibration, unsaid
 
 # The packages of the house that hold passes.
 PACKAGES = ("qconvert.passes", "qconvert.contrib.trtllm_gen")
@@ -21,13 +19,15 @@ _MOST = 4000  # characters of a repr; our longest has some 600
 def recipe_line(spec: str) -> str:
     """One line of YAML, of a pass or its name alone, with the options that are not at their defaults.
     What is no repr of a known pass (another package's, another version's) stays as it is."""
+    import warnings
+
     if len(spec) > _MOST:
         return spec
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a manifest may be anyone's, and so its escapes
             call = ast.parse(spec, mode="eval").body
-        name, kind = _known()[_called(call)]
+        name, kind = _pass_of(_called(call))
         options = words_of(name, _options(call, kind))
     except (KeyError, ValueError, SyntaxError, RecursionError, MemoryError):
         return spec
@@ -52,6 +52,17 @@ def _in_a_line(options: Mapping[str, Any]) -> str:
         width=2**31,
     )  # fmt: skip
     return str(found).strip()
+
+
+def _pass_of(called: str) -> tuple[str, Any]:
+    """The pass whose class has a name, with its recipe name. One that made a plan has been imported: to
+    import all of them for the card took 90 ms of CPU. Raises KeyError."""
+    if not is_extended():  # another package's class may have the same name
+        for module in loaded(*PACKAGES):
+            for kind in getattr(module, "PASSES", ()):
+                if kind.__name__ == called:
+                    return kind.name, kind
+    return _known()[called]
 
 
 @cache
@@ -89,7 +100,9 @@ def _options(node: ast.expr, kind: Any) -> dict[str, Any]:
 
 def _value(node: ast.expr) -> Any:
     """A literal, or the options of a dataclass within a pass, such as its calibration."""
-    if isinstance(node, ast.Call) and _called(node) == Calibration.__name__:
+    if isinstance(node, ast.Call) and _called(node) == "Calibration":
+        from qconvert.samples.request import Calibration, unsaid
+
         return _options(node, Calibration) | unsaid([one.arg or "" for one in node.keywords])
     if isinstance(node, ast.Call):
         return _options(node, None)

@@ -17,7 +17,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,8 @@ from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.core.patterns import compiled
 from qconvert.core.regular import read_regular
 from qconvert.core.sizes import parse_size
-from qconvert.core.yaml_lines import (
-    MOST_BYTES,
-    compose,
-    construct,
-    did_you_mean,
-    entries,
-    line_of,
-)
-from qconvert.passes import passes
 from qconvert.plan.plan import Pass
 from qconvert.plan.words import fields_of, option_word, value_words, words_of
-from qconvert.recipe.llmcompressor import is_foreign, parse_foreign, pattern_of
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -76,6 +65,8 @@ def _options(of: Any) -> dict[str, Any]:
 
 def builtin_recipes() -> dict[str, str]:
     """Name -> text of every recipe that comes with qconvert."""
+    from importlib.resources import files as package_files
+
     found = {
         entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
         for entry in package_files("qconvert.recipes").iterdir()
@@ -87,6 +78,9 @@ def builtin_recipes() -> dict[str, str]:
 def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
     line if there is one."""
+    from qconvert.core.yaml_lines import MOST_BYTES, did_you_mean
+    from qconvert.passes import passes
+
     text = None
     if os.path.lexists(where) and not Path(where).is_dir():
         with suppress(FileNotFoundError):  # a dangling link
@@ -114,6 +108,9 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
     """Parse a recipe. `name` is used in error messages. `data` are fields of Calibration for an
     llm-compressor recipe that needs data, which those do not name. Raises RecipeError."""
     import yaml
+
+    from qconvert.core.yaml_lines import compose, did_you_mean, entries, line_of
+    from qconvert.recipe.llmcompressor import is_foreign
 
     node = compose(text, name)
     if not isinstance(node, yaml.MappingNode):
@@ -149,6 +146,9 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
 
 def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
     """llm-compressor's recipe as one of ours: the pass w4a16, calibrated for GPTQModifier."""
+    from qconvert.passes import passes
+    from qconvert.recipe.llmcompressor import parse_foreign, pattern_of
+
     asked = parse_foreign(node, name)
     first = asked.groups[0]
     for other in asked.groups[1:]:
@@ -202,6 +202,9 @@ def _takes_head(pattern: str) -> bool:
 def _pass(node: Any, name: str) -> Pass:
     import yaml
 
+    from qconvert.core.yaml_lines import construct, did_you_mean, entries, line_of
+    from qconvert.passes import passes
+
     known = passes()
     key = options = None
     if isinstance(node, yaml.ScalarNode):
@@ -239,6 +242,8 @@ def _build(
 ) -> Pass:
     """Check options against the pass's fields with pydantic and build it."""
     from pydantic import TypeAdapter, ValidationError
+
+    from qconvert.core.yaml_lines import did_you_mean
 
     allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:

@@ -18,8 +18,8 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.profiling import heard
 from qconvert.core.shown import count
-from qconvert.matrices.calibrated import Calibrated, calibrated_op
-from qconvert.plan.units import Compute, Unit
+from qconvert.matrices.calibrated import Calibrated, calibrated_in
+from qconvert.plan.units import Unit
 from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters
@@ -132,18 +132,6 @@ class Backend(Protocol):
     def solve(self, job: Job) -> Generator[Item]:
         """Every unit of the job, in any order. Closed early where the run fails; what it is to continue
         from after that lies in the job's `work_dir`."""
-
-
-def calibrated_in(unit: Unit) -> Calibrated | None:
-    """The op of a unit that is a backend's to compute, None for a worker's unit."""
-    if unit.node is not None:
-        return calibrated_op(unit.node)
-    for step in unit.cut:
-        if isinstance(step, Compute):
-            for node in step.nodes:
-                if (op := calibrated_op(node)) is not None:
-                    return op
-    return None
 
 
 def write_solved(

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from qconvert.run.backend import Backend
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
 from qconvert.core.regular import SMALL, open_regular
 from qconvert.core.shown import shortened
-from qconvert.plan.recipe_line import recipe_line
 from qconvert.run.files import Files
 from qconvert.run.outlet import Sent
 
@@ -281,6 +280,8 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 
 def _spelled(spec: str) -> str:
+    from qconvert.plan.recipe_line import recipe_line
+
     return spec if spec == NO_PASS else f"`{recipe_line(spec)}`"
 
 

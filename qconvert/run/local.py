@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from qconvert.run.backend import Backend
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.pool import run_local
-from qconvert.run.repair import begin_repair, claim_damaged
 from qconvert.run.resume import open_journals, progress_of
-from qconvert.run.sharing import check_complete
 from qconvert.run.target import Target
 from qconvert.run.worker import Told
 from qconvert.run.workspace import Workspace
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 
 class LocalEngine:
@@ -46,8 +47,12 @@ def whole_run(
     repair."""
     _settle(targets)
     if targets[0].ready.options.finish:
+        from qconvert.run.sharing import check_complete
+
         check_complete(targets)
     if targets[0].space.finished:
+        from qconvert.run.repair import begin_repair, claim_damaged
+
         targets = claim_damaged(targets, told)
         if not any(target.faults for target in targets):
             yield None

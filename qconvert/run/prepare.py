@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
@@ -14,19 +15,21 @@ from qconvert.core.graph import Output
 from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.ops.gpu.choice import DEVICE_BYTES, MOST_JOBS, Decision, decide
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
-from qconvert.run.backend import calibrated_in
-from qconvert.run.cluster import EngineName, check_installed
 from qconvert.run.committer import COMMIT_BYTES
-from qconvert.run.division import Shard
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import SEND_BYTES, Share, searched, share_on_cluster, share_out
-from qconvert.run.schedule import Room, refuse, room_for, smaller_shards
+from qconvert.run.memory import SEND_BYTES, Share, searched, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 from qconvert.run.until import Until
+
+if TYPE_CHECKING:
+    from qconvert.run.cluster import EngineName
+    from qconvert.run.division import Shard
+    from qconvert.run.schedule import Room
 
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
@@ -91,6 +94,8 @@ def prepare(plan: Plan, options: Options) -> Prepared:
 def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
+    from qconvert.run.cluster import check_installed
+
     if options.engine == "ray":
         check_installed()
     merged: dict[str, Output] = {}
@@ -128,6 +133,8 @@ def _prepare_streamed(
 ) -> list[Prepared]:
     """Plans whose files are sent while they are made. Where shards of the default size are too large for
     the disk budget, smaller ones are taken. Raises PlanError where none fit."""
+    from qconvert.run.schedule import refuse, room_for, smaller_shards
+
     budget = options.disk_budget
     rest = sum(map(_beside, plans))
     layouts = _laid_out(plans, options)
@@ -151,6 +158,8 @@ def _prepare_streamed(
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
     """What each worker gets. Those that read a store have its client, too, those that search on a GPU
     what that takes."""
+    from qconvert.run.memory import share_on_cluster
+
     far = any(shard.remote is not None for shard in first.checkpoint.shards)
     client = FETCH_BYTES if far else 0
     if options.engine != "local":

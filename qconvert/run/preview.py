@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import OutputError, QConvertError
-from qconvert.run.backend import Backend
 from qconvert.run.events import Silent
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.lock import refuse_locked
@@ -21,6 +20,9 @@ from qconvert.run.resume import is_resumable
 from qconvert.run.sharing import SharedWorkspace
 from qconvert.run.target import Parts, Target, opened
 from qconvert.run.workspace import LOCK, Workspace
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 State = Literal["new", "unfinished", "finished"]
 

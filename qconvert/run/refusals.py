@@ -4,15 +4,19 @@ another plan's work in it: run/workspace.py, run/journal.py. The plan itself: va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR
 from qconvert.core.errors import OutputError, PlanError
 from qconvert.core.sizes import exact_size
-from qconvert.run.backend import Backend, calibrated_in
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.run.files import existing_parent
 from qconvert.run.prepare import disk_bytes
 from qconvert.run.target import Parts, Target
 from qconvert.run.workspace import check_apart, check_disk, check_folders_apart
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 
 def check_parts(parts: Parts, backend: Backend | None) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.backend import Backend, calibrated_in
 from qconvert.run.events import Events
 from qconvert.run.finished import look_over
 from qconvert.run.refusals import check_all_finished, check_backend
 from qconvert.run.staging import publish_order
 from qconvert.run.target import Target
 from qconvert.run.workspace import check_disk
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 
 def look_over_all(targets: Sequence[Target], told: Events) -> list[Target]:

@@ -4,7 +4,7 @@ Work of another plan is refused before: run/journal.py, `refuse_other_plan`."""
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -53,7 +53,7 @@ def open_journals(targets: Sequence[Target]) -> list[Target]:
         # The first folder's journal goes first: it speaks of files in all of them.
         for target in targets:
             target.space.forget()
-    run = secrets.token_hex(8)
+    run = os.urandom(8).hex()
     found: list[Target] = []
     # It also comes last, when all files it may speak of are there.
     for target in reversed(targets):

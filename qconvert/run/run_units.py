@@ -6,20 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import heard, phase, recording, working
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.backend import Backend, CalibratedUnit, Job, calibrated_in, write_solved
 from qconvert.run.committer import Committer
 from qconvert.run.engine import Engine, Work
-from qconvert.run.estimate import WRITE
 from qconvert.run.events import Events, Watching
-from qconvert.run.exchange import SOLVED, Exchange
 from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
 from qconvert.run.prepare import Prepared
-from qconvert.run.profile import note_run
 from qconvert.run.resume import Progress
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place, UnitResult
@@ -27,6 +25,10 @@ from qconvert.run.verify import check_same_sources
 from qconvert.run.worker import Measured, Setup
 from qconvert.run.worker import Progress as Made
 from qconvert.run.workspace import CALIBRATION
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend, Job
+    from qconvert.run.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def run_units(
         work, before = backend.work(job)
         rest = sum(unit.write for number, unit in left if number not in solved)
         if work:
+            from qconvert.run.estimate import WRITE
+
             watching.planned({**work, WRITE: float(rest)}, before)
     setup, places = _setup(targets)
     committer = Committer(journal, files, setup.paths, ready.options.commit_bytes)
@@ -86,7 +90,10 @@ def run_units(
         committer.add(number, result)
 
     writing = _Writing(setup, places, files, told, finished, committer.commit)
-    note_run(targets, left)
+    if recording() is not None:
+        from qconvert.run.profile import note_run
+
+        note_run(targets, left)
     try:
         by_engine = [item for item in left if item[0] not in solved]
         stopped = _by_engine(engine, targets, by_engine, writing, progress)
@@ -168,6 +175,8 @@ def experts_in(ready: Prepared) -> set[tuple[int, int]]:
 
 def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
     """Calibrated units whose expert no shard has solved."""
+    from qconvert.run.exchange import Exchange
+
     exchange = Exchange(work, ready.fingerprint, Files())
     left = {
         number: calibrated_in(unit) for number, unit in calibrated_left(ready, progress).items()
@@ -181,6 +190,8 @@ def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
 
 def exchange_of(target: Target, files: Files) -> Exchange | None:
     """Where shards put what they solve; None in a run without, where none were before."""
+    from qconvert.run.exchange import SOLVED, Exchange
+
     options, space = target.ready.options, target.space
     if options.shard is None and not (space.work / SOLVED).is_dir():
         return None
@@ -193,6 +204,8 @@ def exchange_of(target: Target, files: Files) -> Exchange | None:
 
 def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
     """What a backend is asked for."""
+    from qconvert.run.backend import CalibratedUnit, Job
+
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
     exchange = exchange_of(first, files)
     work_dir = first.space.work / CALIBRATION
@@ -216,6 +229,8 @@ def _by_backend(
     job: Job, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:
     """Let a backend solve units, and write what it solves. Returns its remarks."""
+    from qconvert.run.backend import write_solved
+
     return write_solved(
         backend.solve(job), writing.setup, writing.files, units, writing.places,
         wrote=writing.told.wrote, phase=writing.told.phase, finished=writing.finished,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from qconvert.core.errors import PlanError
 from qconvert.core.sizes import exact_size, format_size
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.backend import calibrated_in
 from qconvert.run.shards import ShardLayout
 
 # Without a budget so many finished files of the largest size may wait to be sent.

@@ -13,15 +13,14 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
-from qconvert.run.backend import Backend
 from qconvert.run.division import LEFT_TO_FINISH, Division, Shard, divide
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
-from qconvert.run.exchange import solved_in
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal, refuse_other_plan
 from qconvert.run.leases import (
@@ -53,6 +52,9 @@ from qconvert.run.verify import (
 )
 from qconvert.run.worker import Told
 from qconvert.run.workspace import JOURNAL, Workspace
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 _SHOWN_SHARDS = 5
 
@@ -327,6 +329,8 @@ def check_complete(targets: Sequence[Target]) -> None:
 
 def _check_solved(first: Target, newest: ShardJournal, begun: set[Shard]) -> None:
     """Raise OutputError where experts of a calibration have not been solved by any shard."""
+    from qconvert.run.exchange import solved_in
+
     assert first.space.remembered is not None
     progress = Progress(dict(first.space.remembered.units), {}, [], None)
     if not unsolved(first.ready, progress, first.space.work):

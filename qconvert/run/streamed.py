@@ -8,9 +8,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError, RunError
-from qconvert.run.backend import Backend, calibrated_in
+from qconvert.matrices.calibrated import calibrated_in
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.file_hash import hashes_in
@@ -31,6 +32,9 @@ from qconvert.run.stream_space import StreamSpace
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch, Done, Told
+
+if TYPE_CHECKING:
+    from qconvert.run.backend import Backend
 
 # How often files that were sent and are lost are made again before that is no accident any more.
 _ROUNDS = 3

@@ -1,0 +1,126 @@
+"""What a command imports before it works: only what it needs."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+import qconvert.cli
+from qconvert import api
+from qconvert.cli.commands import Commands
+from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.main import cli
+from qconvert.hub.card import plain_yaml
+from qconvert.validation.runner import NEEDED_BY, validators
+
+_SAID = """
+import sys
+from qconvert.cli.main import cli
+from qconvert.cli.carry_out import Started
+cli.main(sys.argv[1:], standalone_mode=False, obj=Started(()))
+print("MODULES", *sys.modules)
+"""
+# A conversion that calibrates nothing, of a folder, to a folder, asks none of these.
+_UNUSED = {
+    "yaml", "tqdm", "importlib.metadata", "email", "huggingface_hub", "numba", "torch",
+    "qconvert.advise", "qconvert.calibrate", "qconvert.client", "qconvert.evaluate", "qconvert.repair",
+    "qconvert.passes.nvfp4", "qconvert.passes.w4a16", "qconvert.recipe.llmcompressor",
+    "qconvert.run.backend", "qconvert.run.on_ray", "qconvert.run.streamed",
+    "qconvert.validation.reports", "qconvert.validators.amx", "qconvert.validators.kernels",
+    "qconvert.validators.model", "qconvert.validators.weights",
+}  # fmt: skip
+
+
+def imported_by(*words: str | Path) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", _SAID, *map(str, words)], capture_output=True, text=True, check=True
+    )
+    line = done.stdout.splitlines()[-1]
+    return set(line.split()[1:])
+
+
+def test_a_dry_run_imports_what_it_needs(tmp_path: Path) -> None:
+    write_sample(tmp_path / "fp8")
+    found = imported_by("dequant", tmp_path / "fp8", tmp_path / "out", "--dry-run", "--jobs", "1")
+    assert {name for name in found if name in _UNUSED} == set()
+    assert sum(name.startswith("qconvert") for name in found) < 260  # 390 once
+
+
+def test_a_command_imports_no_other() -> None:
+    found = imported_by("recipes", "list")
+    assert "qconvert.cli.house" in found
+    assert not found & {"qconvert.cli.convert", "qconvert.cli.check", "qconvert.api"}
+
+
+def test_every_command_is_there() -> None:
+    """By the name that click gives it; gptq4 is a second name."""
+    written = {
+        id(value): value.name
+        for info in pkgutil.iter_modules(qconvert.cli.__path__)
+        if info.name != "main"
+        for value in vars(import_module(f"qconvert.cli.{info.name}")).values()
+        if isinstance(value, click.Command)
+    }
+    known = {id(command): name for name, command in cli.commands.items() if name != "gptq4"}
+    below = {
+        id(command)
+        for group in cli.commands.values()
+        if isinstance(group, click.Group)
+        for command in group.commands.values()
+    }
+    assert {key: name for key, name in written.items() if key not in below} == known
+    assert cli.commands["gptq4"] is cli.commands["w4a16"]
+
+
+def test_commands_are_a_mapping() -> None:
+    commands = Commands()
+    commands["other"] = click.Command("other")
+    assert "other" in commands
+    assert commands["other"].name == "other"
+    del commands["other"]
+    assert "other" not in commands
+    assert commands.get("other") is None
+    assert len(commands) == len(list(commands))
+
+
+def test_the_api_names_what_it_imports_later() -> None:
+    assert {name for name in api.__all__ if not hasattr(api, name)} == set()
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = api.nothing  # type: ignore[attr-defined]
+
+
+def test_packages_need_what_they_say() -> None:
+    """A planned folder's rules leave out packages by it."""
+    for validator in validators():
+        package = type(validator).__module__.rpartition(".")[0]
+        asked = NEEDED_BY.get(package)
+        assert asked is None or validator.needs & asked, validator.name
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        {"license": "mit", "tags": ["moe", "fp8"], "base_model": "Org/Name-1.5_x"},
+        {"library_name": "transformers"},
+    ],
+)
+def test_words_are_written_as_yaml_writes_them(front: dict[str, object]) -> None:
+    assert plain_yaml(front) == yaml.safe_dump(
+        front, sort_keys=False, allow_unicode=True, width=1000
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["no", "On", "null", "1.5", "a: b", "a b", "", "-", "x" * 200, [], ["true"], 3, True, None, {}],
+)
+def test_what_is_no_word_is_left_to_yaml(value: object) -> None:
+    assert plain_yaml({"key": value}) is None
+    assert plain_yaml({"key": ["word", value]}) is None
