@@ -27,8 +27,9 @@ from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.run import exchange as exchanges
 from qconvert.run import leases
 from qconvert.run.division import LEFT_TO_FINISH, Shard, divide, is_calibrated
-from qconvert.run.exchange import SOLVED, Exchange, OutOfTime, Peers
+from qconvert.run.exchange import Exchange, OutOfTime, Peers
 from qconvert.run.files import Files
+from qconvert.run.leases import SOLVED
 from qconvert.run.until import Until
 
 ROWS, COLUMNS = 24, 64

@@ -152,9 +152,9 @@ def local(where: str | Path) -> Path:
     """A folder or file, or the folder on this machine that stands for what lies elsewhere: of a repo
     its snapshot in the client's cache, if that is finished or the Hub cannot be asked, else a mirror of
     the commit that its revision stands for. Raises as the store does."""
-    from qconvert.checkpoint.mirror import mirror
-
     if is_url(where):
+        from qconvert.checkpoint.mirror import mirror
+
         return mirror(store_of(str(where))).folder
     repo = named_repo(where)
     if repo is None:
@@ -163,6 +163,7 @@ def local(where: str | Path) -> Path:
     if found is not None and _is_finished(found):
         return found
     from qconvert.checkpoint.hub_store import store_of_repo
+    from qconvert.checkpoint.mirror import mirror
 
     store = store_of_repo(repo, str(where))
     return cached_folder(repo, str(where)) if store is None else mirror(store).folder

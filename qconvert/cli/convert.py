@@ -327,7 +327,7 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
 
 def plan_options(options: RunOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
-    from qconvert.run.sharing import without_option
+    from qconvert.core.command_line import without_option
     from qconvert.run.until import Until
 
     started = Started.now()

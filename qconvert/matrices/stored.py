@@ -7,19 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from qconvert.core.discovery import FORMATS, discover
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, concat, inferred
-from qconvert.ops.awq import DequantAwq
-from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from qconvert.ops.ints import DequantInts
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -43,9 +42,15 @@ class Stored:
             if block != decoder.block:
                 decoder = replace(decoder, block=block)
             return Stored(decoder, (first, scale), height, self.columns)
+        from qconvert.ops.awq import DequantAwq
+        from qconvert.ops.gptq_packed import DequantGptq
+
         if isinstance(decoder, Columns | DequantGptq | DequantAwq):
             part = replace(decoder, first=decoder.first + start, count=height)
             return replace(self, decoder=part, rows=height)
+        from qconvert.ops.fp4 import DequantNvfp4
+        from qconvert.ops.ints import DequantInts
+
         first = self.args[0].rows(start, stop)
         if isinstance(self.decoder, DequantInts):
             return self._cut_ints(self.decoder, start, stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.ignore import complete_ignore_lists
@@ -30,7 +30,9 @@ from qconvert.matrices.linears import check_sets, quantizable
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
-from qconvert.samples.request import Calibration
+
+if TYPE_CHECKING:
+    from qconvert.samples.request import Calibration
 
 # What modelopt and GPTQ write beside config.json about the weights of a folder.
 _STALE_FILES = ("hf_quant_config.json", "quantize_config.json")

@@ -131,6 +131,21 @@ class Plan:
                 made.__dict__[known] = self.__dict__[known]
         return made
 
+    def sorted_as(self, other: Plan) -> Plan:
+        """This plan, which takes the roles of its tensors from another that has sorted the same names,
+        all of them the source's, of a model of the same sizes: to sort 6,000 names again takes 20 ms of
+        CPU."""
+        known = other.__dict__.get("role_index")
+        if (
+            known is not None
+            and self.family is other.family
+            and self.family.dims(self.config) == known.dims
+            and list(self.tensors) == list(other.tensors)
+            and self.tensors.keys() <= self.checkpoint.sources.keys()
+        ):
+            self.__dict__["role_index"] = known
+        return self
+
     def check(self) -> Plan:
         """Prove the plan sound; returns it. Raises PlanError naming the first tensor at fault.
 

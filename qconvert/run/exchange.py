@@ -27,7 +27,7 @@ from qconvert.core.shown import count
 from qconvert.run import leases
 from qconvert.run.division import Shard
 from qconvert.run.files import Files
-from qconvert.run.leases import ShardJournal, appear, journals_in, state_of, unfinished
+from qconvert.run.leases import SOLVED, ShardJournal, appear, journals_in, state_of, unfinished
 from qconvert.run.until import Until
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
-SOLVED = "solved"
 _STATES = "states"
 _NAME = re.compile(r"[0-9]{1,6}-[0-9]{1,6}")
 _POLL_SECONDS = 0.25

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +28,8 @@ from qconvert.run.files import Files
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 
 SHARDS = "shards"
+# Where shards put what they solve (run/exchange.py).
+SOLVED = "solved"
 BEAT_SECONDS = 5.0
 # NFS clients may see another's write only when they open the file again, as is done here; a server may
 # take some seconds to fail over.
@@ -84,6 +84,8 @@ def _is_pair(value: Any) -> bool:
 
 def this_process() -> Process:
     """This process, and the machine it sees processes of: one boot, one namespace of numbers."""
+    import socket
+
     host = socket.gethostname()
     pid = os.getpid()
     try:
@@ -325,7 +327,7 @@ def begin_lease(
 
 def unfinished(work: Path, shard: Shard) -> Path:
     """A name that nobody else uses, for a file that a shard makes."""
-    return work / SHARDS / f"{shard.index}-of-{shard.count}.{secrets.token_hex(8)}.new"
+    return work / SHARDS / f"{shard.index}-of-{shard.count}.{os.urandom(8).hex()}.new"
 
 
 def remove_unfinished(work: Path, shard: Shard, files: Files) -> None:

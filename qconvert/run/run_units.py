@@ -190,7 +190,8 @@ def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
 
 def exchange_of(target: Target, files: Files) -> Exchange | None:
     """Where shards put what they solve; None in a run without, where none were before."""
-    from qconvert.run.exchange import SOLVED, Exchange
+    from qconvert.run.exchange import Exchange
+    from qconvert.run.leases import SOLVED
 
     options, space = target.ready.options, target.space
     if options.shard is None and not (space.work / SOLVED).is_dir():

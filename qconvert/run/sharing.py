@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.core.command_line import without_option
 from qconvert.core.errors import OutputError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
@@ -357,14 +358,3 @@ def command_of(journal: ShardJournal, shard: Shard) -> str:
 def without_shard(command: Sequence[str]) -> list[str]:
     """A command line without its option --shard."""
     return without_option(command, "--shard")
-
-
-def without_option(command: Sequence[str], name: str) -> list[str]:
-    """A command line without an option and its value."""
-    words: list[str] = []
-    skip = False
-    for word in command:
-        if not skip and word != name and not word.startswith(f"{name}="):
-            words.append(word)
-        skip = not skip and word == name
-    return words

@@ -5,7 +5,6 @@ from __future__ import annotations
 from qconvert.checkpoint.integer_config import awq_form
 from qconvert.core.encodings import AWQ
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.awq import WORD, DequantAwq
 from qconvert.plan.plan import Plan
 
 
@@ -15,6 +14,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
     form = awq_form(plan.checkpoint)
     if names[0] not in plan.tensors or form is None:
         return None
+    from qconvert.ops.awq import WORD, DequantAwq
+
     if not form.zero_point:
         del names[-1]
     shape = plan.tensors[names[0]].type.shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 from qconvert.checkpoint.integer_config import gptq_form
 from qconvert.core.encodings import GPTQ
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.plan.plan import Plan
 
 
@@ -14,6 +13,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
     names = [f"{module}.{part}" for part in GPTQ]
     if names[0] not in plan.tensors:
         return None
+    from qconvert.ops.gptq_packed import DequantGptq
+
     form = gptq_form(plan.checkpoint, module)
     if form.scheme.actorder is None and names[-1] not in plan.tensors:
         del names[-1]

@@ -6,7 +6,6 @@ from qconvert.checkpoint.integer_config import packed_scheme
 from qconvert.core.encodings import INT8
 from qconvert.core.errors import PlanError
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.int8 import DequantInt8
 from qconvert.plan.plan import Plan
 
 
@@ -16,6 +15,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
     weight, factor = plan.tensors.get(codes), plan.tensors.get(scale)
     if weight is None or weight.type.dtype != "I8" or factor is None:
         return None
+    from qconvert.ops.int8 import DequantInt8
+
     scheme = packed_scheme(plan.checkpoint, module, "int-quantized")
     if scheme.bits != 8 or scheme.actorder == "group":
         raise PlanError(

@@ -6,7 +6,6 @@ from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.encodings import MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.errors import PlanError
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.mx import DequantMxfp4
 from qconvert.plan.plan import Plan
 
 _EXPONENTS = ("U8", "F8_E8M0")
@@ -23,13 +22,19 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
                 f"weight {codes!r} is U8 without a global scale, so no NVFP4, and the config states no "
                 "MXFP4: qconvert does not guess"
             )
-        return stored(plan, (codes, scale), DequantMxfp4()), (codes, scale)
+        return _stored(plan, codes, scale)
     codes, scale = (f"{module}.{part}" for part in MXFP4_BESIDE)
     found, exponents = plan.tensors.get(codes), plan.tensors.get(scale)
     if found is None or exponents is None or exponents.type.dtype != "F8_E8M0":
         return None
     if found.type.dtype not in ("I8", "U8"):
         return None
+    return _stored(plan, codes, scale)
+
+
+def _stored(plan: Plan, codes: str, scale: str) -> tuple[Stored, tuple[str, ...]]:
+    from qconvert.ops.mx import DequantMxfp4
+
     return stored(plan, (codes, scale), DequantMxfp4()), (codes, scale)
 
 

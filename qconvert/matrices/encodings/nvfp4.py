@@ -9,7 +9,6 @@ from __future__ import annotations
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.plan.plan import Plan
 
 
@@ -19,6 +18,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
         last = f"{module}.{own.global_scale}"
         if last not in plan.tensors:
             continue
+        from qconvert.ops.fp4 import DequantNvfp4
+
         names = [f"{module}.{own.weight}", f"{module}.{own.scale}", last]
         for name in names:
             if name not in plan.tensors:

@@ -6,7 +6,6 @@ from qconvert.checkpoint.integer_config import packed_scheme
 from qconvert.core.encodings import PACKED
 from qconvert.core.errors import PlanError
 from qconvert.matrices.stored import Stored, stored
-from qconvert.ops.ints import DequantInts
 from qconvert.plan.plan import Plan
 
 
@@ -16,6 +15,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
     codes, scale, zero, order, shape = (f"{module}.{part}" for part in PACKED)
     if codes not in plan.tensors or plan.tensors[codes].type.dtype == "U8":
         return None
+    from qconvert.ops.ints import DequantInts
+
     scheme = packed_scheme(plan.checkpoint, module)
     names = [codes, scale]
     if not scheme.symmetric:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source, open_stages, receipt_of, stage_folders
@@ -16,7 +16,9 @@ from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.runtimes.pipeline import RUNTIMES, owners_of
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Report, Request, validate_folder
-from qconvert.validation.workers import Progress
+
+if TYPE_CHECKING:
+    from qconvert.validation.workers import Progress
 
 _MOST = 20
 

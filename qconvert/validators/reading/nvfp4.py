@@ -18,11 +18,11 @@ from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validation.workers import Reads
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
 
     Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

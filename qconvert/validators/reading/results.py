@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qconvert.core.dtypes import ceil_div
-from qconvert.validation.workers import Reads
 from qconvert.validators.reading.decode import equal_bytes, fp8_results
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.rows import grid_lines, row_bytes
@@ -18,6 +17,7 @@ from qconvert.validators.reading.rows import grid_lines, row_bytes
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
 
     Halves = np.ndarray[Any, np.dtype[np.uint16]]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validation.workers import Reads
 from qconvert.validators.reading.decode import (
     as_bf16,
     code_floats,
@@ -24,6 +23,7 @@ from qconvert.validators.reading.nvfp4 import FP4, MXFP4, fp4_floats
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
 
     Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
