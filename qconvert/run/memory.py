@@ -199,9 +199,10 @@ def _kinds(units: Sequence[Unit]) -> Iterator[tuple[Apply, int]]:
         for step in unit.cut:
             for node in step.nodes if isinstance(step, Compute) else ():
                 yield node, 1
-    kinds = [id(node.types) for node in alone]
-    for kind, count in Counter(kinds).items():
-        yield alone[kinds.index(kind)], count
+    # Not by their index in a list: each calibrated node is a kind of its own.
+    one = {id(node.types): node for node in alone}
+    for kind, count in Counter([id(node.types) for node in alone]).items():
+        yield one[kind], count
 
 
 def _computes(step: Step) -> bool:
