@@ -72,6 +72,9 @@ class MadeUp:
     def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return {"solve": float(len(job.units))}, {}
 
+    def get_ready(self, job: Job) -> None:
+        pass
+
     def solve(self, job: Job) -> Generator[Item]:
         layer = None
         for unit in sorted(job.units, key=lambda u: (u.op.layer, u.op.expert, u.op.kind)):

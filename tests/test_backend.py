@@ -24,6 +24,7 @@ from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.walk import nodes
+from qconvert.run import run_units
 from qconvert.run.backend import Barrier, Item, Job
 from qconvert.run.events import Silent
 from qconvert.run.executor import execute
@@ -115,6 +116,30 @@ def test_a_unit_that_a_backend_leaves_out_is_named(source: Path, tmp_path: Path)
     rest = backend()
     execute(plan, tmp_path / "out", backend=rest)
     assert len(rest.made) == 1  # what was solved had been kept
+
+
+def test_it_gets_ready_before_workers_begin(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    cut = run_units.cut_batches
+
+    def looked(*given: Any) -> Any:
+        seen.append("workers")
+        return cut(*given)
+
+    class Looking(MadeUp):
+        def get_ready(self, job: Job) -> None:
+            seen.append(f"ready for {len(job.units)}")
+
+        def solve(self, job: Job) -> Generator[Item]:
+            seen.append("solved")
+            yield from super().solve(job)
+
+    monkeypatch.setattr(run_units, "cut_batches", looked)
+    plan = amx_plan(source)
+    execute(plan, tmp_path / "out", backend=Looking(HIDDEN, INTERMEDIATE))
+    assert seen == [f"ready for {len(ops(plan))}", "workers", "solved"]
 
 
 def test_after_a_barrier_everything_before_it_is_in_the_journal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -196,22 +197,41 @@ class GptqBackend:
             for sizes in sizes_of(source, shapes)
         ]
 
+    def get_ready(self, job: Job) -> None:
+        if self._known(job) is None:
+            _ = self._loading
+
+    @cached_property
+    def _loading(self) -> Future[Sequence[str]]:
+        """Loads in the background: up to 7 s of imports, while workers write what is not solved."""
+        threads = ThreadPoolExecutor(1, "load what calibrates")
+        made = threads.submit(self._load)
+        threads.shutdown(wait=False)
+        return made
+
+    def _load(self) -> Sequence[str]:
+        """Import what solving needs, and let GPUs get ready meanwhile. Returns the devices."""
+        request = self.calibration.request
+        devices = request.devices or found_devices()
+        if len(devices) > 1 and _in_processes():
+            return devices  # which import it themselves
+        get_ready(devices)
+        if any(theirs.are_asked(request.solver, device) for device in devices):
+            _hush()
+            theirs.load()  # before what this process takes is counted
+        hush_transformers()
+        return devices
+
     def solve(self, job: Job) -> Generator[Item]:
         if (known := self._known(job)) is not None:
             yield from self._taken(job, known)
             return
         request, model = self.calibration.request, self.calibration.model
+        devices = self._loading.result()
         from qconvert.run.memory import free_bytes
 
-        devices = request.devices or found_devices()
         exchange = job.exchange
         together = len(devices) > 1 and exchange is None and _in_processes()
-        if not together:
-            get_ready(devices)
-            if any(theirs.are_asked(request.solver, device) for device in devices):
-                _hush()
-                theirs.load()  # before what this process takes is counted
-            hush_transformers()
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:

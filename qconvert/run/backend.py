@@ -129,6 +129,9 @@ class Backend(Protocol):
         """What the job takes, by kind (run/estimate.py), and what earlier runs have done of it. Reads no
         more than names in the work folder."""
 
+    def get_ready(self, job: Job) -> None:
+        """Begin, in the background, what solving this job needs: workers still write other units."""
+
     def solve(self, job: Job) -> Generator[Item]:
         """Every unit of the job, in any order. Closed early where the run fails; what it is to continue
         from after that lies in the job's `work_dir`."""

@@ -96,6 +96,9 @@ def run_units(
         note_run(targets, left)
     try:
         by_engine = [item for item in left if item[0] not in solved]
+        if job is not None:
+            assert backend is not None, "checked before anything was claimed"
+            backend.get_ready(job)
         stopped = _by_engine(engine, targets, by_engine, writing, progress)
         if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
