@@ -1,4 +1,5 @@
-"""What a calibration imports: llm-compressor, and what that brings along, for its own codes alone."""
+"""What a calibration imports: llm-compressor, and what that brings along, for its own codes alone; what
+transformers takes for other uses, in other processes than the command's alone."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calibrate_models import VOCAB, qwen3_moe, saved
+from faults import differing, tree
 from safetensors.numpy import save_file
 
 from qconvert.calibrate import devices
 
 SLOW = {"llmcompressor", "compressed_tensors", "datasets", "pandas", "pyarrow", "loguru"}
 
+# transformers imports these for training, images and several devices.
+UNUSED = {"accelerate", "scipy", "sklearn", "torchvision"}
+
 _CHILD = """
 import json, sys
-from qconvert.cli.main import main
+from qconvert.MODULE import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
@@ -37,31 +42,73 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def imported(source: Path, out: Path, command: str, *options: str) -> set[str]:
-    """Packages that a calibration's process has imported at its end."""
+def imported(
+    source: Path, out: Path, command: str, *options: str, module: str = "cli.main"
+) -> set[str]:
+    """Packages that a calibration's process has imported at its end. As the module `__main__` it is a
+    process of the command alone."""
     data = ("--data", str(source / "tokens.safetensors"), "--samples", "2", "--length", "24")
     words = [command, str(source / "model"), str(out), *data, "--device", "cpu", "-q", *options]
+    child = _CHILD.replace("MODULE", module)
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, *words], check=False, capture_output=True, text=True
+        [sys.executable, "-c", child, *words], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(json.loads(done.stderr[done.stderr.rindex("[") :]))
 
 
-@pytest.mark.parametrize(
-    "options", [("w4a16",), ("nvfp4", "--dialect", "modelopt")], ids=lambda words: words[0]
-)
+@pytest.fixture(scope="module")
+def plain(source: Path) -> tuple[Path, set[str]]:
+    """What a process writes that may be more than the command's, and what it has imported."""
+    out = source / "plain"
+    return out, imported(source, out, "w4a16", "--gptq")
+
+
 def test_the_best_solver_takes_no_llm_compressor(
-    options: tuple[str, ...], source: Path, tmp_path: Path
+    plain: tuple[Path, set[str]], source: Path, tmp_path: Path
 ) -> None:
-    found = imported(source, tmp_path / "out", *options, "--gptq")
-    assert {"torch", "transformers"} <= found
-    assert not found & SLOW
+    nvfp4 = imported(source, tmp_path / "out", "nvfp4", "--dialect", "modelopt", "--gptq")
+    for found in (plain[1], nvfp4):
+        assert {"torch", "transformers"} <= found
+        assert not found & SLOW
 
 
 def test_its_own_codes_do(source: Path, tmp_path: Path) -> None:
     found = imported(source, tmp_path / "out", "w4a16", "--gptq", "--solver", "llmcompressor")
     assert {"llmcompressor", "compressed_tensors"} <= found
+
+
+def test_a_command_takes_nothing_that_it_does_not_use(
+    plain: tuple[Path, set[str]], source: Path, tmp_path: Path
+) -> None:
+    """The result is that of a process in which transformers finds all that is installed."""
+    found = imported(source, tmp_path / "own", "w4a16", "--gptq", module="__main__")
+    assert not found & UNUSED
+    assert differing(tree(tmp_path / "own"), tree(plain[0])) == []
+
+
+_SHARED = """
+import sys
+from qconvert.calibrate.library import load_shared
+from qconvert.core import own_process
+load_shared()
+assert "transformers.modeling_utils" not in sys.modules
+own_process.declare()
+load_shared()
+assert "transformers.modeling_utils" in sys.modules
+assert not {"accelerate", "scipy", "sklearn", "torchvision"} & sys.modules.keys()
+from importlib.util import find_spec
+from transformers.utils import import_utils
+for name in ("accelerate", "scipy", "sklearn"):
+    answer = getattr(import_utils, f"is_{name}_available")()
+    assert answer == (find_spec(name) is not None), name
+assert import_utils._is_package_available("torch", return_version=True)[0]
+"""
+
+
+def test_transformers_finds_all_again_once_it_is_imported() -> None:
+    """And a process that is not the command's is left as it is."""
+    subprocess.run([sys.executable, "-c", _SHARED], check=True)
 
 
 def test_gpus_get_ready_beside() -> None:

@@ -15,6 +15,7 @@ from qconvert.calibrate import theirs
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, found_devices, get_ready, kind_of
+from qconvert.calibrate.library import load_shared
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
 from qconvert.calibrate.memory import least_bytes
@@ -219,6 +220,7 @@ class GptqBackend:
         if any(theirs.are_asked(request.solver, device) for device in devices):
             _hush()
             theirs.load()  # before what this process takes is counted
+        load_shared()
         hush_transformers()
         return devices
 

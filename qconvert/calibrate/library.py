@@ -1,0 +1,69 @@
+"""Import what all classes of transformers share, without what no calibration uses of it.
+
+transformers 5.17 imports optional packages where they are installed: scipy for losses of object
+detection, scikit-learn for assisted generation, torchvision for images, accelerate for models on several
+devices. `from_config` of Qwen3-MoE took 4.6 s of CPU after `import torch`, 0.7 s of it scipy and
+accelerate, and more where scikit-learn and torchvision are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from qconvert.core import own_process
+
+_UNUSED = ("accelerate", "scipy", "sklearn", "torchvision")
+# A class's own module is imported afterwards, and finds what it asks for.
+_SHARED = (
+    "transformers.generation.utils",
+    "transformers.masking_utils",
+    "transformers.processing_utils",
+    "transformers.modeling_layers",
+)
+
+
+def load_shared() -> None:
+    """Import it. Only a process of our own goes without: there nobody else asks transformers for what it
+    then lacks."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    loaded = any(name in sys.modules for name in ("transformers.modeling_utils", "llmcompressor"))
+    if loaded or not own_process.is_own():
+        return
+    with _absent(_UNUSED):
+        for name in _SHARED:
+            import_module(name)
+
+
+@contextmanager
+def _absent(packages: tuple[str, ...]) -> Iterator[None]:
+    """Let transformers find none of these packages for a while. Where its functions are others than
+    5.17's, it finds them all."""
+    asked: Any = import_module("transformers.utils.import_utils")
+    find = getattr(asked, "_is_package_available", None)
+    answers = [getattr(asked, f"is_{name}_available", None) for name in packages]
+    if find is None or not all(hasattr(one, "cache_clear") for one in answers):
+        yield
+        return
+
+    def found(name: str, return_version: bool = False) -> Any:
+        if name in packages:
+            return False, "N/A" if return_version else None
+        return find(name, return_version)
+
+    def forget() -> None:
+        for one in answers:
+            one.cache_clear()
+
+    forget()
+    asked._is_package_available = found
+    try:
+        yield
+    finally:
+        asked._is_package_available = find
+        forget()
