@@ -122,7 +122,7 @@ def test_it_gets_ready_before_workers_begin(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    cut = run_units.cut_batches
+    cut: Any = vars(run_units)["cut_batches"]
 
     def looked(*given: Any) -> Any:
         seen.append("workers")

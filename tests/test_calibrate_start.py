@@ -111,6 +111,28 @@ def test_transformers_finds_all_again_once_it_is_imported() -> None:
     subprocess.run([sys.executable, "-c", _SHARED], check=True)
 
 
+_LISTED = """
+from pathlib import Path
+import transformers
+from qconvert.calibrate.library import _listed_once
+from transformers.utils import import_utils
+file = str(Path(transformers.__file__).parent / "models" / "__init__.py")
+own = import_utils.define_import_structure
+before = own.cache_info()
+with _listed_once():
+    made = import_utils.define_import_structure(file)
+after = own.cache_info()
+assert (after.hits, after.misses) == (before.hits + 1, before.misses), (before, after)
+assert import_utils.define_import_structure is own
+assert made == own(file)
+"""
+
+
+def test_what_transformers_has_listed_is_not_read_again() -> None:
+    """And comes to what its models list."""
+    subprocess.run([sys.executable, "-c", _LISTED], check=True)
+
+
 def test_gpus_get_ready_beside() -> None:
     """A CPU needs nothing; what fails is left to who computes there next."""
     assert devices.get_ready(["cpu"]) is None
