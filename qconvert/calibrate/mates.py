@@ -281,8 +281,10 @@ class _Notes:
 
 def main(descriptor: int, parent: int) -> None:
     """Calibrate what is asked for at the other end of an inherited pipe."""
+    from qconvert.core import own_process
     from qconvert.run.worker import die_with
 
+    own_process.declare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(parent)
@@ -308,11 +310,13 @@ _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_E
 def _serve(connection: Connection[Any, Any], begin: _Begin) -> None:
     from qconvert.calibrate.backend import hush_transformers
     from qconvert.calibrate.devices import get_ready
+    from qconvert.calibrate.library import load_shared
 
     given, device = begin.given, begin.device
     for name, value in _NETWORK.items():
         os.environ.setdefault(name, value)
     get_ready([device])
+    load_shared()
     hush_transformers()
     from qconvert.calibrate.spread import use_device
     from qconvert.calibrate.team import Processes
