@@ -17,7 +17,6 @@ def oneshot(folder: Path, tokens: np.ndarray[Any, Any], length: int) -> list[flo
     import torch
     import transformers
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
     from llmcompressor.entrypoints.oneshot import oneshot as entry
     from llmcompressor.modifiers.gptq import GPTQModifier
     from loguru import logger
@@ -25,8 +24,10 @@ def oneshot(folder: Path, tokens: np.ndarray[Any, Any], length: int) -> list[flo
     logger.disable("llmcompressor")  # a line a matrix
     hf: Any = transformers
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    rows = [sample.tolist() for sample in tokens]
-    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(r) for r in rows]})
+    # Not a Dataset: these are hashed by pickling them, which fails where pyarrow lacks a part.
+    rows = [torch.from_numpy(sample)[None] for sample in tokens.astype(np.int64)]
+    samples: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    data = torch.utils.data.DataLoader(samples, batch_size=None)
     args = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=128)
     scheme = QuantizationScheme(targets=[r"re:.*\.mlp\.experts\..*_proj$"], weights=args)
     ends: list[float] = []
