@@ -170,9 +170,9 @@ class _OnCpu:
         if self.file is not None:
             self._behind.later(partial(self.file.write, start, rows.clone()))
 
-    def keep(self, file: InFile) -> None:
+    def keep(self, file: InFile, first: int, last: int) -> None:
         self.file = file
-        self._behind.later(partial(file.write, 0, self.rows.clone()))
+        self._behind.later(partial(file.write, first, self.rows[first:last].clone()))
 
     def sync(self) -> None:
         assert self.file is not None, "what is remembered is kept"

@@ -119,7 +119,7 @@ def test_options_say_which_engine() -> None:
 
 
 def _by(engine: CrewEngine, monkeypatch: pytest.MonkeyPatch) -> CrewEngine:
-    monkeypatch.setattr(executor, "engine_of", lambda _: engine)
+    monkeypatch.setattr(executor, "engine_of", lambda *_: engine)
     return engine
 
 
@@ -324,7 +324,7 @@ def test_options_that_exclude_one_another(options: Any, said: str, source: Path)
 
 
 def _with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qconvert.run.prepare.check_installed", lambda: None)
+    monkeypatch.setattr("qconvert.run.cluster.check_installed", lambda: None)
 
 
 def test_the_plan_says_what_a_worker_needs(
