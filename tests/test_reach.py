@@ -324,6 +324,7 @@ def test_a_large_readme_is_no_reason_not_to_convert(source: Path, tmp_path: Path
 _READERS = {
     "core/regular.py": "the reader of small files",
     "core/links.py": "the reader of files of a foreign folder",
+    "core/discovery.py": "what installed packages add",
     "checkpoint/checkpoint.py": "gives descriptors of both",
     "checkpoint/safetensors.py": "descriptors",
     "checkpoint/mirror.py": "writes headers into our own cache",

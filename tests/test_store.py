@@ -146,7 +146,7 @@ def test_nodes_of_a_cluster_read_the_store_themselves(
     near = api.run("dequant-fp8", source, tmp_path / "near", jobs=1)
     planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "far", jobs=1)
     engine = CrewEngine([Node(name, name, 2) for name in ("one", "two")])
-    monkeypatch.setattr("qconvert.run.executor.engine_of", lambda _: engine)
+    monkeypatch.setattr("qconvert.run.executor.engine_of", lambda *_: engine)
     api.carry_out(planned)
     assert tree(tmp_path / "far") == tree(near.folder)
     assert engine.crew is not None
