@@ -25,7 +25,7 @@ from qconvert.core.errors import PlanError, ScaleError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import round_to_bf16
-from qconvert.ops.compiled import done
+from qconvert.ops.compiled import done, may_be_done
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +50,7 @@ _SHIFT = 20
 _MASK = 0x87F00000 - (1 << 32)
 _BIAS = 2.0**120
 _SAFE_SCALE = 2.0**7  # s * 2^120 must stay finite
+_SAFE_SCALE_BITS = 0x43000000  # the same, as a float32's bits
 _SCALES_AT_ONCE = 4096
 _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal float32
 
@@ -160,14 +161,16 @@ class DequantFp8:
 
         weight, scale = ins
         rows, columns = weight.type.shape
+        source = array(weight.data, np.int8, (rows, columns))
+        target = array(outs[0].data, np.uint16, (rows, columns))
+        if weight.type.dtype == "F8_E4M3" and self._in_loops(source, scale, target, scratch):
+            return {}
         height = _tile_rows(rows, columns)
         tile = 4 * height * columns
         bits = array(scratch[:tile], np.int32, (height, columns))
         spare = array(scratch[tile : 2 * tile], np.int32, (height, columns))
         spread = array(scratch[2 * tile : 2 * tile + 4 * columns], np.float32, (columns,))
         factors = array(scratch[2 * tile + 4 * columns :], np.float32, scale.type.shape)
-        source = array(weight.data, np.int8, (rows, columns))
-        target = array(outs[0].data, np.uint16, (rows, columns))
         dtype = weight.type.dtype
 
         with np.errstate(all="ignore"):  # overflow to infinity is what fp32 arithmetic does
@@ -182,9 +185,6 @@ class DequantFp8:
             infinite = 0
             risky = largest * _LARGEST_NUMBER[dtype] >= _OVERFLOW
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
-            plain = biased and not risky
-            if plain and done("fp8_decode", source, factors, *self.block, target):
-                return {}
             ties = not biased or _may_tie(factors)
             if biased:
                 np.multiply(factors, np.float32(_BIAS), out=factors)
@@ -221,6 +221,23 @@ class DequantFp8:
                     nan_codes += _mark_nan(span, dtype, target[start:stop])
         counts = {"NaN codes": nan_codes, "values beyond bf16, written as infinite": infinite}
         return {what: count for what, count in counts.items() if count}
+
+    def _in_loops(self, source: Int8s, scale: Buffer, target: UInt16s, scratch: memoryview) -> bool:
+        """Whether the compiled loop made the result: not where a scale is so large that a product could
+        be infinite, or is NaN or infinite itself."""
+        import numpy as np
+
+        if not may_be_done("fp8_decode"):
+            return False
+        if scale.type.dtype == "F32":
+            factors = array(scale.data, np.float32, scale.type.shape)
+        else:
+            factors = array(scratch[: 4 * scale.type.numel], np.float32, scale.type.shape)
+            _decode_scale(scale, factors)
+        sizes = np.bitwise_and(factors.view(np.uint32), 0x7FFFFFFF)
+        if int(sizes.max()) >= _SAFE_SCALE_BITS:
+            return False
+        return done("fp8_decode", source, factors, *self.block, target)
 
     def _overflow_error(
         self, row: int, column: int, source: Int8s, factors: Float32s, dtype: str

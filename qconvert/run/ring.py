@@ -43,6 +43,8 @@ class Ring:
 
     def wait(self, stop: int) -> None:
         """Return when all memory before this position is free."""
+        if stop - self._oldest <= self._size:  # it only grows: no lock is needed to see that
+            return
         with self._changed:
             while stop - self._oldest > self._size:
                 self._changed.wait()

@@ -89,11 +89,11 @@ class SourceHashes:
         self._done: list[dict[str, Any]] = []
 
     def feed(self, name: str, start: int, data: memoryview) -> None:
-        begin, end, digest = self._open.get(name, (start, start, xxhash.xxh3_128()))
-        if not begin <= start <= end:
+        found = self._open.get(name)
+        if found is not None and not found[0] <= start <= found[1]:
             self._close(name)
-            begin = end = start
-            digest = xxhash.xxh3_128()
+            found = None
+        begin, end, digest = found or (start, start, xxhash.xxh3_128())
         digest.update(data[end - start :])
         self._open[name] = (begin, max(end, start + data.nbytes), digest)
 
@@ -392,7 +392,8 @@ class Job:
             raise RunError(f"{self._label(node)}: {where} {error.what}") from error
         except RunError as error:
             raise RunError(f"{self._label(node)}: {error}") from error
-        self._remarks.update({(self._label(node), what): n for what, n in counts.items()})
+        if counts:
+            self._remarks.update({(self._label(node), what): n for what, n in counts.items()})
         return outs
 
     def _label(self, node: Apply) -> str:
@@ -403,6 +404,11 @@ class Job:
         self, arg: Output, start: int, into: memoryview, results: Mapping[int, list[Buffer]]
     ) -> None:
         """Assemble bytes of an argument from the sources and earlier results it is made of."""
+        if (whole := arg.source) is not None:  # nearly all are
+            source, first, _ = whole
+            self._reader.read(source, first + start, into)
+            self._in.feed(source.name, first + start, into)
+            return
         at = 0
         for origin, low, high in arg.bytes_range(start, start + into.nbytes):
             target = into[at : at + high - low]

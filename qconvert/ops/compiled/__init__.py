@@ -22,3 +22,8 @@ def done(name: str, *args: Any) -> bool:
         return True
     found = in_use()
     return found is not None and bool(getattr(found, name)(*args))
+
+
+def may_be_done(name: str) -> bool:
+    """Whether `done` has anything to ask, for what would be prepared for it alone."""
+    return in_use() is not None or kernel(name) is not None
