@@ -106,7 +106,7 @@ class DequantFp8:
         if not columns:
             return
         step = self.row_step(*args)
-        row_cost = columns * 3 + 1  # one FP8 byte read and one BF16 written for each element
+        row_cost = columns * 3  # one FP8 byte read and one BF16 written for each element
         height = max(1, limit // (row_cost * step)) * step
         for matrix in range(prod(lead)):
             for start in range(0, rows, height):
