@@ -3,19 +3,21 @@
     python benchmarks/calibrate_paused.py qwen3-30b --layers 3 --device cuda:0
     python benchmarks/calibrate_paused.py small --layers 3 --samples 8 --length 64 --device cpu
 
-The same conversion is made undisturbed, twice, and by `--until 1s` again and again. For each layer it
-prints how many bytes differ between the first two, and between the first and the last; and for each
-pause the hash of the hidden states that were kept, which a second paused run must keep too.
+The same conversion is made undisturbed, twice, and stopped by `--until` after each layer. For each
+layer it prints how many bytes differ between the first two, and between the first and the last; and for
+each pause the hash of the hidden states that were kept, which a second paused run must keep too.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,10 +51,14 @@ def main() -> None:
             "--length", str(asked.length), *_devices(asked.device), *asked.rest,
         ]  # fmt: skip
         whole = [Path(where) / name for name in ("one", "two")]
+        log = Path(where) / "log.jsonl"
         for out in whole:
-            _run(folder, out, options)
+            _run(folder, out, [*options, "--log-json", str(log)])
+            # Over within the first layer: earlier, and a run might end before it calibrates.
+            until = f"{_start_up(log) + 2}s"
+            log.unlink()
         paused = [Path(where) / name for name in ("paused", "again")]
-        kept = [_paused(folder, out, options) for out in paused]
+        kept = [_paused(folder, out, [*options, "--until", until]) for out in paused]
         print("hidden states at each pause:", *_compared(*kept))
         for title, other in (("undisturbed twice", whole[1]), ("paused", paused[0])):
             for layer, kinds in sorted(_differing(whole[0], other).items()):
@@ -61,19 +67,28 @@ def main() -> None:
 
 
 def _run(folder: Path, out: Path, options: Sequence[str], *allowed: int) -> int:
+    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "qconvert", "w4a16", str(folder), str(out), "-q", *options],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
+    seconds = time.monotonic() - start
+    print(f"{out.name}: exit code {done.returncode} after {seconds:.1f} s", flush=True)
     if done.returncode not in (0, *allowed):
         sys.exit(done.stderr[-3000:])
     return done.returncode
 
 
+def _start_up(log: Path) -> int:
+    """Seconds that pass before the first layer."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return int(next(event["seconds"] for event in events if "attention" in event.get("phase", "")))
+
+
 def _paused(folder: Path, out: Path, options: Sequence[str]) -> dict[str, str]:
     """Run until it is done, and hash what was kept at pauses, by the name of the file."""
     found: dict[str, str] = {}
-    while _run(folder, out, [*options, "--until", "1s"], _MORE) == _MORE:
+    while _run(folder, out, options, _MORE) == _MORE:
         files = sorted(out.parent.glob(f"{out.name}*/**/hidden.*.rows"))
         found.update({file.name: _hash(file) for file in files})
     return found
