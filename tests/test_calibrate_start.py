@@ -135,9 +135,9 @@ def test_what_transformers_has_listed_is_not_read_again() -> None:
 
 def test_gpus_get_ready_beside() -> None:
     """A CPU needs nothing; what fails is left to who computes there next."""
-    assert devices.get_ready(["cpu"]) is None
-    made = devices.get_ready(["no such device"])
+    assert devices.get_ready("cpu") is None
+    made = devices.get_ready("no such device")
     assert made is not None
     made.join(60)
     assert not made.is_alive()
-    devices._begin_on(["cpu"])
+    devices._begin_on("cpu")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,21 @@ from safetensors.numpy import save_file
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import Event
-from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
+from qconvert.calibrate.mates import Given, Mates, calibrate_given
+from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
+from qconvert.calibrate.work import Work
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.int_packed.packers import PackQuantized
 
 TOKENS = samples(4, 30)
 TWO = ("cpu", "cpu")
+SCHEME = IntScheme(4, 32)
+PACKERS = Packers(
+    dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (PackQuantized(SCHEME),)), {}
+)
 
 # Each starts processes that import torch and transformers, 6 s of a core each.
 pytestmark = pytest.mark.crash
@@ -40,36 +47,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def given(folder: Path, work_dir: Path) -> Given:
     settings = Settings(min_tokens=1, refit=1, descent=1)
-    return Given(
-        Checkpoint.open(folder), TOKENS, [IntScheme(4, 32)], settings, work_dir, 8 << 30, "k"
-    )
+    return Given(Checkpoint.open(folder), TOKENS, [SCHEME], settings, work_dir, 8 << 30, "k")
 
 
-def codes_of(found: Sequence[Event]) -> dict[Place, Codes]:
-    return {
-        (one.layer, one.expert, one.kind): one.codes[0] for one in found if isinstance(one, Matrix)
-    }
+def together(given: Given, clock: Clock, works: Sequence[Work] = ()) -> Iterator[Event | Packed]:
+    """What two processes find."""
+    mates = Mates(TWO)
+    try:
+        yield from mates.calibrate(given, PACKERS, clock, works)
+    finally:
+        mates.end()
 
 
-def same(some: dict[Place, Codes], others: dict[Place, Codes]) -> bool:
-    return some.keys() == others.keys() and all(
-        (one.codes == others[place].codes).all() and (one.scale == others[place].scale).all()
-        for place, one in some.items()
-    )
+def packed_of(found: Iterable[Event | Packed]) -> dict[Place, list[bytes]]:
+    made: dict[Place, list[bytes]] = {}
+    for one in found:
+        packed = PACKERS.pack(one) if isinstance(one, Matrix) else one
+        if isinstance(packed, Packed):
+            place = packed.layer, packed.expert, packed.kind
+            assert place not in made
+            made[place] = [bytes(buffer.data) for buffer in packed.buffers()]
+    return made
 
 
 def test_two_processes_find_the_same_codes(folder: Path, tmp_path: Path) -> None:
-    alone = list(calibrate_given(given(folder, tmp_path / "one"), ("cpu",)))
+    alone = packed_of(calibrate_given(given(folder, tmp_path / "one"), ("cpu",)))
     clock = Clock()
     planned = [{"forward": 7.0}, {"forward": 9.0}]
-    found = list(calibrate_together(given(folder, tmp_path / "two"), TWO, clock, planned))
-    assert same(codes_of(found), codes_of(alone))
+    found = list(together(given(folder, tmp_path / "two"), clock, planned))
+    assert packed_of(found) == alone
     # A layer is done once, after all its matrices.
     kinds = [
         f"layer {one.layer}" if isinstance(one, LayerDone) else str(one.layer)
-        for one in found if isinstance(one, Matrix | LayerDone)
+        for one in found if isinstance(one, Packed | LayerDone)
     ]  # fmt: skip
-    matrices = len(codes_of(alone)) // 2
+    matrices = len(alone) // 2
     assert kinds == [*["0"] * matrices, "layer 0", *["1"] * matrices, "layer 1"]
     assert clock.work["forward"] == pytest.approx(16.0)
     assert clock.seconds["solve"] > 0
@@ -96,7 +108,7 @@ def test_an_error_of_one_is_raised_and_all_are_ended(
     work_dir.mkdir()
     (work_dir / "state.json").write_text('{"key": "another", "layer": 1}')
     with pytest.raises(RunError, match="holds another calibration"):
-        list(calibrate_together(given(folder, work_dir), TWO, Clock(), ()))
+        list(together(given(folder, work_dir), Clock()))
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
 
@@ -104,15 +116,15 @@ def test_an_error_of_one_is_raised_and_all_are_ended(
 def test_a_killed_one_is_told_of_and_another_run_goes_on(
     folder: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    alone = codes_of(list(calibrate_given(given(folder, tmp_path / "one"), ("cpu",))))
+    alone = packed_of(calibrate_given(given(folder, tmp_path / "one"), ("cpu",)))
     work_dir = tmp_path / "room"
-    running = calibrate_together(given(folder, work_dir), TWO, Clock(), ())
-    before: list[Event] = []
+    running = together(given(folder, work_dir), Clock())
+    before: list[Event | Packed] = []
 
     def run() -> None:
         for event in running:
             before.append(event)
-            if isinstance(event, Matrix) and event.layer == 1:
+            if isinstance(event, Packed) and event.layer == 1:
                 started[1].kill()
 
     told = r"the process that calibrates on cpu was killed by signal 9 .*run the same command again"
@@ -120,9 +132,9 @@ def test_a_killed_one_is_told_of_and_another_run_goes_on(
         run()
     assert all(process.poll() is not None for process in started)
     # What goes into layer 1 was kept by both.
-    after = list(calibrate_together(given(folder, work_dir), TWO, Clock(), ()))
-    assert {event.layer for event in after if isinstance(event, Matrix)} == {1}
-    assert same({**codes_of(before), **codes_of(after)}, alone)
+    after = list(together(given(folder, work_dir), Clock()))
+    assert {event.layer for event in after if isinstance(event, Packed)} == {1}
+    assert {**packed_of(before), **packed_of(after)} == alone
 
 
 def test_processes_end_with_the_one_that_started_them(folder: Path, tmp_path: Path) -> None:
@@ -148,18 +160,19 @@ def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path:
     options = ("--gptq", "--data", str(tmp_path / "tokens.safetensors"), "--samples", "4")
     words = ("--length", "30", "--group-size", "32", "--log-json", "-", *options)
     found: list[dict[str, bytes]] = []
-    for count, processes in ((1, "0"), (2, "1")):
+    for count in (1, 2):
         out = tmp_path / str(count)
         cpus = ["--device", "cpu"] * count
         done = subprocess.run(
             [sys.executable, "-c", _CONVERTING, "w4a16", str(folder), str(out), *words, *cpus],
-            env={**os.environ, "QCONVERT_GPU_PROCESSES": processes, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         *lines, imported = [json.loads(s) for s in done.stderr.splitlines() if s.startswith("{")]
         # The one that writes need not import what computes.
-        assert imported == {"transformers": count == 1}
+        # And those that were started before there was a plan are the only ones.
+        assert imported == {"transformers": count == 1, "started": 0 if count == 1 else 2}
         for kind in ("forward", "hessian", "solve"):
             work = lines[-1]["work"][kind]
             assert work["done"] == pytest.approx(work["planned"]), kind
@@ -170,12 +183,18 @@ def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path:
 
 _CONVERTING = """
 import json, sys
+from qconvert.calibrate import mates
 from qconvert.cli.main import main
+begin, started = mates._Mate, []
+mates._Mate = lambda *given: started.append(begin(*given)) or started[-1]
+cpus = ["cpu"] * sys.argv.count("cpu")
 try:
-    main(sys.argv[1:])
+    with mates.started_early(cpus if len(cpus) > 1 else ()):
+        main(sys.argv[1:])
 except SystemExit as end:
     assert not end.code, end.code
-print(json.dumps({"transformers": "transformers" in sys.modules}), file=sys.stderr)
+said = {"transformers": "transformers" in sys.modules, "started": len(started)}
+print(json.dumps(said), file=sys.stderr)
 """
 
 _CALIBRATING = """
@@ -183,10 +202,10 @@ import subprocess
 import sys
 from pathlib import Path
 sys.path.insert(0, "tests")
-from test_mates import TWO, Clock, calibrate_together, given
+from test_mates import Clock, given, together
 begin, found = subprocess.Popen, []
 subprocess.Popen = lambda *a, **n: found.append(begin(*a, **n)) or found[-1]
-for _ in calibrate_together(given(Path(sys.argv[1]), Path(sys.argv[2])), TWO, Clock(), ()):
+for _ in together(given(Path(sys.argv[1]), Path(sys.argv[2])), Clock()):
     print(*(one.pid for one in found), flush=True)
 """
 

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate import theirs
-from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.devices import check_devices, found_devices, get_ready, kind_of
+from qconvert.calibrate.devices import check_devices, each_once, found_devices, kind_of
 from qconvert.calibrate.library import load_shared
 from qconvert.calibrate.linear_memory import least_linear_bytes
-from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
+from qconvert.calibrate.mates import Given, Mates, calibrate_given, early
 from qconvert.calibrate.memory import least_bytes
+from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
-from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
-from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.matrices.calibrated import calibrated_op
 from qconvert.matrices.reading import read_matrix
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
     from qconvert.samples.data import Ids
 
-_AHEAD = 16  # matrices that a GPU may be ahead of their being written
 _NEEDS = "calibration runs the model's own class"
 
 
@@ -125,10 +122,17 @@ class GptqBackend:
             for folder in folders:
                 check_folders_apart(stats, folder)
             check_claim(stats, self._about())
-        check_devices(request.devices)
+        self._check_devices()
         if self.linears:
             self._check_linears()
         _ = self._data
+
+    def _check_devices(self) -> None:
+        names, mates = each_once(self.calibration.request.devices), early()
+        if mates is None or kind_of(names) == "cpu":
+            check_devices(names)
+        else:  # they have imported torch meanwhile
+            mates.machine.check(names)
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
@@ -199,7 +203,7 @@ class GptqBackend:
         ]
 
     def get_ready(self, job: Job) -> None:
-        if self._known(job) is None:
+        if self._known(job) is None and early() is None:
             _ = self._loading
 
     @cached_property
@@ -211,29 +215,48 @@ class GptqBackend:
         return made
 
     def _load(self) -> Sequence[str]:
-        """Import what solving needs, and let GPUs get ready meanwhile. Returns the devices."""
+        """Import what solving needs, where this process solves. Returns the devices."""
         request = self.calibration.request
-        devices = request.devices or found_devices()
-        if len(devices) > 1 and _in_processes():
-            return devices  # which import it themselves
-        get_ready(devices)
-        if any(theirs.are_asked(request.solver, device) for device in devices):
+        devices = each_once(request.devices) or found_devices()
+        if _in_processes(devices):
+            return devices
+        if theirs.are_asked(request.solver, devices[0]):
             _hush()
             theirs.load()  # before what this process takes is counted
         load_shared()
         hush_transformers()
         return devices
 
+    def _mates(self) -> Mates | None:
+        """Processes that solve, None where this one does."""
+        names, begun = each_once(self.calibration.request.devices), early()
+        if begun is None:
+            names = tuple(self._loading.result())
+        elif not names:
+            names = begun.machine.devices
+        if begun is not None and begun.devices == names:
+            return begun
+        if begun is not None:
+            begun.end()
+        return Mates(names) if _in_processes(names) else None
+
     def solve(self, job: Job) -> Generator[Item]:
         if (known := self._known(job)) is not None:
             yield from self._taken(job, known)
             return
+        mates = self._mates()
+        try:
+            yield from self._solved(job, mates)
+        finally:
+            if mates is not None:
+                mates.end()
+
+    def _solved(self, job: Job, mates: Mates | None) -> Generator[Item]:
         request, model = self.calibration.request, self.calibration.model
-        devices = self._loading.result()
+        devices = ("cpu",) if mates is None else mates.devices
         from qconvert.run.memory import free_bytes
 
         exchange = job.exchange
-        together = len(devices) > 1 and exchange is None and _in_processes()
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
@@ -246,7 +269,7 @@ class GptqBackend:
             schemes=_targets(self.packers, model) if self.packers else [],
             settings=_settings(request),
             work_dir=job.work_dir,
-            memory=(job.memory or free_bytes() // 2) // (len(devices) if together else 1),
+            memory=(job.memory or free_bytes() // 2) // len(devices),
             key=f"{job.key} {kind_of(devices)}",
             last=max(unit.op.layer for unit in job.units),
             linears={
@@ -260,26 +283,25 @@ class GptqBackend:
             until=job.until,
         )
         clock, works = Clock(job.told), self._works_of(job)
-        events: Generator[Event]
-        if together:
-            events = calibrate_together(given, devices, clock, works)
+        packers = Packers(self.packers, self.linears)
+        events: Generator[Event | Packed]
+        if mates is not None:
+            events = mates.calibrate(given, packers, clock, works)
         else:
             exchange = None if exchange is None else replace(exchange, kind=kind_of(devices))
             events = calibrate_given(
                 given, devices, files=job.files, clock=clock, works=works, exchange=exchange
             )
-            if kind_of(devices) != "cpu":
-                events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
         shares = exchange is not None and exchange.shard is not None
         units = {} if shares else _by_place(job)
         with closing(events):
             for event in events:
                 match event:
-                    case Matrix():
+                    case Matrix() | Packed():
                         # Of its layer, an interrupted run may have written some.
                         unit = units.get((event.layer, event.expert, event.kind))
                         if unit is not None:
-                            yield _packed(unit, event)
+                            yield _solved(unit, event, packers)
                     case LayerDone():
                         if event.stats is not None:
                             self._save_stats(event.layer, event.stats, job.files)
@@ -313,6 +335,7 @@ class GptqBackend:
         sides = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden)}
         sides["down_proj"] = (hidden, middle)
         targets = _targets(self.packers, self.calibration.model)
+        packers = Packers(self.packers, self.linears)
         layer = None
         for number, expert in sorted({(unit.op.layer, unit.op.expert or 0) for unit in job.units}):
             if number != layer:
@@ -322,7 +345,7 @@ class GptqBackend:
             for matrix in get(exchange, number, expert, sides, targets).matrices:
                 unit = units.get((number, expert, matrix.kind))
                 if unit is not None:
-                    yield _packed(unit, matrix)
+                    yield _solved(unit, matrix, packers)
 
     def _begin_stats(self, files: Files) -> None:
         request = self.calibration.request
@@ -366,9 +389,9 @@ class GptqBackend:
             yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
 
 
-def _in_processes() -> bool:
-    """Whether several GPUs have a process each, which was not measured on GPUs yet, or a thread each."""
-    return os.environ.get("QCONVERT_GPU_PROCESSES") == "1"
+def _in_processes(devices: Sequence[str]) -> bool:
+    """Whether devices have a process each: all but one CPU, which is this process's."""
+    return len(devices) > 1 or kind_of(devices) != "cpu"
 
 
 def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
@@ -401,18 +424,10 @@ def _named(linears: Mapping[str, tuple[CodePacker, ...]]) -> dict[str, list[str]
     return found
 
 
-def _packed(unit: CalibratedUnit, matrix: Matrix) -> Solved:
-    """A matrix as the unit's packers store it."""
-    buffers: list[Buffer] = []
-    for packer, codes in zip(unit.op.packers, matrix.codes, strict=True):
-        rows, columns = codes.codes.shape
-        outs = [
-            Buffer(part, memoryview(bytearray(part.nbytes)))
-            for part in packer.infer(TensorType("BF16", (rows, columns)))
-        ]
-        packer.pack(codes, outs)
-        buffers += outs
-    return Solved(unit.number, buffers, matrix.sources)
+def _solved(unit: CalibratedUnit, found: Matrix | Packed, packers: Packers) -> Solved:
+    """A matrix as the results of its unit."""
+    packed = found if isinstance(found, Packed) else packers.pack(found)
+    return Solved(unit.number, packed.buffers(), packed.sources)
 
 
 def _hush() -> None:

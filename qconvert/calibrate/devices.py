@@ -2,60 +2,106 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 
 from qconvert.core.errors import RunError
 
+_NODE = re.compile(r"nvidia[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a torch finds here: its version, and how many GPUs."""
+
+    torch: str
+    gpus: int
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every GPU, or the CPU."""
+        return _gpus(self.gpus) or ("cpu",)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise RunError for a name that is neither `cpu` nor a GPU of this machine."""
+        known = ["cpu", *(["cuda"] if self.gpus else []), *_gpus(self.gpus)]
+        for name in names:
+            if name not in known:
+                raise RunError(
+                    f"device {name!r}: expected one that torch {self.torch} finds here "
+                    f"({', '.join(known)}); omit --device, or give one of these"
+                )
+
+
+def this_machine() -> Machine:
+    import torch
+
+    return Machine(str(torch.__version__), torch.cuda.device_count())
+
 
 def found_devices() -> tuple[str, ...]:
     """Every GPU that torch sees, or the CPU."""
-    import torch
-
-    return tuple(f"cuda:{n}" for n in range(torch.cuda.device_count())) or ("cpu",)
+    return this_machine().devices
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Raise RunError for a name that is neither `cpu` nor a GPU of this machine."""
-    others = [name for name in names if name != "cpu"]
-    if not others:
-        return  # without torch, whose import is slow
-    import torch
-
-    count = torch.cuda.device_count()
-    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{n}" for n in range(count))]
-    for name in others:
-        if name not in known:
-            raise RunError(
-                f"device {name!r}: expected one that torch {torch.__version__} finds here "
-                f"({', '.join(known)}); omit --device, or give one of these"
-            )
+    """As `Machine.check`; of a CPU alone without torch, whose import is slow."""
+    if any(name != "cpu" for name in names):
+        this_machine().check(names)
 
 
-def get_ready(names: Sequence[str]) -> Thread | None:
-    """Let GPUs make their contexts and cuBLAS's handles, up to a second each, in a thread, which is
-    returned: torch lets go of Python's lock meanwhile, and classes of models are imported."""
-    gpus = [name for name in names if name != "cpu"]
-    if not gpus:
+def guessed_devices() -> tuple[str, ...]:
+    """The GPUs that torch will probably find, without its import: none where that is not known."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is not None:
+        return _gpus(sum(1 for part in asked.split(",") if part.strip()))
+    try:
+        nodes = [path.name for path in Path("/dev").iterdir()]
+    except OSError:
+        return ()
+    return _gpus(sum(1 for name in nodes if _NODE.fullmatch(name)))
+
+
+def each_once(names: Sequence[str]) -> tuple[str, ...]:
+    """Devices as they are used: a GPU once, by its number. Raises RunError for a CPU beside GPUs, whose
+    sums differ in the last bits."""
+    if kind_of(names) == "cpu":
+        return tuple(names)
+    if "cpu" in names:
+        raise RunError("--device cpu beside GPUs: codes of both do not mix; give one kind")
+    return tuple(dict.fromkeys("cuda:0" if name == "cuda" else name for name in names))
+
+
+def get_ready(name: str) -> Thread | None:
+    """Let a GPU make its context and cuBLAS's handle, up to a second, in a thread, which is returned:
+    torch lets go of Python's lock meanwhile, and classes of models are imported."""
+    if name == "cpu":
         return None
     import torch  # noqa: F401  (not in the thread: another import of it may be on its way)
 
-    made = Thread(target=_begin_on, args=(gpus,), name="get devices ready")
+    made = Thread(target=_begin_on, args=(name,), name="get a device ready")
     made.start()
     return made
 
 
-def _begin_on(names: Sequence[str]) -> None:
+def _begin_on(name: str) -> None:
     import torch
 
-    for name in names:
-        try:
-            some = torch.ones((16, 16), dtype=torch.bfloat16, device=name)
-            torch.mm(some, some)
-        except (RuntimeError, AssertionError):  # of a torch without CUDA
-            return  # what computes there next fails too, where it can be told
+    try:
+        some = torch.ones((16, 16), dtype=torch.bfloat16, device=name)
+        torch.mm(some, some)
+    except (RuntimeError, AssertionError):  # of a torch without CUDA
+        return  # what computes there next fails too, where it can be told
 
 
 def kind_of(names: Sequence[str]) -> str:
     """cpu or cuda: their sums differ in the last bits, so codes of both do not mix."""
     return "cpu" if all(name == "cpu" for name in names) else "cuda"
+
+
+def _gpus(count: int) -> tuple[str, ...]:
+    return tuple(f"cuda:{n}" for n in range(count))

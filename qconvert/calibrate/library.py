@@ -1,8 +1,8 @@
 """Import what all classes of transformers share, without what no calibration uses of it.
 
 transformers 5.17 imports optional packages where they are installed: scipy for losses of object
-detection, scikit-learn for assisted generation, torchvision for images, accelerate for models on several
-devices. `from_config` of Qwen3-MoE took 4.0 s of CPU after `import torch`, 0.7 s of it scipy and
+detection, scikit-learn for assisted generation, torchvision for images, torchaudio for sound, accelerate
+for models on several devices. `from_config` of Qwen3-MoE took 4.0 s of CPU after `import torch`, 0.7 s of it scipy and
 accelerate, and more where scikit-learn and torchvision are.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from qconvert.core import own_process
 
-_UNUSED = ("accelerate", "scipy", "sklearn", "torchvision")
+_UNUSED = ("accelerate", "scipy", "sklearn", "torchaudio", "torchvision")
 # A class's own module is imported afterwards, and finds what it asks for.
 _SHARED = (
     "transformers.generation.utils",

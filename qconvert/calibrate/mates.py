@@ -2,7 +2,8 @@
 what they find. What they do together: team.py.
 
 They are interpreters of their own, not forks: CUDA does not survive one, and the main process need not
-import torch at all.
+import torch at all. They are started before there is a plan, because torch and transformers take 4 to
+6 s to import.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from threading import Lock
+from threading import Lock, Thread
 from typing import IO, TYPE_CHECKING, Any
 
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.devices import Machine
+from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
 from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -36,11 +40,11 @@ from qconvert.run.until import Until
 
 if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
+    from qconvert.calibrate.team import Team
     from qconvert.samples.data import Ids
 
-_AHEAD = 16  # matrices that a process may be ahead of their being sent
+_AHEAD = 32  # matrices that a process may be ahead of their being packed
 _LAST_WORDS = 4096
-_PATIENCE = 10.0  # seconds for a process to end by itself
 _SECONDS = 1.0  # from the loss of a connection to the end of the process at its other end
 
 
@@ -73,21 +77,19 @@ def calibrate_given(given: Given, devices: Sequence[str], **more: Any) -> Genera
 
 @dataclass(frozen=True)
 class _Begin:
-    """What a process is told: its place among the others, its device, and a folder to meet them in."""
+    """What a process is to do, and who packs what it finds."""
 
     given: Given
-    rank: int
-    count: int
-    device: str
-    meeting: str
+    packers: Packers
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a process says: an event, None once it is done, and the work since it last said something:
-    kinds, amounts and seconds."""
+    """What a process says: an event, None once it is done; how many bytes follow, by result of a packed
+    matrix; and the work since it last said something: kinds, amounts and seconds."""
 
-    event: Event | None
+    event: Event | Packed | None
+    sizes: Sequence[int]
     work: Sequence[tuple[str, float, float]]
 
 
@@ -99,32 +101,79 @@ class _Failed:
     text: str
 
 
-def calibrate_together(
-    given: Given, devices: Sequence[str], clock: Clock, works: Sequence[Work]
-) -> Generator[Event]:
-    """What `engine.calibrate` yields, by a process for each of `devices`, which are all of one kind.
-    `clock` is told of what they do, and `works` are what each layer takes.
+class Mates:
+    """A process for each of `devices`, which are all of one kind. Whoever starts them ends them; they
+    die with the thread that did (prctl(2), PR_SET_PDEATHSIG)."""
 
-    Raises what one of them raises; RunError where one dies, or cannot be started.
-    """
-    with TemporaryDirectory(prefix="qconvert-team-") as meeting:
-        mates: list[_Mate] = []
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
+        self._meeting = TemporaryDirectory(prefix="qconvert-team-")
+        self._all: list[_Mate] = []
         try:
-            for device in devices:
-                mates.append(_Mate(device))
-            for rank, mate in enumerate(mates):
-                mate.send(_Begin(given, rank, len(devices), mate.device, meeting))
-            yield from _heard(mates, clock, works)
-            for mate in mates:
-                mate.send(None)
-            for mate in mates:
-                mate.ends_within(_PATIENCE)
-        finally:
-            for mate in mates:
-                mate.end()
+            for rank in range(len(self.devices)):
+                self._all.append(_Mate(rank, self.devices, self._meeting.name))
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def are_there(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def machine(self) -> Machine:
+        """What torch finds here: waits for its import. Raises RunError where that fails."""
+        return self._all[0].machine
+
+    def calibrate(
+        self, given: Given, packers: Packers, clock: Clock, works: Sequence[Work]
+    ) -> Generator[Event | Packed]:
+        """What `engine.calibrate` yields, matrices packed. `clock` is told of what is done, and `works`
+        are what each layer takes.
+
+        Raises what one of the processes raises; RunError where one dies.
+        """
+        for mate in self._all:
+            _ = mate.machine
+            mate.send(_Begin(given, packers))
+        yield from _heard(self._all, clock, works)
+        # Nothing is left to do for any of them, and a GPU's memory takes a second to be given back.
+        self.end(waits=False)
+
+    def end(self, *, waits: bool = True) -> None:
+        """End them, whatever they do: what they leave is gone on from. Again does nothing."""
+        for mate in self._all:
+            mate.end(waits=waits)
+        self._all.clear()
+        self._meeting.cleanup()
 
 
-def _heard(mates: Sequence[_Mate], clock: Clock, works: Sequence[Work]) -> Generator[Event]:
+_early: list[Mates] = []
+
+
+@contextmanager
+def started_early(devices: Sequence[str]) -> Iterator[None]:
+    """Within this `early` finds processes for these devices, which begin their imports at once."""
+    if not devices:
+        yield
+        return
+    mates = Mates(devices)
+    _early.append(mates)
+    try:
+        yield
+    finally:
+        _early.remove(mates)
+        mates.end()
+
+
+def early() -> Mates | None:
+    """Processes that were started early, and that `started_early` ends; None where they have ended."""
+    return _early[-1] if _early and _early[-1].are_there else None
+
+
+def _heard(
+    mates: Sequence[_Mate], clock: Clock, works: Sequence[Work]
+) -> Generator[Event | Packed]:
     """What all of them say: matrices of each, the rest of the first one, and that a layer is done once
     all of them have said so."""
     listened = {mate.connection: mate for mate in mates}
@@ -146,7 +195,7 @@ def _heard(mates: Sequence[_Mate], clock: Clock, works: Sequence[Work]) -> Gener
                 del listened[mate.connection]
                 done.append(mate)
                 ended = event if mate is first or ended is None else ended
-            elif isinstance(event, Matrix) or mate is first:
+            elif isinstance(event, Packed) or mate is first:
                 yield event
             del event
         if ended is not None and len(done) == len(mates):
@@ -183,14 +232,13 @@ def _cause(failed: _Failed, mate: _Mate, mates: Sequence[_Mate]) -> Exception:
 class _Mate:
     """A process, seen from the one that started it."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, rank: int, devices: Sequence[str], meeting: str) -> None:
+        self.device = devices[rank]
         try:
             self._said = TemporaryFile()  # noqa: SIM115 - closed by `end`
             self.connection, theirs = Pipe()
-            code = (
-                f"from qconvert.calibrate.mates import main; main({theirs.fileno()}, {os.getpid()})"
-            )
+            about = _Place(theirs.fileno(), os.getpid(), rank, tuple(devices), meeting)
+            code = f"from qconvert.calibrate.mates import _Place, main; main({about!r})"
             try:
                 with undisturbed():
                     self._process = subprocess.Popen(
@@ -202,23 +250,45 @@ class _Mate:
         except (OSError, MemoryError) as error:
             raise cannot_start(error) from error
 
+    @cached_property
+    def machine(self) -> Machine:
+        """The first thing it says."""
+        said = self._receive()
+        if isinstance(said, _Failed):
+            raise _cause(said, self, [])
+        assert isinstance(said, Machine)
+        return said
+
     def send(self, what: _Begin | None) -> None:
         try:
             self.connection.send(what)
         except (BrokenPipeError, ConnectionResetError):
             raise self.died() from None
 
-    def hear(self, clock: Clock) -> Event | None:
+    def hear(self, clock: Clock) -> Event | Packed | None:
         """The next thing it says; None once it is done."""
-        try:
-            said: _Said | _Failed = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise self.died() from None
+        said = self._receive()
         if isinstance(said, _Failed):
             raise _Raised(said)
         for kind, amount, seconds in said.work:
             clock.told(kind, amount, seconds)
-        return said.event
+        if not isinstance(said.event, Packed):
+            event: Event | None = said.event
+            return event
+        data = [bytearray(size) for size in said.sizes]
+        for one in data:
+            self._in_time(partial(self.connection.recv_bytes_into, one))
+        return replace(said.event, data=data)
+
+    def _receive(self) -> Any:
+        return self._in_time(self.connection.recv)
+
+    def _in_time(self, receive: Callable[[], Any]) -> Any:
+        """What is received of a process that has not died."""
+        try:
+            return receive()
+        except (EOFError, ConnectionResetError):
+            raise self.died() from None
 
     def ends_within(self, seconds: float) -> bool:
         try:
@@ -238,10 +308,13 @@ class _Mate:
             "command again to go on"
         )
 
-    def end(self) -> None:
-        """End it, whatever it does: what it leaves is gone on from."""
+    def end(self, *, waits: bool) -> None:
+        """End it, whatever it does."""
         self._process.kill()
-        self._process.wait()
+        if waits:
+            self._process.wait()
+        else:
+            Thread(target=self._process.wait, name="wait for a process's end").start()
         self.connection.close()
         self._said.close()
 
@@ -279,7 +352,19 @@ class _Notes:
         return [(kind, *both) for kind, both in sums.items()]
 
 
-def main(descriptor: int, parent: int) -> None:
+@dataclass(frozen=True)
+class _Place:
+    """A process among others: the descriptor of its pipe, who started it, its number, the devices of all
+    of them, and a folder to meet in."""
+
+    descriptor: int
+    parent: int
+    rank: int
+    devices: tuple[str, ...]
+    meeting: str
+
+
+def main(place: _Place) -> None:
     """Calibrate what is asked for at the other end of an inherited pipe."""
     from qconvert.core import own_process
     from qconvert.run.worker import die_with
@@ -287,16 +372,15 @@ def main(descriptor: int, parent: int) -> None:
     own_process.declare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    die_with(parent)
-    connection: Connection[Any, Any] = Connection(descriptor)
+    die_with(place.parent)
+    connection: Connection[Any, Any] = Connection(place.descriptor)
     # The other end is closed where the main process is ended while this one imports.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        begin: _Begin = connection.recv()
         try:
-            _serve(connection, begin)
+            _serve(connection, place)
         except QConvertError as error:
             connection.send(_Failed(type(error).__name__, str(error)))
-        except (BrokenPipeError, ConnectionResetError):
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception:  # a fault of the program, whose traceback is for who reports it
             connection.send(_Failed("", traceback.format_exc()))
@@ -307,32 +391,51 @@ def main(descriptor: int, parent: int) -> None:
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
 
-def _serve(connection: Connection[Any, Any], begin: _Begin) -> None:
-    from qconvert.calibrate.backend import hush_transformers
-    from qconvert.calibrate.devices import get_ready
-    from qconvert.calibrate.library import load_shared
-
-    given, device = begin.given, begin.device
+def _serve(connection: Connection[Any, Any], place: _Place) -> None:
+    device = place.devices[place.rank]
     for name, value in _NETWORK.items():
         os.environ.setdefault(name, value)
-    get_ready([device])
-    load_shared()
-    hush_transformers()
-    from qconvert.calibrate.spread import use_device
-    from qconvert.calibrate.team import Processes
-
-    use_device(device)
-    team = Processes(begin.rank, begin.count, device, begin.meeting)
+    team = _ready(connection, place)
+    begin: _Begin = connection.recv()
     notes = _Notes()
-    events = calibrate_given(given, (device,), clock=Clock(notes.add), team=team)
-    # Codes are pickled and sent by this thread while another one computes.
+    events = calibrate_given(begin.given, (device,), clock=Clock(notes.add), team=team)
+    # Codes are packed and sent by this thread while another one computes.
     events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
     with closing(events):
         for event in events:
-            connection.send_bytes(pickle.dumps(_Said(event, notes.take()), protocol=5))
+            if isinstance(event, Matrix):
+                packed = begin.packers.pack(event)
+                data, packed = packed.data, replace(packed, data=())
+                _say(connection, _Said(packed, [len(one) for one in data], notes.take()))
+                for one in data:
+                    connection.send_bytes(one)
+                del packed, data
+            else:
+                _say(connection, _Said(event, (), notes.take()))
             if isinstance(event, LayerDone):
                 connection.recv()
             del event
-    connection.send(_Said(None, notes.take()))
-    connection.recv()  # all are done: a group must not lose one before
-    team.close()
+    _say(connection, _Said(None, (), notes.take()))
+    connection.recv()  # all are done: until then none must lose another
+
+
+def _say(connection: Connection[Any, Any], said: _Said) -> None:
+    connection.send_bytes(pickle.dumps(said, protocol=5))
+
+
+def _ready(connection: Connection[Any, Any], place: _Place) -> Team:
+    """Import what solving needs, and meet the others."""
+    from qconvert.calibrate.backend import hush_transformers
+    from qconvert.calibrate.devices import get_ready, this_machine
+    from qconvert.calibrate.library import load_shared
+
+    device, count = place.devices[place.rank], len(place.devices)
+    connection.send(this_machine())
+    get_ready(device)
+    load_shared()
+    hush_transformers()
+    from qconvert.calibrate.spread import use_device
+    from qconvert.calibrate.team import ALONE, Processes
+
+    use_device(device)
+    return ALONE if count == 1 else Processes(place.rank, count, device, place.meeting)

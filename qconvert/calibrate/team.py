@@ -129,6 +129,3 @@ class Processes:
 
     def meet_behind(self) -> None:
         self._group.barrier(group=self._behind)
-
-    def close(self) -> None:
-        self._group.destroy_process_group()

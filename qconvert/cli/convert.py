@@ -282,7 +282,7 @@ def convert(
     if isinstance(source, str):
         _note_folder(source, out)
         source = api.open_checkpoint(source, follow_links=options["follow_links"])
-    with workers_ahead(source, options):
+    with workers_ahead(source, options), mates_ahead(recipe.passes, options):
         with uncollected():
             planned = api.plan(recipe, source, out, **plan_options(options))
             show_plan(planned, options)
@@ -323,6 +323,18 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
         if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
         else started_early(source.nbytes, options["memory"], imports_of(source.shards))
     )
+
+
+def mates_ahead(steps: Sequence[Pass], options: RunOptions) -> AbstractContextManager[None]:
+    """Within this, processes of GPUs that calibrate import what they need while the plan is made."""
+    asked = [one for step in steps if (one := getattr(step, "calibrate", None)) is not None]
+    if options["dry_run"] or not asked:
+        return nullcontext()
+    from qconvert.calibrate.devices import each_once, guessed_devices, kind_of
+    from qconvert.calibrate.mates import started_early
+
+    names = each_once(asked[0].devices) or guessed_devices()
+    return nullcontext() if kind_of(names) == "cpu" else started_early(names)
 
 
 def plan_options(options: RunOptions) -> PlanOptions:

@@ -14,6 +14,7 @@ from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
     convert,
+    mates_ahead,
     plan_options,
     show_plan,
     workers_ahead,
@@ -151,7 +152,7 @@ def kt(
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
         opened = api.open_checkpoint(source, follow_links=options["follow_links"])
-        with workers_ahead(opened, options):
+        with workers_ahead(opened, options), mates_ahead([cpu_side], options):
             planned = api.plan_pair(
                 cpu_side,
                 opened,
