@@ -19,11 +19,11 @@ _OUTSIDE = {"__init__", "__main__", "api"}
 # Heavy libraries are imported where they are used, never when a module is.
 _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
           "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "rich", "datasets",
-          "numba", "ray"}  # fmt: skip
+          "numba", "llvmlite", "ray"}  # fmt: skip
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
-    "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/", "compiled/jit.py",
+    "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
     "ops/gpu/searches.py", "ops/gpu/staging.py", "calibrate/solver/fused.py",
 )  # fmt: skip
 

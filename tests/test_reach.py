@@ -338,6 +338,7 @@ _READERS = {
     "calibrate/memory.py": "/proc",
     "compiled/choice.py": "our own sources, our own cache",
     "compiled/jit.py": "locks in our own cache",
+    "compiled/native.py": "our own cache, numba's version",
     "repair/write.py": "writes what it staged",
     "calibrate/rows.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",

@@ -1,7 +1,7 @@
 """Whether a run computes in compiled loops: the one place that decides, for ops and for validators.
 
-QCONVERT_KERNELS says it outright (`numpy`, `numba`); `auto`, the default, takes numba where it is
-installed and the run is long enough to pay for its import and for loading what it compiled before.
+QCONVERT_KERNELS says it outright (`numpy`, `numba`); `auto`, the default, takes loops where numba is
+installed and the run is long enough to pay for compiling them once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 VARIABLE = "QCONVERT_KERNELS"
 _CHOICES = ("auto", "numpy", "numba")
 
-# What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes numba.
-# Importing numba and loading loops cost .5 s of CPU, once, in the process that forks workers, while the
-# plan is made; a GB saves .45 s (FP8 to BF16) to 1 s (BF16 to FP8 blocks). Measured on two cores of an
-# AMD EPYC: .6 GB to INT4 takes 2.2 CPU s either way, .9 GB 2.8 and 2.4, 1.9 GB of FP8 5.2 and 3.6.
+# What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes loops. To
+# load what was compiled before costs .08 s of CPU, once, in the process that forks workers, while the
+# plan is made; to import numba and compile, in a machine's first run, 3 s and more. A GB saves .45 s
+# (FP8 to BF16) to 1 s (BF16 to FP8 blocks).
 ENOUGH_BYTES = 768 << 20
-# What numba and LLVM add to a process's memory: 53 MiB to load every loop, 122 MiB to compile them all
-# (tests/test_compiled.py).
+# What loops add to a process's memory: 8 MiB to load all of ops, 180 MiB to compile them all, of which a
+# run needs two or three (tests/test_compiled.py).
 LOOP_BYTES = 128 << 20
 
 # Where loops stand, and what compiles them: with other lines they are compiled anew.
-_SOURCES = ("compiled/jit.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
+_SOURCES = ("compiled/*.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
 
 
 def wanted(nbytes: int, enough: int | None = None) -> bool:
@@ -65,8 +65,7 @@ class Loops:
         return self._loops if self._on else None
 
     def load(self) -> None:
-        """Load every loop that an earlier process left on disk: .35 s for the first, 5 ms for each
-        other. Raises RunError as `in_use` does."""
+        """Load every loop that an earlier process left on disk. Raises RunError as `in_use` does."""
         if self._loops is not None:
             from qconvert.compiled.jit import load_kept
 
@@ -74,21 +73,35 @@ class Loops:
 
     @cached_property
     def _loops(self) -> ModuleType | None:
-        """None where numba is there and cannot be imported (it refuses versions of numpy that it does
-        not know) and nobody asked for it. Raises RunError where QCONVERT_KERNELS does."""
-        try:
-            import numba
-        except ImportError as error:
-            if os.environ.get(VARIABLE) == "numba":
-                raise RunError(
-                    f"{VARIABLE} asks for numba, which cannot be imported: {error}; install the "
-                    "version that it names, or unset it"
-                ) from error
-            return None
+        """None where nothing was compiled before and numba cannot be imported, and nobody asked for it.
+        Raises RunError where QCONVERT_KERNELS does."""
+        from qconvert.compiled.native import any_kept
+
         folder = cache_folder()
-        if folder is not None:
-            vars(numba.config)["CACHE_DIR"] = str(folder)
+        compiled = folder is not None and any_kept(folder, self._package)
+        if not compiled and numba_or_none() is None:
+            return None
         return import_module(self._package)
+
+
+@cache
+def numba_or_none() -> ModuleType | None:
+    """numba, imported, which keeps what it compiles in our folder. None where it is there and cannot be
+    imported (it refuses versions of numpy that it does not know). Raises RunError where QCONVERT_KERNELS
+    asks for it."""
+    try:
+        import numba
+    except ImportError as error:
+        if os.environ.get(VARIABLE) == "numba":
+            raise RunError(
+                f"{VARIABLE} asks for numba, which cannot be imported: {error}; install the "
+                "version that it names, or unset it"
+            ) from error
+        return None
+    folder = cache_folder()
+    if folder is not None:
+        vars(numba.config)["CACHE_DIR"] = str(folder)
+    return numba
 
 
 @cache

@@ -1,8 +1,8 @@
-"""numba's decorators, typed, and what compiling costs paid once.
+"""Loops, typed, and what compiling them costs paid once.
 
-A loop is compiled for one signature at its first call, or loaded from where an earlier process left
-it: while one process compiles, others that want the same loop wait for it. Arrays are in C order and
-may lie at any address; results are never read only.
+A loop is compiled by numba for one signature at its first call, or loaded from where an earlier process
+left it, which takes no numba (native.py): while one process compiles, others that want the same loop
+wait for it. Arrays are in C order and may lie at any address; results are never read only.
 
 Integers of numba become 64 bits wide with every operation, and a loop with such in it fills a
 quarter of a vector: `np.int32(...)` stands around each. No fast math anywhere: it changes bits.
@@ -15,34 +15,49 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
-import numba
+from qconvert.compiled import native
+from qconvert.compiled.choice import cache_folder, numba_or_none
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ITEMS = {
-    "i1": numba.int8, "u1": numba.uint8, "u2": numba.uint16, "i4": numba.int32, "u4": numba.uint32,
-    "f4": numba.float32, "f8": numba.float64,
-}  # fmt: skip
 _ALL: list[_Lazy] = []
-_SCALARS = {
-    "int": numba.int64, "float": numba.float32, "double": numba.float64, "bool": numba.boolean,
-}  # fmt: skip
 
 
 def inner(function: F) -> F:
     """A function of one row, which LLVM makes vectors of; it becomes part of the loops that call it."""
-    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    made: Any = _Inner(function)
     kept: F = made
     return kept
 
 
+class _Inner:
+    """What numba, once it is there, takes for its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.plain = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.plain(*args)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What numba asks an object for that it does not know."""
+        return self._made._numba_type_
+
+    @cached_property
+    def _made(self) -> Any:
+        import numba
+
+        return numba.njit(nogil=True, error_model="numpy")(self.plain)
+
+
 def loop(*signature: str) -> Callable[[F], F]:
-    """A loop that answers whether it made its results. An argument is written `u2[2]`, an array of two
-    dimensions, `ru2[2]`, one that is only read, or `int`, `float`, `double`,
-    `bool`."""
+    """A loop that answers whether it made its results, of arguments as native.Argument has them."""
 
     def decorate(function: F) -> F:
         made: Any = _Lazy(function, signature)
@@ -56,8 +71,7 @@ def loop(*signature: str) -> Callable[[F], F]:
 def load_kept() -> None:
     """Load all loops that an earlier process left on disk."""
     for one in _ALL:
-        if one.kept:
-            _ = one.made
+        one.load()
 
 
 class _Lazy:
@@ -65,51 +79,122 @@ class _Lazy:
 
     def __init__(self, function: Callable[..., Any], signature: tuple[str, ...]) -> None:
         self.plain, self._signature = function, signature
-        self._made: Any = None
+        self._made: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self.made(*args)
 
     @property
-    def made(self) -> Any:
-        """numba's dispatcher, with its one signature compiled."""
-        if self._made is None:
-            types = numba.boolean(*map(_type, self._signature))
-            folder, keep = self._folder, self._keep
+    def made(self) -> Callable[..., Any]:
+        """What runs it, compiled now unless an earlier process did so."""
+        if self._made is None and not self.load():
             # Sixteen workers that load what is there in turn took 5 s; who finds none waits for whoever
             # compiles it.
-            lock = folder / f"{self.plain.__name__}.lock" if keep and not self.kept else None
+            folder = self._folder
+            lock = None if folder is None else folder / f"{self.plain.__name__}.lock"
             with _alone(lock):
-                self._made = numba.njit(types, nogil=True, error_model="numpy", cache=keep)(
-                    self.plain
-                )
+                if not self.load():
+                    self._made = self._native(compiled=True) or self._by_numba
+        assert self._made is not None
         return self._made
 
+    def load(self) -> bool:
+        """Load it, if an earlier process left it on disk. Returns whether it is loaded."""
+        if self._made is None:
+            self._made = self._native(compiled=False)
+        if self._made is None and self._kept_by_numba and numba_or_none() is not None:
+            self._made = self._by_numba
+        return self._made is not None
+
+    def cache_clear(self) -> None:
+        """Forget what was loaded: it, or what it calls, has other lines now."""
+        self._made = None
+        self.__dict__.pop("_by_numba", None)
+
+    def _native(self, *, compiled: bool) -> Callable[..., Any] | None:
+        """The loop as object code: as an earlier process left it, or `compiled` now and left for others.
+        None: it is not there, or it cannot be made, and numba is to run the loop."""
+        folder = self._folder
+        name = f"{self.plain.__module__}.{self.plain.__name__}"
+        at = None if folder is None else native.place(folder, name, self._signature)
+        if at is None:
+            return None
+        code = native.kept(at)
+        if compiled and code is None:
+            code = self._object_code()
+            if code is not None:
+                native.keep(at, code)
+        if code is None:
+            return None
+        return native.load(name, self._signature, code, lambda *args: self._by_numba(*args))
+
+    def _object_code(self) -> bytes | None:
+        if numba_or_none() is None:
+            return None
+        from qconvert.compiled import emit
+
+        options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        try:
+            (result,) = self._njit(**options).overloads.values()
+            return emit.object_code(result, [*map(native.Argument, self._signature)])
+        # A numba that has other names, and whatever LLVM says: numba runs it, as it always can.
+        except (emit.NotNative, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
+            return None
+
+    @cached_property
+    def _by_numba(self) -> Callable[..., Any]:
+        """numba's dispatcher, with its one signature compiled, or what declines where numba cannot be
+        imported. Raises RunError where it was asked for."""
+        if numba_or_none() is None:
+            return lambda *_: False
+        made: Callable[..., Any] = self._njit(cache=self._folder is not None)
+        return made
+
+    def _njit(self, **options: bool) -> Any:
+        import numba
+
+        njit: Any = numba.njit  # its annotations leave out options that it has
+        types = numba.boolean(*map(_type, self._signature))
+        return njit(types, nogil=True, error_model="numpy", **options)(self.plain)
+
     @property
-    def kept(self) -> bool:
-        """Whether an earlier process left it on disk."""
+    def _kept_by_numba(self) -> bool:
         version = f"py{sys.version_info.major}{sys.version_info.minor}"
-        return self._keep and any(self._folder.rglob(f"*.{self.plain.__name__}-*.{version}.nbi"))
+        pattern = f"*.{self.plain.__name__}-*.{version}.nbi"
+        return self._folder is not None and any(self._folder.rglob(pattern))
 
     @property
-    def _folder(self) -> Path:
-        return Path(vars(numba.config)["CACHE_DIR"])
+    def _folder(self) -> Path | None:
+        """Where it is kept. What a test made of other lines is in no file."""
+        there = all(Path(one.__code__.co_filename).is_file() for one in _functions(self.plain))
+        return cache_folder() if there else None
 
-    @property
-    def _keep(self) -> bool:
-        """What a test made of other lines is in no file."""
-        there = Path(self.plain.__code__.co_filename).is_file()
-        return bool(vars(numba.config)["CACHE_DIR"]) and there
+
+def _functions(function: Any) -> Iterator[FunctionType]:
+    """A function, and all that become part of it."""
+    yield function
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, _Inner):
+            yield from _functions(called.plain)
 
 
 def _type(text: str) -> Any:
-    if text in _SCALARS:
-        return _SCALARS[text]
-    item, _, dimensions = text.removesuffix("]").partition("[")
+    import numba
+
+    scalars = {
+        "int": numba.int64, "float": numba.float32, "double": numba.float64, "bool": numba.boolean,
+    }  # fmt: skip
+    if text in scalars:
+        return scalars[text]
+    items = {
+        "i1": numba.int8, "u1": numba.uint8, "u2": numba.uint16, "i4": numba.int32,
+        "u4": numba.uint32, "f4": numba.float32, "f8": numba.float64,
+    }  # fmt: skip
+    one = native.Argument(text)
     return numba.types.Array(
-        _ITEMS[item.removeprefix("r")], int(dimensions), "C", readonly=item.startswith("r"),
-        aligned=False,
-    )  # fmt: skip
+        items[one.item], one.dimensions, "C", readonly=one.read_only, aligned=False
+    )
 
 
 @contextmanager

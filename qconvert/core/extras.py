@@ -26,6 +26,7 @@ EXTRAS: Mapping[Extra, tuple[str, ...]] = {
 _ALONG: Mapping[str, Extra] = {
     "compressed_tensors": "calibrate",
     "datasets": "calibrate",
+    "llvmlite": "fast",
     "loguru": "calibrate",
     "tokenizers": "calibrate",
 }

@@ -1,4 +1,4 @@
-"""The loops by their names. This package needs numba whole, and is imported where loops run."""
+"""The loops by their names. This package is imported where loops run."""
 
 from qconvert.ops.compiled.loops.amx import amx_int4, amx_int8, amx_search
 from qconvert.ops.compiled.loops.fp4 import (

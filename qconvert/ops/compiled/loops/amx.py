@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ldexp
 from typing import Any
 
 import numpy as np
@@ -177,7 +176,9 @@ def _from_histogram(
             count = np.float64(counts[filled])
             for rung in range(steps.size):
                 totals[rung] += count * errors[filled, rung]
-    unit = ldexp(1.0, int(exponent - np.int32(126)))
+    # 2^(exponent - 126). (math.ldexp would be a call of a function of numba's runtime.)
+    power = np.int64(np.int64(exponent) + np.int64(1023 - 126))
+    unit = np.int64(power << np.int64(52)).view(np.float64)
     largest = np.float64(np.float64(amax) / unit) / np.float64(most) * (1 + 1e-6)
     least, best = np.inf, 0
     for rung in range(steps.size):
