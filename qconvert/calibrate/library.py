@@ -2,8 +2,8 @@
 
 transformers 5.17 imports optional packages where they are installed: scipy for losses of object
 detection, scikit-learn for assisted generation, torchvision for images, torchaudio for sound, accelerate
-for models on several devices. `from_config` of Qwen3-MoE took 4.0 s of CPU after `import torch`, 0.7 s of
-it scipy and accelerate, and more where scikit-learn and torchvision are.
+for models on several devices. `from_config` of Qwen3-MoE took 4.0 s of CPU after `import torch`, 0.7 s
+of it scipy and accelerate, and more where scikit-learn and torchvision are.
 """
 
 from __future__ import annotations
