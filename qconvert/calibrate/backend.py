@@ -19,7 +19,14 @@ from qconvert.calibrate.library import load_shared
 from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.mates import Given, calibrate_given, calibrate_together
 from qconvert.calibrate.memory import least_bytes
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
+from qconvert.calibrate.settings import (
+    ExpertSchemes,
+    LayerDone,
+    LayerStats,
+    Matrix,
+    Settings,
+    Shared,
+)
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.dtypes import TensorType
@@ -284,6 +291,9 @@ class GptqBackend:
                         if event.stats is not None:
                             self._save_stats(event.layer, event.stats, job.files)
                         yield Barrier()
+                    case Shared():
+                        if exchange is not None and exchange.note is not None:
+                            exchange.note([{"solved": name} for name in event.names])
                     case Phase() | Remark():
                         yield event
                     case Paused():

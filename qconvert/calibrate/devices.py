@@ -32,6 +32,14 @@ def check_devices(names: Sequence[str]) -> None:
             )
 
 
+def use_device(name: str) -> None:
+    """Make a device the one that this thread launches kernels on: Triton's go nowhere else."""
+    if name != "cpu":
+        import torch
+
+        torch.cuda.set_device(name)
+
+
 def get_ready(names: Sequence[str]) -> Thread | None:
     """Let GPUs make their contexts and cuBLAS's handles, up to a second each, in a thread, which is
     returned: torch lets go of Python's lock meanwhile, and classes of models are imported."""

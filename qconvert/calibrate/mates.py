@@ -68,7 +68,7 @@ def calibrate_given(given: Given, devices: Sequence[str], **more: Any) -> Genera
     asked = {field.name: getattr(given, field.name) for field in fields(given)}
     source = Plan.identity(asked.pop("checkpoint"))
     tokens, schemes, settings = (asked.pop(name) for name in ("tokens", "schemes", "settings"))
-    return calibrate(source, tokens, schemes, settings, devices=devices, **asked, **more)
+    return calibrate(source, tokens, schemes, settings, device=devices[0], **asked, **more)
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_E
 
 def _serve(connection: Connection[Any, Any], begin: _Begin) -> None:
     from qconvert.calibrate.backend import hush_transformers
-    from qconvert.calibrate.devices import get_ready
+    from qconvert.calibrate.devices import get_ready, use_device
     from qconvert.calibrate.library import load_shared
 
     given, device = begin.given, begin.device
@@ -318,7 +318,6 @@ def _serve(connection: Connection[Any, Any], begin: _Begin) -> None:
     get_ready([device])
     load_shared()
     hush_transformers()
-    from qconvert.calibrate.spread import use_device
     from qconvert.calibrate.team import Processes
 
     use_device(device)
