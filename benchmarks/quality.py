@@ -263,7 +263,7 @@ def _calibrated(
     with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
         for event in calibrate(
             plan, samples, [scheme], settings, work_dir=Path(where) / "work", memory=None,
-            devices=("cuda:0" if device == "cuda" else "cpu",), key="quality",
+            device="cuda:0" if device == "cuda" else "cpu", key="quality",
         ):  # fmt: skip
             if isinstance(event, Matrix):
                 assert event.expert is not None, "linears beside experts were not asked for"

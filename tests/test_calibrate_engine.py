@@ -189,46 +189,38 @@ def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> 
 
 @pytest.mark.big
 @pytest.mark.parametrize(
-    ("settings", "scheme", "devices"),
+    ("settings", "scheme"),
     [
-        (ROUTED, G32, ("cpu", "cpu")),
-        (THEIRS, G32, ("cpu", "cpu")),
-        (CORRECTED, G32, ("cpu", "cpu")),
-        (Settings(experts="all", propagated_error="ignore"), G32, ("cpu",)),
-        (Settings(experts="all", propagated_error="correct"), G32, ("cpu", "cpu")),
-        (Settings(min_tokens=60, propagated_error="correct"), G32, ("cpu", "cpu")),
-        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32, ("cpu",)),
-        (ROUTED, FP4, ("cpu", "cpu")),
-        (CORRECTED, FP4, ("cpu", "cpu")),
+        (ROUTED, G32),
+        (THEIRS, G32),
+        (CORRECTED, G32),
+        (Settings(experts="all", propagated_error="ignore"), G32),
+        (Settings(experts="all", propagated_error="correct"), G32),
+        (Settings(min_tokens=60, propagated_error="correct"), G32),
+        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32),
+        (ROUTED, FP4),
+        (CORRECTED, FP4),
     ],
     ids=[
-        "routed-two",
-        "theirs-two",
-        "corrected-two",
-        "all-one",
-        "corrected-all-two",
-        "corrected-few-two",
-        "corrected-rounded-one",
-        "nvfp4-two",
-        "nvfp4-corrected-two",
+        "routed",
+        "theirs",
+        "corrected",
+        "all",
+        "corrected-all",
+        "corrected-few",
+        "corrected-rounded",
+        "nvfp4",
+        "nvfp4-corrected",
     ],
 )
-def test_groups_and_devices_change_no_code(
-    settings: Settings, scheme: Scheme, devices: tuple[str, ...], small: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_groups_change_no_code(
+    settings: Settings, scheme: Scheme, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once = run(small, tmp_path / "one", settings=settings, schemes=[scheme])
     if settings.min_tokens == 60:
         assert 0 < len(at_once.stats[0].few) < EXPERTS
-    seen: list[int] = []
-
-    def few(*args: Any, **sizes: Any) -> list[int]:
-        seen.append(1)
-        return [3, 2][: len(devices)]
-
-    monkeypatch.setattr(layers, "group_sizes", few)
-    apart = run(small, tmp_path / "two", settings=settings, schemes=[scheme], devices=devices)
-    assert seen
+    monkeypatch.setattr(layers, "experts_together", lambda *_, **__: 3)
+    apart = run(small, tmp_path / "two", settings=settings, schemes=[scheme])
     assert_same(at_once, apart)
 
 
@@ -239,9 +231,7 @@ def test_states_in_files_change_no_code(
 ) -> None:  # fmt: skip
     names: set[str] = set()
     of = Budget.of
-    monkeypatch.setattr(
-        Budget, "of", lambda memory, devices: replace(of(memory, devices), states={})
-    )
+    monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))
 
     class Looking(Kept):
         def put(self, matrix: Matrix) -> None:
@@ -269,9 +259,7 @@ def test_the_work_dir_holds_no_more_than_it_says(
             super().put(matrix)
 
     of = Budget.of
-    monkeypatch.setattr(
-        Budget, "of", lambda memory, devices: replace(of(memory, devices), states={})
-    )
+    monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))
     run(small, tmp_path / "work", Looking(), settings=settings)
     count = sum(sample.size for sample in TOKENS)
     streams = 2 if settings.corrects else 1

@@ -296,9 +296,8 @@ def test_the_work_dir_of_experts_and_linears(
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
     of = Budget.of
 
-    def without(memory: int | None, devices: Sequence[str]) -> Budget:
-        found = of(memory, devices)
-        return Budget(found.memory, found.base, {}, found.devices)
+    def without(memory: int | None, device: str) -> Budget:
+        return replace(of(memory, device), states={})
 
     monkeypatch.setattr(Budget, "of", without)
     most = most_in_work_dir(folder, tmp_path)
@@ -325,7 +324,7 @@ def most_in_work_dir(folder: Path, tmp_path: Path) -> int:
 
 def budget(memory: int) -> Budget:
     base = 1 << 30
-    return Budget(memory, base, {"cpu": (memory - base) >> 2}, (0,))
+    return Budget(memory, base, {"cpu": (memory - base) >> 2}, 0)
 
 
 LLAMA_70B = [
@@ -349,7 +348,7 @@ def test_rounds_grow_with_the_budget() -> None:
     enough = int(str(told.value).rpartition(" ")[2].removesuffix("MiB")) << 20
     assert rounds(budget(enough), "cpu", LLAMA_70B, **named)
     assert len(rounds(budget(34 << 30), "cpu", LLAMA_70B, **{**named, "keeps": False})) == 1
-    assert rounds(Budget(0, 0, {}, (1,)), "cuda:0", LLAMA_70B, **named) == [[0], [1], [2], [3]]
+    assert rounds(Budget(0, 0, {}, 1), "cuda:0", LLAMA_70B, **named) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("solver", ["best", "llmcompressor"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from deep_models import EXPERTS, write_model
 
-from qconvert.calibrate.memory import Budget, _solver_bytes, group_sizes, least_bytes
+from qconvert.calibrate.memory import Budget, _solver_bytes, experts_together, least_bytes
 from qconvert.calibrate.settings import Solver
 from qconvert.core.errors import RunError
 
@@ -99,20 +99,20 @@ def test_the_best_solver_keeps_to_its_budget(
     assert peak <= budget
 
 
-def sizes(memory: int, **over: Any) -> list[int]:
+def together(memory: int, **over: Any) -> int:
     given: dict[str, Any] = {
         "hidden": 7168, "middle": 2048, "own_hessians": True, "schemes": 1, "together": 32,
         "layer_bytes": 1 << 29, "solver": "best", "chunk": 2048, **over,
     }  # fmt: skip
-    return group_sizes(Budget(memory, 1 << 30, {"cpu": memory >> 2}, (0,)), ("cpu",), **given)
+    return experts_together(Budget(memory, 1 << 30, {"cpu": memory >> 2}, 0), "cpu", **given)
 
 
 def test_groups_grow_with_the_budget_and_without_hessians_of_their_own() -> None:
     """An expert of DeepSeek-V3 is 88 MB, its Hessians 222 MB: 64 GiB hold some 140 of them."""
-    (some,) = sizes(64 << 30)
+    some = together(64 << 30)
     assert 120 < some < 160
-    assert sizes(32 << 30)[0] < some < sizes(128 << 30)[0]
-    assert sizes(64 << 30, own_hessians=False)[0] > 2 * some
+    assert together(32 << 30) < some < together(128 << 30)
+    assert together(64 << 30, own_hessians=False) > 2 * some
 
 
 def test_either_solver_is_counted() -> None:
@@ -134,12 +134,12 @@ def test_what_corrects_is_counted() -> None:
         least_bytes(7168, 2048, 1, "best", corrects=corrects) >> 20 for corrects in (False, True)
     ]
     assert 400 < known[1] - known[0] < 550
-    assert sizes(64 << 30, corrects=True)[0] < 0.75 * sizes(64 << 30)[0]
+    assert together(64 << 30, corrects=True) < 0.75 * together(64 << 30)
     for own in (True, False):
-        some = sizes(64 << 30, corrects=True, own_hessians=own)[0]
-        assert sizes(32 << 30, corrects=True, own_hessians=own)[0] < some
+        some = together(64 << 30, corrects=True, own_hessians=own)
+        assert together(32 << 30, corrects=True, own_hessians=own) < some
 
 
 def test_less_than_one_expert_is_refused() -> None:
     with pytest.raises(RunError, match="one expert with its Hessians"):
-        sizes(2 << 30)
+        together(2 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -136,11 +137,9 @@ def same(a: Known, b: Known) -> bool:
 
 @pytest.mark.parametrize(("low", "high"), [(-8, 8), (-12, 13), (-128, 128)])
 def test_what_was_put_is_read_back(low: int, high: int, tmp_path: Path) -> None:
-    told: list[Any] = []
-    shared = exchange(tmp_path, Shard(0, 2), note=told.extend)
-    put(shared, 3, 7, known(5, low, high))
+    shared = exchange(tmp_path, Shard(0, 2))
+    assert put(shared, 3, 7, known(5, low, high)) == "3-7"
     assert shared.has(3, 7)
-    assert told == [{"solved": "3-7"}]
     assert same(get(shared, 3, 7, SIDES, TARGETS), known(5, low, high))
     # INT4 codes take half a byte.
     size = (tmp_path / SOLVED / "3-7").stat().st_size
@@ -150,10 +149,8 @@ def test_what_was_put_is_read_back(low: int, high: int, tmp_path: Path) -> None:
 
 
 def test_the_first_to_put_an_expert_is_the_one(tmp_path: Path) -> None:
-    told: list[Any] = []
-    put(exchange(tmp_path), 3, 7, known(1))
-    put(exchange(tmp_path, Shard(1, 2), note=told.extend), 3, 7, known(2))
-    assert told == []
+    assert put(exchange(tmp_path), 3, 7, known(1)) == "3-7"
+    assert put(exchange(tmp_path, Shard(1, 2)), 3, 7, known(2)) is None
     assert same(get(exchange(tmp_path), 3, 7, SIDES, TARGETS), known(1))
     assert [path.name for path in (tmp_path / SOLVED).iterdir()] == ["3-7"]
 
@@ -283,6 +280,15 @@ def test_experts_are_divided_without_a_rest(experts: int, shards: int, tmp_path:
     assert max(sizes) - min(sizes) <= 1
     owners = [exchange(tmp_path, Shard(0, shards))._owner(e, experts) for e in range(experts)]
     assert owners == [n for n, part in enumerate(parts) for _ in part]
+
+
+def test_processes_of_a_shard_are_given_its_exchange(tmp_path: Path) -> None:
+    shared = exchange(tmp_path, Shard(1, 3), until=Until(5.0, 0.0))
+    shared._peers.append(Peers(tmp_path, 3))
+    given = pickle.loads(pickle.dumps(shared))
+    put(given, 0, 4, known())
+    assert (given.mine(0, 12), given.until) == ([5, 6, 7], shared.until)
+    assert given._peers[0].lost() == set()
 
 
 class Lost(Peers):

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import copy
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from calibrate_models import qwen3_moe, samples, saved
+from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
+from calibrate_models import EXPERTS, qwen3_moe, samples, saved
 from teams import run_team
-from test_accelerator_paths import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, cuda
 
 from qconvert.calibrate import engine, work_dir
 from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.model import Model
-from qconvert.calibrate.settings import LayerDone, Matrix, Settings
+from qconvert.calibrate.settings import LayerDone, Matrix, Settings, Shared
 from qconvert.calibrate.team import Team
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.matrices.linears import quantizable
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused
-from qconvert.run.until import Pace
-
-gpu = cuda
+from qconvert.run.division import Shard
+from qconvert.run.exchange import Exchange, Peers
+from qconvert.run.files import Files
+from qconvert.run.until import Pace, Until
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +39,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 @pytest.fixture(autouse=True)
 def built(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share torch's default dtype, which transformers changes while it builds a class."""
+    pretend(monkeypatch)
     made = Model(plan, SETTINGS.attention)
-    monkeypatch.setattr(engine, "Model", lambda *_: made.twin())
+    monkeypatch.setattr(engine, "Model", lambda *_: copy.deepcopy(made, {id(plan): plan}))
 
 
 def events(
     plan: Plan, folder: Path, device: str, settings: Settings = SETTINGS, tokens: Any = TOKENS,
     **more: Any,
-) -> Any:  # fmt: skip
+) -> Callable[[Team], Generator[Event]]:  # fmt: skip
     def of(team: Team) -> Generator[Event]:
         return calibrate(
-            plan, tokens, [SCHEME], settings, work_dir=folder, memory=None, devices=(device,),
-            key="k", team=team, **more,
+            plan, tokens, [SCHEME], settings, work_dir=folder, memory=None, device=device, key="k",
+            team=team, **more,
         )  # fmt: skip
 
     return of
@@ -65,30 +69,30 @@ def test_a_team_finds_the_same_codes(
     device: str, count: int, solver: Any, plan: Plan, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, solver=solver)
-    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", device, settings))[0]))
+    alone = codes_of(run_team(1, events(plan, tmp_path / "one", device, settings))[0])
     assert {layer for layer, _, _ in alone} == {0, 1, 2}
     found = run_team(count, events(plan, tmp_path / "several", device, settings))
     for some in found:  # each has some, and none has another's
         assert any(isinstance(event, Matrix) for event in some)
     assert sum(isinstance(e, Matrix) for e in all_of(found)) == len(alone)
-    assert_same(codes_of(iter(all_of(found))), alone)
+    assert_same(codes_of(all_of(found)), alone)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_path: Path) -> None:
     """Of one part of tokens, or of six, more processes than parts."""
     tokens = samples(2, 40) if device == "cpu:0" else samples(1, 40)
-    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0]))
+    alone = codes_of(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0])
     found = run_team(3, events(plan, tmp_path / "several", device, tokens=tokens))
-    assert_same(codes_of(iter(all_of(found))), alone)
+    assert_same(codes_of(all_of(found)), alone)
 
 
 def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path: Path) -> None:
     lengths = (40, 40, 33, 7, 50, 50, 20)
     tokens = [samples(1, length, seed=n)[0] for n, length in enumerate(lengths)]
-    alone = codes_of(iter(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0]))
+    alone = codes_of(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0])
     found = run_team(2, events(plan, tmp_path / "several", "cpu:0", tokens=tokens))
-    assert_same(codes_of(iter(all_of(found))), alone)
+    assert_same(codes_of(all_of(found)), alone)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
@@ -97,7 +101,7 @@ def test_a_paused_team_goes_on_in_another_number(
     every: float, device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work_dir, "_EVERY", every)
-    whole = codes_of(iter(run_team(1, events(plan, tmp_path / "whole", device))[0]))
+    whole = codes_of(run_team(1, events(plan, tmp_path / "whole", device))[0])
     found: list[Event] = []
     another = Pace.another
     for at, count in enumerate((3, 2, 1)):
@@ -107,7 +111,7 @@ def test_a_paused_team_goes_on_in_another_number(
             assert (some[-1] == Paused(at + 1, 3)) == (at < 2)
         assert {e.layer for e in all_of(made) if isinstance(e, Matrix)} == {at}
         found += all_of(made)
-    assert_same(codes_of(iter(found)), whole)
+    assert_same(codes_of(found), whole)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,12 @@ def test_statistics_are_of_all_experts(more: dict[str, Any], plan: Plan, tmp_pat
     settings = replace(SETTINGS, **more)
     (alone,) = run_team(1, events(plan, tmp_path / "one", device, settings))
     found = run_team(2, events(plan, tmp_path / "several", device, settings))
-    assert_same(codes_of(iter(all_of(found))), codes_of(iter(alone)))
+    assert_same(codes_of(all_of(found)), codes_of(alone))
+    assert_told(found, alone)
+
+
+def assert_told(found: list[list[Event]], alone: list[Event]) -> None:
+    """Each process tells the same of layers as one alone."""
     wanted = [event for event in alone if isinstance(event, LayerDone)]
     for some in found:
         got = [event for event in some if isinstance(event, LayerDone)]
@@ -143,5 +152,79 @@ def test_linears_are_solved_once_and_put_into_all_layers(
     assert sum(isinstance(e, Matrix) for e in all_of(found)) == sum(
         isinstance(e, Matrix) for e in alone
     )
-    assert_same(codes_of(iter(all_of(found))), codes_of(iter(alone)))
+    assert_same(codes_of(all_of(found)), codes_of(alone))
     assert any(isinstance(e, Matrix) and e.expert is None for e in found[0])
+
+
+# --- shards that are teams ------------------------------------------------------------------------
+
+
+def sharing(folder: Path, shard: Shard | None, **more: Any) -> dict[str, Any]:
+    """Of `events`, for a process of a shard, or one that finishes what shards have begun."""
+    return {"exchange": Exchange(folder, "k", Files(), shard, kind="cpu", **more)}
+
+
+def put_in(found: list[list[Event]]) -> list[str]:
+    return [name for one in all_of(found) if isinstance(one, Shared) for name in one.names]
+
+
+ALL = {f"{layer}-{expert}" for layer in range(3) for expert in range(EXPERTS)}
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cpu", marks=pytest.mark.big)])
+def test_shards_of_two_processes_find_the_same_codes(
+    device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peers, "lost", lambda _: set())
+    settings = replace(SETTINGS, min_tokens=30)
+    (alone,) = run_team(1, events(plan, tmp_path / "one", device, settings))
+
+    def run(shard: Shard | None) -> list[list[Event]]:
+        folder = tmp_path / ("rest" if shard is None else str(shard.index))
+        return run_team(
+            2, events(plan, folder, device, settings, **sharing(tmp_path / "work", shard))
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(run, (Shard(0, 2), Shard(1, 2))))
+    put = [put_in(found) for found in both]
+    assert sorted(put[0] + put[1]) == sorted(ALL)
+    assert all(put)
+    for found in both:
+        assert not codes_of(all_of(found))
+        assert all(any(isinstance(event, Shared) for event in some) for some in found)
+        assert_told(found, alone)
+    rest = run(None)
+    assert not put_in(rest)
+    assert_same(codes_of(all_of(rest)), codes_of(alone))
+    assert_told(rest, alone)
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cpu", marks=pytest.mark.big)])
+def test_a_team_finishes_what_a_shard_had_no_time_for(
+    device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peers, "lost", lambda _: set())
+    (alone,) = run_team(1, events(plan, tmp_path / "one", device))
+    over = Until(1.0, 0.0, lambda: 2.0)
+    mine = sharing(tmp_path / "work", Shard(0, 2), until=over)
+    begun = run_team(2, events(plan, tmp_path / "0", device, **mine))
+    for some in begun:  # it has solved its part, and waits for the other's
+        assert some[-1] == Paused(0, 3)
+        assert not any(isinstance(event, LayerDone) for event in some)
+    assert sorted(put_in(begun)) == [f"0-{expert}" for expert in range(EXPERTS // 2)]
+    rest = run_team(3, events(plan, tmp_path / "rest", device, **sharing(tmp_path / "work", None)))
+    assert sorted(put_in(begun) + put_in(rest)) == sorted(ALL)
+    assert sum(isinstance(event, Matrix) for event in all_of(rest)) == 3 * len(ALL)
+    assert_same(codes_of(all_of(rest)), codes_of(alone))
+    assert_told(rest, alone)
+
+
+def test_a_team_solves_what_a_lost_shard_left(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peers, "lost", lambda _: {0})
+    mine = sharing(tmp_path / "work", Shard(1, 2))
+    found = run_team(2, events(plan, tmp_path / "1", "cpu:0", **mine))
+    assert sorted(put_in(found)) == sorted(ALL)
+    assert all(isinstance(some[-1], LayerDone) for some in found)

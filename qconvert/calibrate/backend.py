@@ -19,7 +19,14 @@ from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.mates import Given, Mates, calibrate_given, early
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.packing import Packed, Packers
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
+from qconvert.calibrate.settings import (
+    ExpertSchemes,
+    LayerDone,
+    LayerStats,
+    Matrix,
+    Settings,
+    Shared,
+)
 from qconvert.calibrate.stats import begin, check_claim
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.errors import DataError, PlanError
@@ -281,6 +288,7 @@ class GptqBackend:
             },
             statistics=request.save_stats is not None,
             until=job.until,
+            exchange=exchange and replace(exchange, kind=kind_of(devices), note=None),
         )
         clock, works = Clock(job.told), self._works_of(job)
         packers = Packers(self.packers, self.linears)
@@ -288,10 +296,7 @@ class GptqBackend:
         if mates is not None:
             events = mates.calibrate(given, packers, clock, works)
         else:
-            exchange = None if exchange is None else replace(exchange, kind=kind_of(devices))
-            events = calibrate_given(
-                given, devices, files=job.files, clock=clock, works=works, exchange=exchange
-            )
+            events = calibrate_given(given, "cpu", files=job.files, clock=clock, works=works)
         shares = exchange is not None and exchange.shard is not None
         units = {} if shares else _by_place(job)
         with closing(events):
@@ -306,6 +311,9 @@ class GptqBackend:
                         if event.stats is not None:
                             self._save_stats(event.layer, event.stats, job.files)
                         yield Barrier()
+                    case Shared():
+                        if exchange is not None and exchange.note is not None:
+                            exchange.note([{"solved": name} for name in event.names])
                     case Phase() | Remark():
                         yield event
                     case Paused():

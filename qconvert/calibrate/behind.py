@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.rows import InFile
@@ -22,20 +21,18 @@ _ROWS = 1 << 14  # copied at a time where all are kept
 
 class Behind:
     """Does things in the order in which they are asked for, in one thread of its own. What goes wrong in
-    one is raised by a later call, and nothing after it is done. Several threads may ask."""
+    one is raised by a later call, and nothing after it is done."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "qconvert-behind")
         self._asked: deque[Future[None]] = deque()
-        self._lock = Lock()
         self._broken = False
 
     def later(self, do: Callable[[], None]) -> Future[None]:
-        with self._lock:
-            while self._asked and self._asked[0].done():
-                self._asked.popleft().result()
-            found = self._pool.submit(self._run, do)
-            self._asked.append(found)
+        while self._asked and self._asked[0].done():
+            self._asked.popleft().result()
+        found = self._pool.submit(self._run, do)
+        self._asked.append(found)
         return found
 
     def _run(self, do: Callable[[], None]) -> None:

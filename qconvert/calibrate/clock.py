@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
 
 from qconvert.core.profiling import phase
 
@@ -16,12 +15,12 @@ Told = Callable[[str, float, float], None]
 
 class Clock:
     """Adds up seconds by what they were spent on, and work. Accelerators are waited for at both ends.
-    `told` hears of each piece; several threads may work at once."""
+    `told` hears of each piece."""
 
     def __init__(self, told: Told | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.work: defaultdict[str, float] = defaultdict(float)
-        self._tell, self._now, self._lock = told, now, Lock()
+        self._tell, self._now = told, now
 
     @contextmanager
     def __call__(self, what: str, device: str) -> Iterator[Callable[[float], None]]:
@@ -52,17 +51,15 @@ class Clock:
                 yield
         finally:
             seconds = self._now() - start
-            with self._lock:
-                self.seconds[what] += seconds
-                self.seconds[of] -= seconds
+            self.seconds[what] += seconds
+            self.seconds[of] -= seconds
 
     def told(self, what: str, amount: float, seconds: float) -> None:
         """Another process has done work, and took so long."""
-        with self._lock:
-            self.seconds[what] += seconds
-            self.work[what] += amount
-            if self._tell is not None:
-                self._tell(what, amount, seconds)
+        self.seconds[what] += seconds
+        self.work[what] += amount
+        if self._tell is not None:
+            self._tell(what, amount, seconds)
 
     def layer_done(self, planned: Mapping[str, float], before: Mapping[str, float]) -> None:
         """A layer has ended: what was told of it since `before` is made what was planned."""

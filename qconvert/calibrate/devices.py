@@ -54,6 +54,14 @@ def check_devices(names: Sequence[str]) -> None:
         this_machine().check(names)
 
 
+def use_device(name: str) -> None:
+    """Make a device the one that this thread launches kernels on: Triton's go nowhere else."""
+    if name != "cpu":
+        import torch
+
+        torch.cuda.set_device(name)
+
+
 def guessed_devices() -> tuple[str, ...]:
     """The GPUs that torch will probably find, without its import: none where that is not known."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")

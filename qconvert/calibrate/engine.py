@@ -20,15 +20,23 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate import theirs
 from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.devices import use_device
+from qconvert.calibrate.division import divided, shares
 from qconvert.calibrate.foreseen import Foreseen
-from qconvert.calibrate.layers import Layers, Matrices, divided
+from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
-from qconvert.calibrate.spread import load_solvers, shares, use_device
+from qconvert.calibrate.settings import (
+    ExpertSchemes,
+    LayerDone,
+    LayerStats,
+    Matrix,
+    Settings,
+    Shared,
+)
 from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
@@ -51,7 +59,7 @@ _HELD = 0.7  # of what an accelerator has for rows of tokens, at the most
 # Bytes of matrices that are read ahead, at the most.
 _AHEAD = 2 << 30
 
-Event = Matrix | LayerDone | Phase | Remark | Paused
+Event = Matrix | LayerDone | Shared | Phase | Remark | Paused
 
 
 def calibrate(
@@ -62,7 +70,7 @@ def calibrate(
     *,
     work_dir: Path,
     memory: int | None,
-    devices: Sequence[str] = ("cpu",),
+    device: str = "cpu",
     key: str,
     last: int | None = None,
     files: Files | None = None,
@@ -83,12 +91,12 @@ def calibrate(
 
     `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
     calibration needs, `memory` is what this process may take (None: three quarters of the machine).
-    `devices` are torch's names; the first runs attention. `key` names data, settings and plan. `last` is
-    the last layer to run, None for all. `clock` adds up what the time was spent on. Where `until` has no
-    room for another layer as long as the longest so far, the last event is Paused; one is always done.
-    `works` are what each layer takes, by kind: what the clock is told of one comes to that. With an
-    `exchange` other processes solve experts of the same calibration; a shard yields no codes. A process
-    of a `team`, of one device each, yields matrices of its own experts; all else is told by each.
+    `device` is torch's name of one. `key` names data, settings and plan. `last` is the last layer to
+    run, None for all. `clock` adds up what the time was spent on. Where `until` has no room for another
+    layer as long as the longest so far, the last event is Paused; one is always done. `works` are what
+    each layer takes, by kind: what the clock is told of one comes to that. With an `exchange` other
+    shards solve experts of the same calibration; a shard yields no codes, and each run what it has put
+    there. A process of a `team`, a device each, yields what it has solved; all else is told by each.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -101,24 +109,23 @@ def calibrate(
     sparse = bool(source.role_index.dims.num_experts)
     found = routed_experts(source).projections if sparse else ()
     clock = clock or Clock()
-    readers = tuple(Weights(source, clock) for _ in devices)
+    reader = Weights(source, clock)
     model = Model(source, settings.attention)
-    use_device(devices[0])
-    load_solvers(devices)
-    if any(theirs.are_asked(settings.solver, device) for device in devices):
+    use_device(device)
+    if theirs.are_asked(settings.solver, device):
         theirs.load()  # before what this process takes is counted
     lengths = [sample.size for sample in tokens]
     layers = Layers(
-        models=(model, *(model.twin() for _ in devices[1:])),
+        model=model,
         matrices=_by_layer(found),
         lengths=lengths,
         targets=targets,
         settings=settings,
         folder=work_dir,
-        budget=Budget.of(memory, devices),
-        devices=tuple(devices),
+        budget=Budget.of(memory, device),
+        device=device,
         files=files or Files(),
-        readers=readers,
+        reader=reader,
         clock=clock,
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
@@ -137,7 +144,7 @@ def calibrate(
         layers.hidden,
         layers.files,
         layers.corrects,
-        devices[0],
+        device,
         behind,
         exchange is not None,
         team,
@@ -148,21 +155,19 @@ def calibrate(
             first = kept.layer() or 0
             down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
             batch = 1 if down is None else layers.batch(down.weight)
-            places = [layers.experts] * len(devices) * team.count
-            fair = divided(range(layers.experts), places, batch)
-            layers.foreseen.settle(first, [layers.here(group) for group in fair])
+            fair = divided(range(layers.experts), [layers.experts] * team.count, batch)
+            layers.foreseen.settle(first, [e for group in fair for e in layers.mine(group)])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:
             behind.close()
-        for reader in readers:
-            reader.close()
+        reader.close()
 
 
 def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
     """Hidden states are held on an accelerator that has space for them, which is then not given to
     others."""
-    device = layers.devices[0]
+    device = layers.device
     share = layers.budget.states.get(device, 0)
     need = (2 if layers.corrects else 1) * layers.total * layers.hidden * 2
     if device == "cpu" or not all(layers.team.gathered(need <= _HELD * share)):
@@ -173,16 +178,14 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
 
 def _reading_ahead(layers: Layers, stop: int) -> Layers:
     """Matrices are read ahead for accelerators, whose order is known: shards ask for others'."""
-    if layers.devices[0] == "cpu" or layers.exchange is not None:
+    if layers.device == "cpu" or layers.exchange is not None:
         return layers
     share = layers.budget.states.get("cpu", 0)
     room = min(_AHEAD, share // 4)
     left = {**layers.budget.states, "cpu": share - room}
     budget = replace(layers.budget, states=left)
-    each = room // len(layers.devices)
-    return replace(
-        layers, budget=budget, foreseen=Foreseen(layers.matrices, layers.readers, each, stop)
-    )
+    foreseen = Foreseen(layers.matrices, layers.reader, room, stop)
+    return replace(layers, budget=budget, foreseen=foreseen)
 
 
 def disk_bytes(tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False) -> int:
@@ -265,14 +268,14 @@ def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) ->
     import numpy as np
 
     states = kept.states(0, new=True)
-    device, own = layers.devices[0], shares(layers.batches, layers.team.count)[layers.team.rank]
+    device, own = layers.device, layers.mine(shares(layers.batches, layers.team.count))
     with layers.clock("read", device):
         embed = None
         if device != "cpu":  # a CPU keeps to one sample's rows of the table
-            embed = layers.model.embedder(tokens, layers.readers[0], device)
+            embed = layers.model.embedder(tokens, layers.reader, device)
         for batch in (batch for part in own for batch in part):
             some = tokens[batch.first : batch.first + batch.count]
-            make = embed or layers.model.embedder(some, layers.readers[0], device)
+            make = embed or layers.model.embedder(some, layers.reader, device)
             states.write(batch.start, make(np.stack(some)))
     kept.remember(0, states)
     return states

@@ -50,7 +50,8 @@ def known_of(expert: Expert, matrices: Sequence[Matrix], found: Found) -> Known:
     )
 
 
-def put(exchange: Exchange, layer: int, expert: int, known: Known) -> None:
+def put(exchange: Exchange, layer: int, expert: int, known: Known) -> str | None:
+    """As `exchange.put`."""
     arrays: dict[str, Array] = {}
     listed: dict[str, Any] = {}
     for matrix in known.matrices:
@@ -71,7 +72,7 @@ def put(exchange: Exchange, layer: int, expert: int, known: Known) -> None:
         "matrices": listed, "rounded": known.rounded, "fallbacks": list(known.fallbacks),
         "dead": dict(known.dead), "meaning": known.meaning,
     }  # fmt: skip
-    exchange.put(layer, expert, about, arrays)
+    return exchange.put(layer, expert, about, arrays)
 
 
 def get(

@@ -357,7 +357,7 @@ class Bench:
             found.rounded.append(expert.number)
 
     def _batches(self, experts: Sequence[Expert], name: str) -> Iterator[Sequence[Expert]]:
-        """Experts that are solved together: always the same, on however many devices, because a GPU
+        """Experts that are solved together: always the same, of however many processes, because a GPU
         adds up otherwise where there are more."""
         # On a CPU one by one, as llm-compressor does there.
         size = 1

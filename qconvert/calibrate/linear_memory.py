@@ -55,7 +55,7 @@ def rounds(
     fixed = solving + aside + passing + layer_bytes + libraries
     on_cpu = device == "cpu"
     of_process = budget.memory - budget.base - (budget.states.get("cpu", 0) if keeps else 0)
-    free = of_process if on_cpu else budget.devices[0]
+    free = of_process if on_cpu else budget.device
     widest = max(4 * columns * columns for _, columns in every)
     if on_cpu and free < fixed + widest:
         need = budget.base + int((fixed + widest) / (1 - _STATES * keeps)) + (1 << 20)

@@ -28,13 +28,15 @@ from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import Machine
 from qconvert.calibrate.packing import Packed, Packers
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings, Shared
 from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.plan.plan import Plan
+from qconvert.run.exchange import Exchange
+from qconvert.run.files import Files
 from qconvert.run.forkserver import cannot_start, undisturbed
 from qconvert.run.until import Until
 
@@ -63,16 +65,17 @@ class Given:
     linears: Mapping[str, Sequence[IntScheme]] | None = None
     statistics: bool = True
     until: Until | None = None
+    exchange: Exchange | None = None
 
 
-def calibrate_given(given: Given, devices: Sequence[str], **more: Any) -> Generator[Event]:
+def calibrate_given(given: Given, device: str, **more: Any) -> Generator[Event]:
     """What `engine.calibrate` yields in this process; `more` are other arguments of it."""
     from qconvert.calibrate.engine import calibrate  # imports torch
 
     asked = {field.name: getattr(given, field.name) for field in fields(given)}
     source = Plan.identity(asked.pop("checkpoint"))
     tokens, schemes, settings = (asked.pop(name) for name in ("tokens", "schemes", "settings"))
-    return calibrate(source, tokens, schemes, settings, devices=devices, **asked, **more)
+    return calibrate(source, tokens, schemes, settings, device=device, **asked, **more)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class Mates:
 
         Raises what one of the processes raises; RunError where one dies.
         """
+        if given.exchange is not None:  # other files than these may be known to this process alone
+            given = replace(given, exchange=replace(given.exchange, files=Files()))
         for mate in self._all:
             _ = mate.machine
             mate.send(_Begin(given, packers))
@@ -174,8 +179,8 @@ def early() -> Mates | None:
 def _heard(
     mates: Sequence[_Mate], clock: Clock, works: Sequence[Work]
 ) -> Generator[Event | Packed]:
-    """What all of them say: matrices of each, the rest of the first one, and that a layer is done once
-    all of them have said so."""
+    """What all of them say: what each has solved, the rest of the first one, and that a layer is done
+    once all of them have said so."""
     listened = {mate.connection: mate for mate in mates}
     first = mates[0]
     layer, before = 0, dict(clock.work)
@@ -195,7 +200,7 @@ def _heard(
                 del listened[mate.connection]
                 done.append(mate)
                 ended = event if mate is first or ended is None else ended
-            elif isinstance(event, Packed) or mate is first:
+            elif isinstance(event, Packed | Shared) or mate is first:
                 yield event
             del event
         if ended is not None and len(done) == len(mates):
@@ -398,7 +403,7 @@ def _serve(connection: Connection[Any, Any], place: _Place) -> None:
     team = _ready(connection, place)
     begin: _Begin = connection.recv()
     notes = _Notes()
-    events = calibrate_given(begin.given, (device,), clock=Clock(notes.add), team=team)
+    events = calibrate_given(begin.given, device, clock=Clock(notes.add), team=team)
     # Codes are packed and sent by this thread while another one computes.
     events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
     with closing(events):
@@ -426,7 +431,7 @@ def _say(connection: Connection[Any, Any], said: _Said) -> None:
 def _ready(connection: Connection[Any, Any], place: _Place) -> Team:
     """Import what solving needs, and meet the others."""
     from qconvert.calibrate.backend import hush_transformers
-    from qconvert.calibrate.devices import get_ready, this_machine
+    from qconvert.calibrate.devices import get_ready, this_machine, use_device
     from qconvert.calibrate.library import load_shared
 
     device, count = place.devices[place.rank], len(place.devices)
@@ -434,7 +439,6 @@ def _ready(connection: Connection[Any, Any], place: _Place) -> Team:
     get_ready(device)
     load_shared()
     hush_transformers()
-    from qconvert.calibrate.spread import use_device
     from qconvert.calibrate.team import ALONE, Processes
 
     use_device(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +15,7 @@ from qconvert.core.errors import RunError
 
 _MACHINE = 0.75  # of the machine's memory, where the user gives no number
 # Of an accelerator's, whatever else is on it, because group sizes must not depend on that: for experts,
-# and on the first one for what a layer keeps of each token.
+# and for what a layer keeps of each token.
 _DEVICE, _DEVICE_STATES = 0.5, 0.35
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED = 1 << 20  # what is larger is mapped, and unmapped when it is freed
@@ -28,23 +28,23 @@ _STATES = 0.25  # of what is free at the start, for what a layer keeps of each t
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes: `memory` for the whole process, `base` what it took before, `states` by device for what a
-    layer keeps of each token, `devices` what each accelerator has for experts (0: a CPU)."""
+    layer keeps of each token, `device` what an accelerator has for experts (0: a CPU)."""
 
     memory: int
     base: int
     states: Mapping[str, int]
-    devices: tuple[int, ...]
+    device: int
 
     @classmethod
-    def of(cls, memory: int | None, devices: Sequence[str]) -> Budget:
+    def of(cls, memory: int | None, device: str) -> Budget:
         """Shares of a number of bytes, None: three quarters of the machine."""
         base = resident() + _SLACK
         if memory is None:
             memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         states = {"cpu": int(_STATES * max(0, memory - base))}
-        if devices[0] != "cpu":
-            states = {devices[0]: _device_bytes(devices[0], _DEVICE_STATES), **states}
-        return cls(memory, base, states, tuple(_device_bytes(d, _DEVICE) for d in devices))
+        if device != "cpu":
+            states = {device: _device_bytes(device, _DEVICE_STATES), **states}
+        return cls(memory, base, states, _device_bytes(device, _DEVICE))
 
 
 def solver_libraries(solver: Solver, device: str) -> int:
@@ -131,9 +131,9 @@ def least_bytes(
     return _expert_bytes(hidden, middle, True, corrects) + solving
 
 
-def group_sizes(
+def experts_together(
     budget: Budget,
-    devices: Sequence[str],
+    device: str,
     *,
     hidden: int,
     middle: int,
@@ -145,8 +145,8 @@ def group_sizes(
     chunk: int,
     corrects: bool = False,
     most: int | None = None,
-) -> list[int]:
-    """Experts that each device works on together. `chunk` tokens pass at a time, of which an expert
+) -> int:
+    """Experts that a device works on together. `chunk` tokens pass at a time, of which an expert
     of an accelerator gets `most` (None: all). Raises RunError where not one fits, with the smallest
     budget that is enough."""
     one = _expert_bytes(hidden, middle, own_hessians, corrects)
@@ -158,23 +158,19 @@ def group_sizes(
         passing += chunk * (4 * hidden + _ROUTES)
     shared = 0 if own_hessians else (8 if corrects else 4) * hidden * hidden
     rest = passing + layer_bytes + shared
-    sizes = []
-    for device, share in zip(devices, budget.devices, strict=True):
-        batch = 1 if device == "cpu" else solved_together(together, widest)
-        fixed = rest + _solver_bytes(
-            hidden, middle, schemes, solver, batch, device, corrects=corrects
+    on_cpu = device == "cpu"
+    batch = 1 if on_cpu else solved_together(together, widest)
+    fixed = rest + _solver_bytes(hidden, middle, schemes, solver, batch, device, corrects=corrects)
+    fixed += solver_libraries(solver, device)
+    free = budget.device
+    if on_cpu:
+        free = budget.memory - budget.base - budget.states.get("cpu", 0)
+    count = (free - fixed) // one
+    if count < 1 and on_cpu:
+        need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
+        raise RunError(
+            f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
+            f"{budget.base >> 20} MiB, more than this run may take; give --memory "
+            f"{(need >> 20) + 1}MiB"
         )
-        fixed += solver_libraries(solver, device)
-        free = (
-            share if device != "cpu" else budget.memory - budget.base - budget.states.get("cpu", 0)
-        )
-        count = (free - fixed) // one
-        if count < 1 and device == "cpu":
-            need = budget.base + int((fixed + one) / (1 - _STATES)) + (1 << 20)
-            raise RunError(
-                f"one expert with its Hessians needs {(fixed + one) >> 20} MiB, and libraries "
-                f"{budget.base >> 20} MiB, more than this run may take; give --memory "
-                f"{(need >> 20) + 1}MiB"
-            )
-        sizes.append(max(1, int(count)))
-    return sizes
+    return max(1, count)

@@ -178,14 +178,6 @@ class Model:
         self._around: str | None = None
         self._calls: tuple[object, list[Call]] | None = None
 
-    def twin(self) -> Model:
-        """The same for another device. Asked for before anything has been loaded."""
-        assert self._around is None
-        other = copy.copy(self)
-        other._decoder = copy.deepcopy(self._decoder)
-        other._meta = list(other._decoder.layers)
-        return other
-
     def embed(self, tokens: Tokens, weights: Weights) -> torch.Tensor:
         """What goes into the first layer [T, H], BF16. Only rows of the embedding that are asked for
         are read."""

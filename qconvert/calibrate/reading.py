@@ -13,7 +13,7 @@ from functools import partial
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.ahead import THREADS, Ahead
+from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
@@ -76,9 +76,7 @@ class Weights:
             other.close()
         self._reader.close()
 
-    def expect(
-        self, order: Iterable[tuple[str, Stored]], room: int, threads: int = THREADS
-    ) -> None:
+    def expect(self, order: Iterable[tuple[str, Stored]], room: int) -> None:
         """From now on matrices are asked for in this order, by `into`: threads read them ahead, `room`
         bytes at most."""
         if self._ahead is not None:
@@ -99,7 +97,6 @@ class Weights:
                 for module, stored in order
             ),
             room,
-            threads,
         )
         self._ahead.begin()
 

@@ -1,4 +1,8 @@
-"""The experts of a layer, solved by several processes: each its part, all with what the others found."""
+"""The experts of a layer, solved by several shards: each its part, all with what the others found.
+
+A shard may be a team of processes, which all do the same: what a file or a clock decides, the first one
+decides for all.
+"""
 
 from __future__ import annotations
 
@@ -9,99 +13,121 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate.exchanged import expert_of, get, known_of, note, put
 from qconvert.calibrate.experts import Bench, Found, Seen
 from qconvert.calibrate.memory import trim
-from qconvert.calibrate.model import Layer
-from qconvert.calibrate.settings import Matrix
+from qconvert.calibrate.settings import Matrix, Shared
 from qconvert.calibrate.taken import Stream, Taken
+from qconvert.calibrate.team import decided
 from qconvert.core.shown import count
 from qconvert.matrices.experts import PROJECTIONS, Projection
 from qconvert.run.backend import Phase
+from qconvert.run.exchange import Exchange, OutOfTime
 
 if TYPE_CHECKING:
     from qconvert.calibrate.layers import Layers
 
-Solving = Callable[[Sequence[Sequence[int]], Sequence[Taken]], Iterator[Matrix]]
+Solving = Callable[[Sequence[int], Taken], Iterator[Matrix]]
 
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """A layer in the hands of one of several processes. `solving` solves a group of experts, and leaves
-    them in what was taken."""
+    """A layer in the hands of one of several shards. `solving` solves some experts, and leaves them in
+    what was taken."""
 
     layers: Layers
-    layer: Layer
-    benches: Sequence[Bench]
+    exchange: Exchange
+    bench: Bench
     matrices: Mapping[tuple[int, str], Projection]
     every: frozenset[int]
     found: Found
     solving: Solving
 
-    def run(self, streams: Sequence[Stream]) -> Iterator[Phase | Matrix]:
-        """Solve this process's experts, wait for the others', and let all answer. Matrices are yielded
-        by a run that writes them, which a shard does not."""
-        exchange, layers, number = self.layers.exchange, self.layers, self.layer.number
-        assert exchange is not None
+    def run(self, streams: Sequence[Stream]) -> Iterator[Phase | Matrix | Shared]:
+        """Solve this shard's experts, wait for the others', and let all answer. Matrices are yielded by
+        a run that writes them, which a shard does not. Raises OutOfTime, in all processes of a team."""
+        layers, number = self.layers, self.bench.layer.number
         here: set[int] = set()
         where = f"calibrating layer {number} of {layers.model.layers}"
         seen = streams[0].seen
-        yield from self._solve(exchange.mine(number, layers.experts), seen, where, here)
-        others = exchange.others(number, layers.experts)
-        while True:
-            with layers.clock("wait", "cpu"):
-                found = next(others, None)
-            if found is None:
-                break
-            text, lost = found
+        mine = decided(layers.team, self.exchange.mine(number, layers.experts))
+        yield from self._solve(mine, seen, where, here)
+        for text, lost in self._others():
             if not lost:
                 yield Phase(f"{where}: {text}")
             yield from self._solve(lost, seen, f"{where} {text}".rstrip(), here)
         yield from self._answer(streams, where, here)
 
+    def _others(self) -> Iterator[tuple[str, list[int]]]:
+        """As `exchange.others`, which the first process of a team asks for all."""
+        layers = self.layers
+        others = self.exchange.others(self.bench.layer.number, layers.experts)
+
+        def following() -> tuple[str, list[int]] | OutOfTime | None:
+            try:
+                return next(others, None)
+            except OutOfTime as over:
+                return over
+
+        while True:
+            with layers.clock("wait", "cpu"):
+                # What this shard's processes put is there before the first one looks.
+                layers.team.meet()
+                found = decided(layers.team, None if layers.team.rank else following())
+            if isinstance(found, OutOfTime):
+                raise OutOfTime
+            if found is None:
+                return
+            yield found
+
     def _solve(
         self, numbers: Sequence[int], seen: Seen, where: str, here: set[int]
-    ) -> Iterator[Phase]:
-        exchange, layers, layer = self.layers.exchange, self.layers, self.layer.number
-        assert exchange is not None
-        for whole in layers.groups(self.layer, self.matrices, self.every, seen, numbers):
+    ) -> Iterator[Phase | Shared]:
+        """Solve experts, and put them where the others find them; all that this shard's processes solve
+        are added to `here`."""
+        layers, layer = self.layers, self.bench.layer
+        for whole in layers.groups(layer, self.matrices, self.every, seen, numbers):
             # Others may have solved some of them since.
-            group = [[e for e in mine if not exchange.has(layer, e)] for mine in whole]
+            group = [[e for e in mine if not self.exchange.has(layer.number, e)] for mine in whole]
+            group = decided(layers.team, group)
             if not (todo := sum(map(len, group))):
                 continue
             yield Phase(f"{where}: {count(todo, 'expert')} of {layers.experts}")
-            taken = [Taken() for _ in group]
+            here.update(expert for part in group for expert in part)
+            mine, taken = layers.mine(group), Taken()
             made: dict[int | None, list[Matrix]] = {}
-            for matrix in self.solving(group, taken):
+            for matrix in self.solving(mine, taken) if mine else ():
                 made.setdefault(matrix.expert, []).append(matrix)
-            for expert in (one for held in taken for one in held.experts):
+            names: list[str] = []
+            for expert in taken.experts:
                 known = known_of(expert, made.pop(expert.number), self.found)
-                put(exchange, layer, expert.number, known)
-                here.add(expert.number)
+                if name := put(self.exchange, layer.number, expert.number, known):
+                    names.append(name)
+            yield Shared(tuple(names))
             del taken
             trim()
 
     def _answer(
         self, streams: Sequence[Stream], where: str, here: set[int]
     ) -> Iterator[Phase | Matrix]:
-        exchange, layers, layer = self.layers.exchange, self.layers, self.layer.number
-        assert exchange is not None
+        layers, layer = self.layers, self.bench.layer
         sides = {
             kind: (self.matrices[0, kind].weight.rows, self.matrices[0, kind].weight.columns)
             for kind in PROJECTIONS
         }
-        seen = streams[0].seen
-        for group in layers.groups(self.layer, self.matrices, self.every, seen):
+        for group in layers.groups(layer, self.matrices, self.every, streams[0].seen):
             yield Phase(f"{where}: answers of experts {group[0][0]} to {group[-1][-1]}")
-            taken = [Taken() for _ in group]
-            for bench, mine, held in zip(self.benches, group, taken, strict=False):
-                if len(streams) > 1:
-                    held.plain.extend(bench.take(mine, self.matrices, self.every))
-                for number in mine:
-                    known = get(exchange, layer, number, sides, layers.targets)
-                    every = number in self.every
-                    held.experts.append(expert_of(known, layers.targets, bench.device, every=every))
-                    if number not in here:
-                        note(known, self.found)
-                    if exchange.shard is None:
-                        yield from known.matrices
-            layers.answer(self.benches, taken, streams)
+            mine, taken = layers.mine(group), Taken()
+            if mine and len(streams) > 1:
+                taken.plain.extend(self.bench.take(mine, self.matrices, self.every))
+            for number in mine:
+                known = get(self.exchange, layer.number, number, sides, layers.targets)
+                every = number in self.every
+                taken.experts.append(
+                    expert_of(known, layers.targets, self.bench.device, every=every)
+                )
+                # What a process of this shard found is joined with what the others did.
+                if number not in here:
+                    note(known, self.found)
+                if self.exchange.shard is None:
+                    yield from known.matrices
+            layers.answer(self.bench, group, taken, streams, self.matrices)
             del taken
             trim()

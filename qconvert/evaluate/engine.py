@@ -147,7 +147,7 @@ def _advanced(
     sides: Sequence[Opened], number: int, states: list[InFile], budget: Budget, events: Events
 ) -> list[InFile]:
     """What goes into the next layer of each side."""
-    together = [budget.experts(device) for device in sides[0].layers.devices]
+    together = [budget.experts(device) for device in sides[0].devices]
     found = []
     for opened, before in zip(sides, states, strict=True):
         following = _file(opened, f"hidden.{number + 1}", opened.layers.total)
@@ -212,7 +212,7 @@ def _finals(opened: Opened, states: InFile, tokens: Sequence[Tokens]) -> InFile:
     finals = _file(opened, "finals", sum(sample.size - 1 for sample in tokens))
     at = start = 0
     for sample in tokens:
-        rows = states.read(start, start + sample.size).to(layers.devices[0])
+        rows = states.read(start, start + sample.size).to(layers.device)
         made = opened.side.model.finished(rows[None], opened.weights)[0, :-1]
         finals.write(at, made)
         at, start = at + sample.size - 1, start + sample.size

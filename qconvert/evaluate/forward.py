@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from qconvert.calibrate.experts import Bench, Expert, Seen
-from qconvert.calibrate.layers import Layers
 from qconvert.calibrate.memory import trim
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.rows import InFile, Rows, Scratch
@@ -36,7 +35,7 @@ def forward(
     import torch
 
     layers = opened.layers
-    device = layers.devices[0]
+    device = layers.device
     layer = layers.model.layer(number, opened.weights, device)
     if not layer.sparse:
         for batch, hidden, call in layers.through(number, states):
@@ -51,9 +50,9 @@ def forward(
     scratch = Scratch(layers.folder, {}, layers.files)
     try:
         answers = scratch.rows("answers", layers.total, layers.hidden, torch.bfloat16)
-        seen = layers.attend([layer], states, scratch)
+        seen = layers.attend(layer, states, scratch)
         with torch.no_grad():
-            _answer(opened.experts, layers, layer, seen, answers, together, tell)
+            _answer(opened, opened.experts, layer, seen, answers, together, tell)
             for batch, hidden, call in layers.through(number, states):
                 answer = answers.read(batch.start, batch.stop).to(device)
                 following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
@@ -64,8 +63,8 @@ def forward(
 
 
 def _answer(
+    opened: Opened,
     experts: Experts,
-    layers: Layers,
     layer: Layer,
     seen: Seen,
     answers: Rows,
@@ -73,9 +72,10 @@ def _answer(
     tell: Tell,
 ) -> None:
     """What every expert answers to its tokens, added up in the order of their numbers."""
+    layers = opened.layers
     benches = [
-        Bench(device, layer, layer.middle(device), (), layers.settings, reader, layers.clock)
-        for device, reader in zip(layers.devices, layers.readers, strict=True)
+        Bench(device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock)
+        for device in opened.devices
     ]
     used = [number for number, tokens in enumerate(seen.counts) if tokens]
     at = told = 0

@@ -104,7 +104,7 @@ def scored(
     `targets` int64 [P]. `together` tokens are in memory while both heads are read once."""
     import torch
 
-    device = source[0].layers.devices[0]
+    device = source[0].layers.device
     parts: list[Scores] = []
     with torch.no_grad():
         for start in range(0, targets.shape[0], together):

@@ -109,12 +109,12 @@ class Side:
                 }
                 experts = StoredExperts(found, weights)
             layers = Layers(
-                models=(self.model,), matrices={}, lengths=lengths, targets=(), settings=Settings(),
-                folder=folder, budget=CalibrationBudget(0, 0, {}, (0,)), devices=tuple(devices),
-                files=Files(), readers=(weights,) * len(devices), clock=Clock(),
+                model=self.model, matrices={}, lengths=lengths, targets=(), settings=Settings(),
+                folder=folder, budget=CalibrationBudget(0, 0, {}, 0), device=devices[0],
+                files=Files(), reader=weights, clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,
             )  # fmt: skip
-            yield Opened(self, layers, experts, weights)
+            yield Opened(self, layers, experts, weights, devices)
         finally:
             weights.close()
             if amx is not None:
@@ -123,12 +123,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Opened:
-    """A side at work."""
+    """A side at work, on devices of which the first does all but experts."""
 
     side: Side
     layers: Layers
     experts: Experts | None
     weights: Weights
+    devices: Sequence[str]
 
 
 def side_of(

@@ -82,8 +82,9 @@ class Peers:
 @dataclass(frozen=True)
 class Exchange:
     """The folder `work`/solved of one plan, `key`. `shard` is None for a run that does what is left
-    of all; `note` appends to the shard's journal. `kind` of devices: codes of CPU and GPU do not mix,
-    None where they are only written."""
+    of all; `note` appends to the shard's journal, which is for who writes that: `[{"solved": name}]` of
+    each file that was put. `kind` of devices: codes of CPU and GPU do not mix, None where they are only
+    written."""
 
     work: Path
     key: str
@@ -154,8 +155,9 @@ class Exchange:
 
     def put(
         self, layer: int, expert: int, about: Mapping[str, Any], arrays: Mapping[str, Array]
-    ) -> None:
-        """Put what is known of an expert where the others find it, unless it is there."""
+    ) -> str | None:
+        """Put what is known of an expert where the others find it, unless it is there. Returns the name
+        of the file, None where it was."""
         self.files.make_folder(self.folder)
         listed = [[name, str(a.dtype), list(a.shape)] for name, a in arrays.items()]
         header = {
@@ -169,10 +171,10 @@ class Exchange:
         path = self.folder / f"{layer}-{expert}"
         new = unfinished(self.work, self.shard or Shard(0, 1))
         self.files.make_folder(new.parent)
-        if appear(path, new, data, len(data), self.files):
-            self.files.sync_folder(self.folder)
-            if self.note is not None:
-                self.note([{"solved": path.name}])
+        if not appear(path, new, data, len(data), self.files):
+            return None
+        self.files.sync_folder(self.folder)
+        return path.name
 
     def get(self, layer: int, expert: int, limit: int) -> tuple[dict[str, Any], dict[str, Array]]:
         """What was put, of at most `limit` bytes beside its header. Raises RunError for a file that is
