@@ -406,6 +406,18 @@ def test_other_files_leave_what_is_known_of_the_tensors() -> None:
     assert other.fingerprint() == fresh.fingerprint() != plan.fingerprint()
 
 
+def test_roles_are_of_the_names_there_are() -> None:
+    """Of as many tensors as the source has, one of which has the name of another role."""
+    plan = Plan.identity(published("deepseek-v3"))
+    name, other = (f"model.layers.3.mlp.experts.{n}.up_proj.weight" for n in (0, 999))
+    assert other not in plan.tensors
+    found = {other if each == name else each: output for each, output in plan.tensors.items()}
+    renamed = replace(plan, tensors=found)
+    assert plan.role_index.places[name].expert == 0
+    assert name not in renamed.role_index.places
+    assert renamed.role_index.places[other].expert == 999
+
+
 def _few(model: str) -> Plan:
     found = headers.few(model)
     return Plan.identity(checkpoint(found.tensors, found.config))

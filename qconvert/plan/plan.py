@@ -115,7 +115,11 @@ class Plan:
     def role_index(self) -> RoleIndex:
         """The planned tensors sorted by role."""
         own = self.checkpoint
-        if not self.log and self.config is own.config and len(self.tensors) == len(own):
+        if (
+            not self.log
+            and self.config is own.config
+            and self.tensors.keys() == own.sources.keys()
+        ):
             return own.role_index.ordered(self.tensors)
         return role_index(self.family, self.config, self.tensors)
 
